@@ -54,13 +54,13 @@ def installed() -> dict[str, Extension]:
     """
     # By name, because the list lies above all that asks for it.
     names = import_module(".extensions", "stratbench").NAMES
-    found = {name: import_module(f".extensions.{name}", "stratbench").EXTENSION for name in names}
-    for name, extension in found.items():
-        if lacking := set(extension.needs) - found.keys():
+    by_name = {name: import_module(f".extensions.{name}", "stratbench").EXTENSION for name in names}
+    for name, extension in by_name.items():
+        if lacking := set(extension.needs) - by_name.keys():
             raise ModuleNotFoundError(
                 f"the extension {name} needs {', '.join(sorted(lacking))}, which was deleted; delete both"
             )
-    return found
+    return by_name
 
 
 def at(point: str) -> Iterator[tuple[str, Any]]:

@@ -174,8 +174,8 @@ def disown(cls: type, claims: tuple[str, ...]) -> None:
         return
     for claim in claims:
         if claim not in vars(cls):
-            stated = (vars(c)[claim] for c in cls.__mro__ if claim in vars(c) and not is_whole(c))
-            setattr(cls, claim, next(stated))
+            declared = (vars(c)[claim] for c in cls.__mro__ if claim in vars(c) and not is_whole(c))
+            setattr(cls, claim, next(declared))
 
 
 def is_whole(cls: type) -> bool:

@@ -69,8 +69,8 @@ def validate(record: Record, source: str | Path = "record") -> None:
         if place == "settings.more" and isinstance(e.value, dict):
             lacking = ", ".join(sorted(e.value.keys() - installed().keys()))
             wrong = f"needs the extension {lacking}, which is not installed"
-        given = "" if isinstance(e.value, dict | list) else f", and is {e.value!r:.80}"
-        raise RecordError(f"{source} is not a valid record: {place}: {wrong}{given}") from e
+        value = "" if isinstance(e.value, dict | list) else f", and is {e.value!r:.80}"
+        raise RecordError(f"{source} is not a valid record: {place}: {wrong}{value}") from e
 
 
 def write(path: str | Path, record: Record) -> None:
@@ -143,14 +143,14 @@ def describe_other_settings(record: Record, settings: Settings) -> str | None:
     Return None if they do not.
     """
     wanted = json.loads(settings.as_json())
-    stated = record["settings"]
+    recorded = record["settings"]
     keys = dict.fromkeys([*wanted, "more"])
-    differing = [key for key in keys if stated.get(key) != wanted.get(key)]
+    differing = [key for key in keys if recorded.get(key) != wanted.get(key)]
     if not differing:
         return None
-    each = (f"{key} {stated.get(key)} (config: {wanted.get(key)})" for key in differing)
-    told = f"was trained with {', '.join(each)}; delete it to train its cell again"
-    return f"{told} {help_address('delete it to train its cell again')}"
+    each = (f"{key} {recorded.get(key)} (config: {wanted.get(key)})" for key in differing)
+    text = f"was trained with {', '.join(each)}; delete it to train its cell again"
+    return f"{text} {help_address('delete it to train its cell again')}"
 
 
 def cell_of(record: Record) -> Cell:

@@ -83,12 +83,12 @@ class Keys:
     extension: ClassVar[str]
 
     @classmethod
-    def settled(cls, given: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    def settled(cls, configured: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
         """Return the extension's part of `more` of Settings or Constraints, for a block that gives its keys.
 
-        `given` are the keys that the block gives; `whole`: all values of an experiment, else the config.
+        `configured` are the keys that the block gives; `whole`: all values of an experiment, else the config.
         """
-        return given
+        return configured
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
@@ -266,10 +266,10 @@ class Settings:
         return cls(**json.loads(text))
 
     @classmethod
-    def of_record(cls, stated: Mapping[str, Any]) -> Settings:
+    def of_record(cls, recorded: Mapping[str, Any]) -> Settings:
         """Return the settings of a record, without keys that are no longer settings."""
         known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in stated.items() if key in known})
+        return cls(**{key: value for key, value in recorded.items() if key in known})
 
 
 #: The settings that an experiment of config.yaml gives.

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class CommandError(Exception):
-    """The reason, in one sentence, why a subcommand cannot do what it was asked."""
+    """A subcommand cannot do what was requested; the message is one sentence."""

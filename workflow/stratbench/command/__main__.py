@@ -26,13 +26,13 @@ options to Snakemake: `stratbench plan --config 'cluster={gpu: A100 40GB}'`.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit code: 2 if it cannot do what it was asked."""
-    given, others = parser().parse_known_args(argv)
+    """Run one subcommand and return its exit code: 2 if it fails with a message."""
+    args, others = parser().parse_known_args(argv)
     try:
-        return given.run(given, others)
+        return args.run(args, others)
     except (CommandError, OSError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else error
-        print(f"stratbench {given.command}: {reason}", file=sys.stderr)
+        print(f"stratbench {args.command}: {reason}", file=sys.stderr)
         return 2
 
 
@@ -58,12 +58,12 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
-def run_init(given: argparse.Namespace, others: list[str]) -> int:
+def run_init(args: argparse.Namespace, others: list[str]) -> int:
     """`stratbench init FOLDER`."""
     refuse(others)
-    for path in lay_down(given.folder):
+    for path in lay_down(args.folder):
         print(path)
-    print(f"\nNext: cd {given.folder} && stratbench run")
+    print(f"\nNext: cd {args.folder} && stratbench run")
     return 0
 
 

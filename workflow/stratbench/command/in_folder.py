@@ -1,4 +1,4 @@
-"""Runs the workflow's rules on the study in this folder, by Snakemake, as from a clone."""
+"""Runs the workflow's rules on the study in this folder, by Snakemake, as in a clone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUIET = "stratbench.command.quietly"
 
 
 def require(*modules: str) -> None:
-    """Raises CommandError if a package is missing: before anything starts, and with how to install it."""
+    """Raise CommandError with installation instructions if a package is missing."""
     for module in modules:
         if module_is_missing(module):
             raise CommandError(
@@ -27,7 +27,7 @@ def require(*modules: str) -> None:
 
 
 def module_is_missing(name: str) -> bool:
-    """Return whether a module cannot be found; does not import it."""
+    """Return whether a module is missing, without importing it."""
     try:
         return find_spec(name) is None
     except ImportError:  # something blocks its import
@@ -47,7 +47,7 @@ def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snake
 def command_line(
     *arguments: str, config: Sequence[str] = (), program: str = "snakemake"
 ) -> list[str]:
-    """Return the command that runs Snakemake in this folder, by the folder's own Snakefile if there is one.
+    """Return the Snakemake command for this folder, with the folder's own Snakefile if it has one.
 
     The parameters are those of `run_rules`.
 
@@ -66,7 +66,7 @@ def command_line(
 
 
 def profile_folder(name: str) -> str:
-    """The folder of a profile: as given, or `profiles/<name>` in this folder, or the one of stratbench."""
+    """Return the folder of a profile: a path, `profiles/<name>` in this folder, or a built-in one."""
     for folder in (Path(name), Path("profiles", name), ROOT / "profiles" / name):
         if (folder / "config.yaml").is_file():
             return str(folder)

@@ -1,4 +1,4 @@
-"""Writes the files of a new study: config.yaml, a Snakefile that uses stratbench as a module, profiles."""
+"""Writes the files of a new study: config.yaml, a Snakefile with stratbench as a module, profiles."""
 
 from __future__ import annotations
 

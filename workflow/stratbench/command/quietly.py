@@ -1,7 +1,7 @@
-"""Snakemake with `--quiet all`, which still says why no rule could begin.
+"""Snakemake with `--quiet all`, but with the messages on why a rule could not begin.
 
-Its own `--quiet all` hides errors too, such as a mistake in config.yaml. Errors inside a rule are
-printed by the rule itself.
+Its own `--quiet all` hides errors too, such as a mistake in config.yaml. Errors inside a rule are printed by
+the rule itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the core and extensions add subcommands to `stratbench`, and what these share."""
+"""Registration of subcommands of `stratbench` by core and extensions, and their common functions."""
 
 from __future__ import annotations
 
@@ -52,38 +52,47 @@ class Adder:
 
 
 def add_training(add: Adder, name: str, text: str) -> None:
-    """Add a subcommand that trains: it takes a profile."""
+    """Add a subcommand that trains: it takes a profile.
+
+    Args:
+        add: Adds a subcommand.
+        name: Its name.
+        text: Its help.
+    """
     add(name, run_training, text).add_argument(
         "--profile", default="local", help="local (default), slurm, or a folder"
     )
 
 
-def run_training(given: argparse.Namespace, others: list[str]) -> int:
+def run_training(args: argparse.Namespace, others: list[str]) -> int:
     """`stratbench run`: the workflow's default target; of other names the rule of the name."""
     require("torch")
-    target = [] if given.command == "run" else [given.command]
-    profile = profile_folder(given.profile)
-    return run_rules(*target, "--profile", profile, *others, config=pairs(given))
+    target = [] if args.command == "run" else [args.command]
+    profile = profile_folder(args.profile)
+    return run_rules(*target, "--profile", profile, *others, config=pairs(args))
 
 
-def answer_by_rule(given: argparse.Namespace, others: list[str], config: Sequence[str] = ()) -> int:
-    """Run the rule of the subcommand's name: print its own text, and nothing of Snakemake's.
+def answer_by_rule(args: argparse.Namespace, others: list[str], config: Sequence[str] = ()) -> int:
+    """Run the rule of the subcommand's name; print only its own text.
 
-    `config`: pairs that the rule gets in addition to those on the command line.
+    Args:
+        args: Parsed arguments.
+        others: Further arguments for Snakemake.
+        config: Further config pairs for the rule.
     """
     quiet = ("--cores", "1", "--quiet", "all")
-    return run_rules(given.command, *quiet, *others, config=[*pairs(given), *config], program=QUIET)
+    return run_rules(args.command, *quiet, *others, config=[*pairs(args), *config], program=QUIET)
 
 
-def answer_with_torch(given: argparse.Namespace, others: list[str]) -> int:
+def answer_with_torch(args: argparse.Namespace, others: list[str]) -> int:
     """Run the rule of the subcommand's name, which needs PyTorch."""
     require("torch")
-    return answer_by_rule(given, others)
+    return answer_by_rule(args, others)
 
 
-def pairs(given: argparse.Namespace) -> list[str]:
+def pairs(args: argparse.Namespace) -> list[str]:
     """Return the changes to the config, as KEY=VALUE."""
-    return [*([f"study={given.study}"] if given.study else []), *given.config]
+    return [*([f"study={args.study}"] if args.study else []), *args.config]
 
 
 def refuse(others: Sequence[str]) -> None:

@@ -113,14 +113,14 @@ class StreamLane:
             weights: Source of the weights.
             alive: Whether the worker is still part of the run.
         """
-        given = 0
+        sent_bytes = 0
         for shard in shards:
             spare = self._out[: self._numel(shard)]
             with weights.lend(place, shard, spare, alive) as (lent, version):
                 payload = as_bytes(lent)
                 self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
-            given += len(payload)
-        return given
+            sent_bytes += len(payload)
+        return sent_bytes
 
 
 class SharedLane:

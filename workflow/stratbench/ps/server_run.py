@@ -102,8 +102,8 @@ class ServerRun:
 
     def _admit(self, connection: Connection, hello: dict[str, Any], transport: str) -> Member:
         c = self.config
-        said = parse_hello(hello, self._membership.numbers, transport)
-        worker, layout = said.worker, said.layout
+        peer = parse_hello(hello, self._membership.numbers, transport)
+        worker, layout = peer.worker, peer.layout
         with self._lock:
             if self.over.is_set():  # or it would start alone, counting the lost as present
                 raise ProtocolError(self.error or "the run is over")
@@ -114,10 +114,10 @@ class ServerRun:
             elif layout != self._store.layout:
                 raise ProtocolError(f"worker {worker}'s model differs from the other workers'")
             if self._start is None:
-                self._start = said.start
-            elif said.start != self._start:
+                self._start = peer.start
+            elif peer.start != self._start:
                 raise ProtocolError(OTHER_START)
-            member = Member(said, connection, transport)
+            member = Member(peer, connection, transport)
             self._membership.enter(member, place)
         return member
 
@@ -128,11 +128,11 @@ class ServerRun:
 
     def _check_room(self, snapshot_bytes: int) -> None:
         """End a run whose snapshots will not fit before it begins; `_lock` is held."""
-        folder, kept = self.config.snapshot_dir, self._snapshots_kept
-        needed = kept * snapshot_bytes
+        folder, max_snapshots = self.config.snapshot_dir, self._snapshots_kept
+        needed = max_snapshots * snapshot_bytes
         if folder and (free := shutil.disk_usage(folder).free) < needed:
             self._fail(
-                f"the servers' snapshots of {kept} epochs need {needed / 1e9:.3g} GB in "
+                f"the servers' snapshots of {max_snapshots} epochs need {needed / 1e9:.3g} GB in "
                 f"{folder}, where {free / 1e9:.3g} GB are free: make room there, or, for a cell on one "
                 "node, set TMPDIR to a folder with more"
             )
@@ -258,8 +258,8 @@ class ServerRun:
         self._start_if_ready()
 
     def _ask_for_weights(self) -> None:
-        asked = self._initialiser
-        if self._initialised or (asked is not None and asked.alive):
+        member = self._initialiser
+        if self._initialised or (member is not None and member.alive):
             return
         if ready := self._membership.ready:
             self._initialiser = ready[0]
@@ -472,7 +472,7 @@ class ServerRun:
     def _on_leave(self, member: Member) -> None:
         raise ProtocolError("malformed frame: LEAVE of a gang, whose workers stay")
 
-    def _on_score(self, member: Member, said: Any) -> None:
+    def _on_score(self, member: Member, values: Any) -> None:
         raise ProtocolError("malformed frame: SCORE of a gang, which evaluates after the end")
 
     def _on_error(self, member: Member, frame: Frame) -> None:

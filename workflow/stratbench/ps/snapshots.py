@@ -121,9 +121,9 @@ class SnapshotWriter:
                     shard.save_snapshots()
                 self._write(epoch, seconds, weights, buffers)
             except Exception as error:  # of any kind: `wait` would wait for ever for a dead thread
-                why = getattr(error, "strerror", None) or error
+                cause = getattr(error, "strerror", None) or error
                 reason = f"the snapshot of epoch {epoch + 1} could not be written to {self.folder}"
-                self._on_failure(f"{reason}: {why}")
+                self._on_failure(f"{reason}: {cause}")
 
     def _write(self, epoch: int, seconds: float, weights: Tensor, buffers: Tensor | None) -> None:
         _save(_weights_file(self.folder, epoch, self._server), weights)

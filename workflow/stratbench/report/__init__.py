@@ -62,9 +62,9 @@ class Report:
 
     def score(self, value: Any = None, test_loss: Any = None, error: Any = None) -> None:
         """The score of an evaluation, in the task's unit, and its standard error. The clock goes on."""
-        given = {"score": value, "test_loss": test_loss, "error": error}
-        told = {key: float(v) for key, v in given.items() if v is not None}
-        self._write("score", losses=self._read_losses(), **told)
+        values = {"score": value, "test_loss": test_loss, "error": error}
+        numbers = {key: float(v) for key, v in values.items() if v is not None}
+        self._write("score", losses=self._read_losses(), **numbers)
 
     def _read_losses(self) -> list[float]:
         losses, self._losses = [float(loss) for loss in self._losses], []

@@ -84,10 +84,10 @@ def paired_ratios(
     values = np.full((2, len(pairs), max(pair.shape[1] for pair in pairs)), np.nan)
     for i, pair in enumerate(pairs):
         values[:, i, : pair.shape[1]] = pair
-    found = paired_differences(*np.log(values))
-    variance, dof = moderated_variances(found, np.array(served))
-    half = half_widths(variance, dof, found.repeats, ALPHA / 2 / together)
-    ends = np.exp(np.stack([found.mean - half, found.mean + half], axis=-1))
+    differences = paired_differences(*np.log(values))
+    variance, dof = moderated_variances(differences, np.array(served))
+    half = half_widths(variance, dof, differences.repeats, ALPHA / 2 / together)
+    ends = np.exp(np.stack([differences.mean - half, differences.mean + half], axis=-1))
     return [
         IntervalEstimate(
             mean_ratio(*pair), *map(float, interval) if np.isfinite(interval[1]) else ()

@@ -126,21 +126,23 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
     return x
 
 
-def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def moderated_variances(
+    differences: Differences, kinds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return variances shrunk towards those of their kind, and their degrees of freedom.
 
     Both have the shape [..., G]. A kind with too few variances borrows from all kinds. Variances of 0 are not
     used for the prior. Where there is no variance the result is NaN, with 0 degrees.
 
     Args:
-        found: Differences of repeats.
+        differences: Differences of repeats.
         kinds: Whether a parameter server takes part, since servers have another variance; shape [G] or
             [..., G].
     """
-    own_dof = np.maximum(found.dof, 0)
-    known = (own_dof > 0) & (np.nan_to_num(found.variance) > 0)
-    prior = prior_of_kind(found.variance, own_dof, known, kinds)
-    return drawn_to(prior._replace(dof=np.minimum(prior.dof, 2 * own_dof + 4)), found)
+    own_dof = np.maximum(differences.dof, 0)
+    known = (own_dof > 0) & (np.nan_to_num(differences.variance) > 0)
+    prior = prior_of_kind(differences.variance, own_dof, known, kinds)
+    return drawn_to(prior._replace(dof=np.minimum(prior.dof, 2 * own_dof + 4)), differences)
 
 
 def prior_of_kind(
@@ -160,20 +162,20 @@ def prior_of_kind(
     kinds = np.broadcast_to(kinds, known.shape)
     d0, s0 = np.zeros(known.shape), np.zeros(known.shape)
     for kind in np.unique(kinds):
-        alike = known & (kinds == kind)
-        enough = alike.sum(-1, keepdims=True) >= ENOUGH_VARIANCES
-        prior = variance_prior(variances, dof, np.where(enough, alike, known), **few)
+        same_kind = known & (kinds == kind)
+        enough = same_kind.sum(-1, keepdims=True) >= ENOUGH_VARIANCES
+        prior = variance_prior(variances, dof, np.where(enough, same_kind, known), **few)
         d0 = np.where(kinds == kind, prior.dof[..., None], d0)
         s0 = np.where(kinds == kind, prior.variance[..., None], s0)
     return Prior(d0, s0)
 
 
-def drawn_to(prior: Prior, found: Differences) -> tuple[np.ndarray, np.ndarray]:
+def drawn_to(prior: Prior, differences: Differences) -> tuple[np.ndarray, np.ndarray]:
     """Variances drawn towards their `prior`, and their degrees of freedom: 0, and NaN, without repeats."""
-    own_dof = np.maximum(found.dof, 0)
+    own_dof = np.maximum(differences.dof, 0)
     dof = np.where(own_dof > 0, prior.dof + own_dof, 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        variance = (prior.dof * prior.variance + own_dof * found.variance) / dof
+        variance = (prior.dof * prior.variance + own_dof * differences.variance) / dof
     return variance, dof
 
 
@@ -224,7 +226,7 @@ def _median_of_known(values: np.ndarray) -> np.ndarray:
 
 
 def moderated_by_groups(
-    found: Differences, groups: Scatter, served: np.ndarray, first: np.ndarray
+    differences: Differences, groups: Scatter, served: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return variances of differences shrunk towards those of the groups, and their degrees of freedom.
 
@@ -232,7 +234,7 @@ def moderated_by_groups(
     no more than what the others know, and little if a difference has two repeats.
 
     Args:
-        found: Differences of group i from group `first`[i].
+        differences: Differences of group i from group `first`[i].
         groups: Variances of the groups.
         served: Groups with a parameter server.
         first: Index of the other group, on the last axis.
@@ -242,10 +244,10 @@ def moderated_by_groups(
         groups.variance, groups.dof, known, served, fewest=MIN_GROUPS, few_dof=FEW_DOF_OF_GROUPS
     )
     d0, s0 = (np.stack([part, np.take_along_axis(part, first, -1)]) for part in prior)
-    own_dof = np.maximum(found.dof, 0)
+    own_dof = np.maximum(differences.dof, 0)
     others = np.maximum(groups.dof.sum(-1, keepdims=True) - own_dof, 0.0)
     most = np.minimum(others, np.maximum(0, 4 * own_dof - 2))
-    return drawn_to(Prior(np.minimum(d0.min(0), most), s0.sum(0)), found)
+    return drawn_to(Prior(np.minimum(d0.min(0), most), s0.sum(0)), differences)
 
 
 def half_widths(

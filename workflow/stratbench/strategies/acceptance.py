@@ -182,7 +182,7 @@ def unregistered(model: nn.Module) -> list[str]:
     from stratbench.workload.torch_internals import tree_leaves
 
     known = set(model.parameters())
-    found = []
+    paths = []
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
             if key.startswith("_") or not isinstance(value, list | tuple | dict):
@@ -194,5 +194,5 @@ def unregistered(model: nn.Module) -> list[str]:
                 if isinstance(p, nn.Parameter)
             ]
             if not known.issuperset(held):
-                found.append(f"{prefix}.{key}" if prefix else key)
-    return found
+                paths.append(f"{prefix}.{key}" if prefix else key)
+    return paths

@@ -458,8 +458,10 @@ class Strategy:
         from stratbench.telemetry.memory import model_states
 
         states = model_states(self.model, self.optimizer)
-        kept = filter(torch.is_tensor, self.extra_state())
-        return states | {"optimizer_bytes": states["optimizer_bytes"] + sum(t.nbytes for t in kept)}
+        tensors = filter(torch.is_tensor, self.extra_state())
+        return states | {
+            "optimizer_bytes": states["optimizer_bytes"] + sum(t.nbytes for t in tensors)
+        }
 
     def report(self) -> dict[str, Any]:
         """Return its further entries of the record: `details`, `evaluated_on`, `updates_applied`."""
@@ -665,10 +667,10 @@ class Collective(Strategy):
             own += weight
         self.part_weights.clear()
         factor = ratio(full, self.mean_weight(own))
-        alike: dict[Any, list[Tensor]] = {}
+        by_kind: dict[Any, list[Tensor]] = {}
         for gradient in self.gradients():
-            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, dtype), gradients in alike.items():
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), gradients in by_kind.items():
             multiply_all(gradients, factor.to(device, dtype))
         return loss * factor.to(loss.dtype)
 
@@ -695,12 +697,12 @@ class Collective(Strategy):
         from stratbench.telemetry.shards import local_part
 
         self.compute_gradients(x, y)
-        found = [
+        gradients = [
             torch.zeros_like(local_part(t)) if t.grad is None else local_part(t.grad).clone()
             for t in self.local
         ]
         self.optimizer.zero_grad(set_to_none=True)
-        return found
+        return gradients
 
     def compute_gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute the gradients of the batch in `local_tensors`; returns its mean loss."""
@@ -787,8 +789,8 @@ class Collective(Strategy):
 
         state = optimizer_state(self.optimizer)
         entries = [state[t] for t in self.local if t in state]
-        kept = [entry[name] for entry in entries for name in sorted(entry)]
-        others = [t for t in [*kept, *self.extra_state()] if torch.is_tensor(t)]
+        states = [entry[name] for entry in entries for name in sorted(entry)]
+        others = [t for t in [*states, *self.extra_state()] if torch.is_tensor(t)]
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
     def counts(self) -> dict[str, Any]:
@@ -809,9 +811,9 @@ class Collective(Strategy):
         """
         from stratbench.telemetry.memory import optimizer_state
 
-        kept = optimizer_state(self.optimizer).items()
-        alike = (v for t, entry in kept for v in entry.values() if v.shape == t.shape)
-        return ", ".join(dtype_names(alike)) or None
+        state = optimizer_state(self.optimizer).items()
+        moments = (v for t, entry in state for v in entry.values() if v.shape == t.shape)
+        return ", ".join(dtype_names(moments)) or None
 
     def report(self) -> dict[str, Any]:
         s, skipped = self.worker.settings, 0 if self.scaler is None else self.scaler.skipped_steps()

@@ -47,14 +47,14 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
     if not eager:
         return
     is_random = before.differ_from(Generators.now(worker.device))
-    found = strategy.gradients_of(x, y)
+    compiled_gradients = strategy.gradients_of(x, y)
     if is_random:
-        error, bound = _factor_between(found, eager), RANDOM_FACTOR
+        error, bound = _factor_between(compiled_gradients, eager), RANDOM_FACTOR
         apart = "whose norms are off by a factor of {:.3g}"
     else:
         s = worker.settings
         is_rounded = s.precision not in ("fp32", "fp64")
-        error, bound = _distance(found, eager), ROUNDED_BOUND if is_rounded else BOUND
+        error, bound = _distance(compiled_gradients, eager), ROUNDED_BOUND if is_rounded else BOUND
         apart = "off by {:.3g} of their norm"
     if not (worst := _largest(error, worker)) <= bound:
         raise Refused(
@@ -64,7 +64,7 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
         )
 
 
-def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+def _distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
     """Return the norm of the difference, relative to the expected norm.
 
     Return 0 where there is no such norm.
@@ -72,13 +72,13 @@ def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
     size = _norm(expected)
     if not size.isfinite() or size == 0:
         return torch.zeros_like(size)
-    return _norm([a - b for a, b in zip(found, expected, strict=True)]) / size
+    return _norm([a - b for a, b in zip(actual, expected, strict=True)]) / size
 
 
-def _factor_between(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+def _factor_between(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
     """Return the largest ratio between the norms of two gradients, except for rounding errors."""
     norms = torch.stack(
-        [torch.stack([_norm([a]), _norm([b])]) for a, b in zip(found, expected, strict=True)]
+        [torch.stack([_norm([a]), _norm([b])]) for a, b in zip(actual, expected, strict=True)]
     )
     size = _norm(expected)
     norms = norms[norms[:, 1] > 1e-3 * size]

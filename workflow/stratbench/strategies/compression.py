@@ -92,7 +92,7 @@ class PowerSGD:
         """Return the errors to feed back, and the factors with which the next step begins."""
         s = self._state
         return [
-            t for kept in (s.error_dict, s.p_memory_dict, s.q_memory_dict) for t in kept.values()
+            t for state in (s.error_dict, s.p_memory_dict, s.q_memory_dict) for t in state.values()
         ]
 
     def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:

@@ -382,9 +382,9 @@ class ParameterServer(base.Strategy):
         mark = self.worker.mark
         with autocast(self.worker.settings.precision, self.worker.device):
             loss, weight = loss_and_weight(self.worker.task, self.compiled(x), y)
-        told = loss.detach()
+        detached = loss.detach()
         if weight is not None:  # a push is a mean, too; a mean of several goes by their weights
-            told = torch.stack([told.double(), weight])
+            detached = torch.stack([detached.double(), weight])
             loss = loss * ratio(1.0, weight).to(loss.dtype)
             self.channel.weigh(weight / y.numel())
         mark("forward")
@@ -399,7 +399,7 @@ class ParameterServer(base.Strategy):
         if self._exchange is not None:
             self._exchange()
             mark("server")
-        return told
+        return detached
 
     def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
         exchange, self._exchange = self._exchange, None
@@ -456,10 +456,10 @@ class ParameterServer(base.Strategy):
     def communication(self) -> dict[str, Any] | None:
         if not self.steps:
             return None
-        wait_s, *moved = (
+        wait_s, *moved_bytes = (
             now - then for now, then in zip(self._exchange_counts(), self._before, strict=True)
         )
-        sent, received = moved[::2], moved[1::2]
+        sent, received = moved_bytes[::2], moved_bytes[1::2]
         return {
             "method": "measured",
             "sent_bytes_per_step": sum(sent) / self.steps,

@@ -23,9 +23,9 @@ def add_cache_command(settings: Any, cache: Path) -> None:
         return
     home, folder = (shlex.quote(str(p)) for p in (Path("~").expanduser(), cache.resolve()))
     command = f"{{ [ -w {home} ] || export XDG_CACHE_HOME={folder}; }}"
-    given = settings.precommand
-    if given is None or not given.endswith(command):  # as a module's rules are read again
-        settings.precommand = " && ".join(filter(None, [given, command]))
+    precommand = settings.precommand
+    if precommand is None or not precommand.endswith(command):  # as a module's rules are read again
+        settings.precommand = " && ".join(filter(None, [precommand, command]))
 
 
 def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:

@@ -103,9 +103,9 @@ def job_request(
             longest_s,
         )
         minutes += math.ceil(60 * cluster["elastic_wait_h"])
-        asked = _servers_request(settings, cluster, minutes, servers_mem_mib)
+        of_servers = _servers_request(settings, cluster, minutes, servers_mem_mib)
         each = replace(each, runtime_min=cluster["worker_time_limit_min"] or each.runtime_min)
-        return replace(asked, workers=cell.gpus, worker=each)
+        return replace(of_servers, workers=cell.gpus, worker=each)
     n_nodes = node_count(cell, cluster)
     servers = -(-settings.options.get("servers", 0) // n_nodes)
     on_gpus = cluster["request_gpus"] and settings.device != "cpu"

@@ -31,12 +31,12 @@ def describe_old_packages(needed: Iterable[str]) -> list[str]:
     sentences = []
     for requirement in map(Requirement, needed):
         try:
-            found = metadata.version(requirement.name)
+            version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             continue  # what needs it says so: not all is needed by every command
-        if not requirement.specifier.contains(found, prereleases=True):
+        if not requirement.specifier.contains(version, prereleases=True):
             sentences.append(
-                f"{requirement.name} {found} is too old: stratbench needs {requirement}; "
+                f"{requirement.name} {version} is too old: stratbench needs {requirement}; "
                 f"pip install '{requirement}' {help_address('is too old')}"
             )
     return sentences

@@ -75,8 +75,8 @@ def _waiter_of(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "no
     if op.namespace == _FUNCTIONAL:
         return "user"
     names = [argument.name for argument in get_arguments(op)]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return "none" if given.get("async_op", True) else "stream"
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    return "none" if arguments.get("async_op", True) else "stream"
 
 
 def group_of(arguments: Any) -> torch.distributed.ProcessGroup | None:

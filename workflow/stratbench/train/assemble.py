@@ -212,8 +212,8 @@ def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any
             entry | {"own_reason": own_reason(workers.get(entry["worker"]))}
             for entry in server["lost"]
         ]
-        kept = {key: value for key, value in server.items() if key != "step_ends_s"}
-        entries.append(kept | {"lost": lost})
+        statistics = {key: value for key, value in server.items() if key != "step_ends_s"}
+        entries.append(statistics | {"lost": lost})
     return entries
 
 

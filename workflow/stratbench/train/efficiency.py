@@ -81,24 +81,26 @@ def communication_figures(
         run: Totals of the run.
         is_gang: Whether all workers are there from beginning to end.
     """
-    stated = [(w["communication"], w["steps"]) for w in workers if w.get("communication")]
-    steps = sum(n for _, n in stated)
+    reported = [(w["communication"], w["steps"]) for w in workers if w.get("communication")]
+    steps = sum(n for _, n in reported)
     if not steps:
         return None
-    figures: dict[str, Any] = {"method": stated[0][0]["method"]}
+    figures: dict[str, Any] = {"method": reported[0][0]["method"]}
     for key in _RATES:
-        figures[key] = sum(c[key] * n for c, n in stated) / steps
+        figures[key] = sum(c[key] * n for c, n in reported) / steps
     for key in _TIMES:
-        if all(key in c for c, _ in stated):
-            figures[key] = sum(c[key] * n for c, n in stated) / steps
+        if all(key in c for c, _ in reported):
+            figures[key] = sum(c[key] * n for c, n in reported) / steps
     if not is_gang:
         return figures  # how much per second depends on who was there
     if train_time_s := run.get("train_time_s"):
-        steps_per_s = steps / len(stated) / train_time_s
+        steps_per_s = steps / len(reported) / train_time_s
         figures["implied_bytes_per_s"] = max(figures[key] for key in _RATES) * steps_per_s
         if servers:
-            moved = [sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in servers]
-            figures["busiest_server_bytes_per_s"] = max(moved) / train_time_s
+            server_bytes = [
+                sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in servers
+            ]
+            figures["busiest_server_bytes_per_s"] = max(server_bytes) / train_time_s
     if servers:
         figures |= links_of_nodes(job, workers)
     return figures

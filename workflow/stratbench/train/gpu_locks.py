@@ -36,17 +36,17 @@ def visible_gpus() -> list[str]:
     As in CUDA, what follows a name that is no GPU's is hidden. Raises DeviceError for a GPU that is
     named twice: CUDA would show none.
     """
-    library, given = nvml.Nvml(), os.environ.get(VARIABLE)
-    if given is None:
+    library, visible = nvml.Nvml(), os.environ.get(VARIABLE)
+    if visible is None:
         return [str(gpu.index) for gpu in library.gpus()]
     names: dict[str, str] = {}
-    for name in _names(given):
+    for name in _names(visible):
         identity = _identity(name, library)
         if identity is None:
             break
         if identity in names:
             raise DeviceError(
-                f"{VARIABLE} = {given!r} names one GPU twice ({names[identity]} and {name}), for which "
+                f"{VARIABLE} = {visible!r} names one GPU twice ({names[identity]} and {name}), for which "
                 "CUDA shows none at all; name each GPU once"
             )
         names[identity] = name
@@ -55,16 +55,16 @@ def visible_gpus() -> list[str]:
 
 def unknown_gpu() -> str | None:
     """Return a text on the entry at which CUDA stops reading CUDA_VISIBLE_DEVICES, or None."""
-    library, given = nvml.Nvml(), os.environ.get(VARIABLE, "")
-    for name in _names(given):
+    library, names = nvml.Nvml(), os.environ.get(VARIABLE, "")
+    for name in _names(names):
         if _identity(name, library) is None:
-            return f"{name!r} in {VARIABLE} = {given!r} is no GPU of this machine"
+            return f"{name!r} in {VARIABLE} = {names!r} is no GPU of this machine"
     return None
 
 
-def _names(given: str) -> list[str]:
+def _names(visible: str) -> list[str]:
     """Return the names in CUDA_VISIBLE_DEVICES up to -1 or an empty one, which hides the rest."""
-    names = [name.strip() for name in given.split(",")]
+    names = [name.strip() for name in visible.split(",")]
     ends = [i for i, name in enumerate(names) if name in ("", "-1")]
     return names[: ends[0]] if ends else names
 
@@ -93,17 +93,17 @@ def wants_cuda(device: str, gpus: list[str]) -> bool:
     """
     if device == "cpu" or gpus:
         return device != "cpu"
-    why = unseen_gpu()
-    if device == "cuda" and not why:
-        reason, given = nvml.Nvml().reason, os.environ.get(VARIABLE)
-        why = "no GPU is visible here"
-        if given is not None:
-            why += f" ({unknown_gpu() or f'{VARIABLE} = {given!r}'})"
+    problem = unseen_gpu()
+    if device == "cuda" and not problem:
+        reason, visible = nvml.Nvml().reason, os.environ.get(VARIABLE)
+        problem = "no GPU is visible here"
+        if visible is not None:
+            problem += f" ({unknown_gpu() or f'{VARIABLE} = {visible!r}'})"
         elif reason:
-            why += f" and NVML does not answer ({reason})"
-    if why:
+            problem += f" and NVML does not answer ({reason})"
+    if problem:
         raise DeviceError(
-            f"device = {device!r}, but {why}; see to {VARIABLE}, the driver, its NVML library and "
+            f"device = {device!r}, but {problem}; see to {VARIABLE}, the driver, its NVML library and "
             "nvidia-ml-py, or say device: cpu to train on the CPU"
         )
     return False

@@ -114,8 +114,8 @@ def model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
     built, spec = built or unbuilt_model(job), job.settings.own_model
     if spec is None:
         return built
-    stated = {"arguments": None, "sharding": None} | built.get("own", {})
-    return built | {"own": stated | code_entry(spec)}
+    declared = {"arguments": None, "sharding": None} | built.get("own", {})
+    return built | {"own": declared | code_entry(spec)}
 
 
 def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:

@@ -307,9 +307,9 @@ def fail(
     }
     try:
         write_atomic(path, json.dumps(evidence, indent=1) + "\n")
-        kept = f"kept in {path}"
+        where = f"kept in {path}"
     except OSError as e:
-        kept = f"not kept: {e}"
+        where = f"not kept: {e}"
     with contextlib.suppress(OSError):  # this log may be on the same full disk
         print(f"\n{title_of(cell)} FAILED: {reason}")
         for line in processes:
@@ -323,7 +323,7 @@ def fail(
         for name, calls in stacks.items():
             print(f"--- innermost calls in {folder.path / name}")
             print("\n".join(calls))
-        print(f"--- {kept}", flush=True)
+        print(f"--- {where}", flush=True)
     return 1
 
 

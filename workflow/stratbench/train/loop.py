@@ -121,14 +121,14 @@ def train(
             report_steps(steps, in_all, clock, worker)
         else:
             with phases("eval"):
-                found = evaluate(
+                evaluation = evaluate(
                     strategy, data, worker.task, worker.rank, worker.mesh, worker.heartbeat
                 )
-            entry = epoch_entry(epoch, clock.train_time_s, loss, found)
+            entry = epoch_entry(epoch, clock.train_time_s, loss, evaluation)
             strategy.check_alike()
             progress.add(entry)
             report_epoch(entry, clock, worker, samples=len(losses) * s.global_batch)
-            mean_losses["test"] = found.loss
+            mean_losses["test"] = evaluation.loss
         where = f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
         if reason := why_diverged(mean_losses, where):
             break
@@ -243,13 +243,15 @@ def train_with_server(
         for e, steps in sums.items()
         if not isfinite(sum(x for x, _ in steps.values()))
     ]
-    told = {e: {n: (finite(x), w) for n, (x, w) in steps.items()} for e, steps in sums.items()}
+    finite_losses = {
+        e: {n: (finite(x), w) for n, (x, w) in steps.items()} for e, steps in sums.items()
+    }
     if strategy.is_evaluator and not s.steps:
         with phases("eval"):
             diverged += evaluate_epochs(strategy, data, worker, progress)
     reason = f"the {diverged[0]} is not a finite number" if diverged else None
     return Result(
-        "diverged" if reason else "ok", reason, clock, progress, taken, samples, used, told,
+        "diverged" if reason else "ok", reason, clock, progress, taken, samples, used, finite_losses,
     )  # fmt: skip
 
 
@@ -335,8 +337,8 @@ def served_entry(
         epoch: Number of the epoch.
         train_time_s: Training time until its end.
     """
-    found = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
-    entry = epoch_entry(epoch, train_time_s, None, found)
+    evaluation = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
+    entry = epoch_entry(epoch, train_time_s, None, evaluation)
     print(
         f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
         f"{train_time_s:.2f} s: {describe_score(worker.task, entry['score'])}",
@@ -346,7 +348,7 @@ def served_entry(
 
 
 def epoch_entry(
-    epoch: int, train_time_s: float, train_loss: float | None, found: Evaluated
+    epoch: int, train_time_s: float, train_loss: float | None, evaluation: Evaluated
 ) -> dict[str, Any]:
     """Return the record's entry of an epoch.
 
@@ -354,16 +356,16 @@ def epoch_entry(
         epoch: Its number, from 0.
         train_time_s: Training time until its end.
         train_loss: Mean training loss, if known.
-        found: Its evaluation.
+        evaluation: Its evaluation.
     """
     return {
         "epoch": epoch + 1,
         "train_time_s": train_time_s,
         "train_loss": finite(train_loss),
-        "test_loss": finite(found.loss),
-        "score": finite(found.score),
-        "score_error": finite(found.error),
-        **({"answers_left_out": found.left_out} if found.left_out else {}),
+        "test_loss": finite(evaluation.loss),
+        "score": finite(evaluation.score),
+        "score_error": finite(evaluation.error),
+        **({"answers_left_out": evaluation.left_out} if evaluation.left_out else {}),
     }
 
 

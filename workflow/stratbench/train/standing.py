@@ -132,11 +132,11 @@ def phase_of(job: Job, rank: int) -> str:
 
 def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
     """Have processes write their stacks; returns when they have, or after STACKS_S."""
-    asked = [p for p in running if p.pid is not None and job.folder.stack(p.name).exists()]
-    for process in asked:
+    answering = [p for p in running if p.pid is not None and job.folder.stack(p.name).exists()]
+    for process in answering:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, STACK_SIGNAL)
-    paths = [job.folder.stack(process.name) for process in asked]
+    paths = [job.folder.stack(process.name) for process in answering]
     ends_s = time.monotonic() + STACKS_S
     before = None
     while time.monotonic() < ends_s:
@@ -249,12 +249,12 @@ def _has_stepped(
 
 def _ranks_text(standings: Mapping[int, Standing]) -> str:
     """Return the state of ranks, those with the fewest steps first: the others wait for them."""
-    alike: dict[str, list[int]] = {}
+    by_state: dict[str, list[int]] = {}
     for rank, standing in sorted(standings.items(), key=lambda item: (item[1].steps, item[0])):
-        alike.setdefault(str(standing), []).append(rank)
+        by_state.setdefault(str(standing), []).append(rank)
     groups = [
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in alike.items()
+        for text, ranks in by_state.items()
     ]
     more = [f"and {len(groups) - MAX_TOLD} more"] if len(groups) > MAX_TOLD else []
     return "; ".join([*groups[:MAX_TOLD], *more])

@@ -98,8 +98,8 @@ class Generators(NamedTuple):
 @contextmanager
 def generators_put_back(device: torch.device | None = None) -> Iterator[Generators]:
     """Restore all generators after the block; yield their states before it."""
-    kept = Generators.now(device)
+    states = Generators.now(device)
     try:
-        yield kept
+        yield states
     finally:
-        kept.put_back(device)
+        states.put_back(device)

@@ -85,10 +85,10 @@ class KnownFakes(FakeTensorMode):
 
         None where the operands are not known, or are too many numbers.
         """
-        asked = self._recipe(op, args, kwargs, 1)
-        if asked is None or sum(r.numbers for r in _parts(asked, set())) > MAX_NUMBERS:
+        recipe = self._recipe(op, args, kwargs, 1)
+        if recipe is None or sum(r.numbers for r in _parts(recipe, set())) > MAX_NUMBERS:
             return None
-        return _made(asked, {})
+        return _made(recipe, {})
 
     def _note(self, op: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Keep how `out` was made, if it is a tensor whose values are known."""
@@ -112,14 +112,14 @@ class KnownFakes(FakeTensorMode):
             shaped = {"dtype": like.dtype}
             first = [Recipe(aten.empty.memory_format, [list(like.shape)], shaped, numbers, 1)]
         try:
-            given = first + [self._operand(value) for value in args]
+            operands = first + [self._operand(value) for value in args]
             named = {key: self._operand(value) for key, value in kwargs.items()}
         except _Unknown:
             return None
         if torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.__name__:
             return None
-        steps = 1 + max((r.steps for r in _recipes([given, list(named.values())])), default=0)
-        return Recipe(op, given, named, numbers, steps) if steps <= MAX_STEPS else None
+        steps = 1 + max((r.steps for r in _recipes([operands, list(named.values())])), default=0)
+        return Recipe(op, operands, named, numbers, steps) if steps <= MAX_STEPS else None
 
     def _operand(self, value: Any) -> Any:
         """Return the recipe of a known tensor; raise _Unknown for an unknown one."""

@@ -111,50 +111,50 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
         x = torch.randn(
             shape, dtype=dtype, generator=torch.Generator().manual_seed(0)
         ).requires_grad_()
-        given = f"outputs {list(x.shape)} in {str(dtype).removeprefix('torch.')} and targets {list(y.shape)}"
-        loss, _ = _tried_loss(task, what, x, y, given)
+        shapes = f"outputs {list(x.shape)} in {str(dtype).removeprefix('torch.')} and targets {list(y.shape)}"
+        loss, _ = _tried_loss(task, what, x, y, shapes)
         if loss.dim() or not loss.requires_grad:
             raise ModelError(
-                f"{what}: loss of {given} returned a tensor {list(loss.shape)}"
+                f"{what}: loss of {shapes} returned a tensor {list(loss.shape)}"
                 f"{'' if loss.requires_grad else ' without a gradient'}; return the mean, a "
                 "scalar that has a gradient, or (sum, weight)"
             )
         try:
             score = task.score(x, y)
         except Exception as e:
-            raise ModelError(f"{what}: score of {given} raised {error_text(e)}") from e
+            raise ModelError(f"{what}: score of {shapes} raised {error_text(e)}") from e
         if not isinstance(score, torch.Tensor):
             raise ModelError(f"{what}: score returned a {type(score).__name__}; return a tensor")
         if list(score.shape[:1]) != list(targets[:1]):
             raise ModelError(
-                f"{what}: score of {given} returned a tensor {list(score.shape)}; return the "
+                f"{what}: score of {shapes} returned a tensor {list(score.shape)}; return the "
                 f"score of each answer, [{targets[0]}] or [{targets[0]}, ...]"
             )
     return _kind_of_loss(task, what, classes, targets)
 
 
 def _tried_loss(
-    task: Task, what: OwnTask, x: Tensor, y: Tensor, given: str
+    task: Task, what: OwnTask, x: Tensor, y: Tensor, shapes: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss and its weight; ModelError in a sentence where it is no such thing. `given`: x and y."""
+    """The loss and its weight; ModelError in a sentence where it is no such thing. `shapes`: x and y."""
     import torch
 
     try:
-        found = task.loss(x, y)
+        result = task.loss(x, y)
     except Exception as e:
-        raise ModelError(f"{what}: loss of {given} raised {error_text(e)}") from e
-    parts = found if isinstance(found, tuple) else (found,)
+        raise ModelError(f"{what}: loss of {shapes} raised {error_text(e)}") from e
+    parts = result if isinstance(result, tuple) else (result,)
     number = isinstance(parts[-1], torch.Tensor) or (
         len(parts) == 2 and type(parts[-1]) in (int, float)
     )
     if not (len(parts) <= 2 and isinstance(parts[0], torch.Tensor) and number):
         kinds = ", ".join(type(part).__name__ for part in parts)
-        kinds = f"({kinds})" if isinstance(found, tuple) else kinds
+        kinds = f"({kinds})" if isinstance(result, tuple) else kinds
         raise ModelError(f"{what}: loss returned a {kinds}; return a tensor, or (sum, weight)")
     loss, weight = loss_and_weight(task, x, y)
     if weight is not None and (weight.dim() or not 0 <= float(weight) < math.inf):
         raise ModelError(
-            f"{what}: loss of {given} returned the weight {weight.tolist()}; return a number of at least 0"
+            f"{what}: loss of {shapes} returned the weight {weight.tolist()}; return a number of at least 0"
         )
     return loss, weight
 
@@ -177,15 +177,15 @@ def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int
         # Whichever class does not count, the halves have other numbers of it.
         y = torch.cat([varied, torch.zeros_like(varied)]).view(2 * half, *targets[1:])
     x = torch.randn(outputs_of(task, y.shape, classes), dtype=torch.float64, generator=draw)
-    given = f"outputs {list(x.shape)} in float64 and targets {list(y.shape)}"
-    found = []
+    shapes = f"outputs {list(x.shape)} in float64 and targets {list(y.shape)}"
+    losses = []
     for a, b in ((x, y), (x[:half], y[:half]), (x[half:], y[half:])):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            loss, weight = _tried_loss(task, what, a.requires_grad_(), b, given)
-        found.append((float(loss.detach()), 1.0 if weight is None else float(weight)))
+            loss, weight = _tried_loss(task, what, a.requires_grad_(), b, shapes)
+        losses.append((float(loss.detach()), 1.0 if weight is None else float(weight)))
     weighs = weight is not None
-    (loss, weight), *halves = found
+    (loss, weight), *halves = losses
     sums = [sum(each) / (1 if weighs else 2) for each in zip(*halves, strict=True)]
     adds_up = all(
         math.isclose(whole, of_parts, rel_tol=1e-9, abs_tol=1e-12)

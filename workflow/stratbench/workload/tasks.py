@@ -362,10 +362,10 @@ def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tenso
         outputs: Outputs of the model.
         targets: Targets.
     """
-    found = task.loss(outputs, targets)
-    if not isinstance(found, tuple):
-        return found, None
-    total, weight = found
+    loss = task.loss(outputs, targets)
+    if not isinstance(loss, tuple):
+        return loss, None
+    total, weight = loss
     if isinstance(weight, (int, float)):  # filled in on the device: nothing is copied to it
         return total, total.detach().new_full((), weight).double()
     return total, weight.detach().to(total.device).double()

@@ -171,12 +171,12 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         name: Name in it.
         value: Temporary value.
     """
-    kept = getattr(module, name)
+    original = getattr(module, name)
     setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(module, name, kept)
+        setattr(module, name, original)
 
 
 @contextmanager
@@ -221,15 +221,15 @@ class ObservableScaler(torch.amp.GradScaler):
         return flags
 
 
-def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
+def unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Multiply gradients by `inverse` in place, by GradScaler's kernel.
 
     Args:
         gradients: Of one device.
-        found: Shape [1]; set to 1 if a gradient is not finite.
+        found_inf: Shape [1]; set to 1 if a gradient is not finite.
         inverse: Shape [1].
     """
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
 
 
 def skip_votes(schedule: Any) -> None:

@@ -162,8 +162,8 @@ def fingerprint(
         imported = {name for path in files.values() for name in _imports_of(path)}
         others = sorted(imported - own - RECORDED - sys.stdlib_module_names)
         versions = {name: _version_of(name) for name in others}
-        told = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-        return {"sha256": digest_of(files), "version": told or None}
+        text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        return {"sha256": digest_of(files), "version": text or None}
     version, beside = _version_of(top_of(call)), [f"{p} {_version_of(p)}" for p in packages]
     return {"sha256": None, "version": ", ".join([str(version), *beside]) if beside else version}
 
@@ -225,8 +225,8 @@ def _is_installed(name: str) -> bool:
     if name in sys.stdlib_module_names:
         return True
     places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-    found = PathFinder.find_spec(name, [*places])
-    return found is not None and found.origin is not None
+    spec = PathFinder.find_spec(name, [*places])
+    return spec is not None and spec.origin is not None
 
 
 def _bound(tree: ast.Module) -> set[str]:

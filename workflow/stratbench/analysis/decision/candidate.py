@@ -159,14 +159,14 @@ class Candidate:
         """The mean of the score over the repeats, as shown."""
         return float(self.scores.mean()) if len(self.scores) else None
 
-    def is_score_open(self, given: Constraints) -> bool:
+    def is_score_open(self, constraints: Constraints) -> bool:
         """Return whether its score may be worse than allowed.
 
         One that was not measured is not.
         """
         if self.unscored or self.score_loss_upper is None:
             return False
-        return bool(self.score_loss_upper > given.tolerance_of(self.score))
+        return bool(self.score_loss_upper > constraints.tolerance_of(self.score))
 
     def exclude(self, kind: str, reason: str) -> None:
         """Exclude the candidate, unless it is excluded already."""

@@ -142,15 +142,15 @@ def has_planned_repeats(frame: pd.DataFrame) -> bool:
 
 def traits_of_group(frame: pd.DataFrame) -> Traits:
     """Return the traits in the records of a group, with cautious defaults."""
-    said = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
-    return Traits(**{name: values.iloc[0] for name, values in said.items() if len(values)})
+    recorded = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
+    return Traits(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})
 
 
 def exclude_by_records(
     candidate: Candidate,
     frame: pd.DataFrame,
     findings: Iterable[dict[str, Any]],
-    given: Constraints,
+    constraints: Constraints,
 ) -> None:
     """Exclude a candidate that did not finish or is unusable by the audit; add other caveats.
 
@@ -158,7 +158,7 @@ def exclude_by_records(
         candidate: The candidate, changed in place.
         frame: Rows of its repeats.
         findings: Findings of the audit.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
     """
     for status, rows in frame.groupby("status", sort=False):
         share = "" if len(rows) == len(frame) else f"{len(rows)} of {len(frame)} repeats: "
@@ -178,7 +178,7 @@ def exclude_by_records(
         untimed = "no training time recorded" if (frame["status"] == "ok").any() else "no record"
         candidate.exclude("not measured", untimed)
     for finding in findings:
-        if finding["affects"] == "memory" and given.gpu_memory_gib is None:
+        if finding["affects"] == "memory" and constraints.gpu_memory_gib is None:
             if finding["severity"] != "note" and finding["rule"] not in candidate.memory_doubts:
                 candidate.memory_doubts.append(finding["rule"])
         elif finding["severity"] == "unusable":
@@ -192,23 +192,27 @@ def exclude_by_records(
             candidate.doubts.append(finding["rule"])
 
 
-def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
+def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> None:
     """Exclude a candidate that the constraints rule out."""
-    if given.gpus is not None and candidate.gpus > given.gpus:
-        candidate.exclude("needs more workers", f"{candidate.gpus}, and {given.gpus} are at hand")
-    if given.gpu_memory_gib is not None:
-        exclude_by_memory(candidate, given.gpu_memory_gib * GIB, given.memory_margin)
+    if constraints.gpus is not None and candidate.gpus > constraints.gpus:
+        candidate.exclude(
+            "needs more workers", f"{candidate.gpus}, and {constraints.gpus} are at hand"
+        )
+    if constraints.gpu_memory_gib is not None:
+        exclude_by_memory(candidate, constraints.gpu_memory_gib * GIB, constraints.memory_margin)
     time_s = candidate.time_s
-    if given.deadline_s is not None and time_s is not None:
+    if constraints.deadline_s is not None and time_s is not None:
         most_s = candidate.reach[1]
-        if time_s > given.deadline_s:
-            candidate.exclude("too slow", f"{exceeding(time_s, given.deadline_s, 's')} are given")
-        elif most_s > given.deadline_s:
+        if time_s > constraints.deadline_s:
+            candidate.exclude(
+                "too slow", f"{exceeding(time_s, constraints.deadline_s, 's')} are given"
+            )
+        elif most_s > constraints.deadline_s:
             candidate.doubts.append(
-                f"it may take {exceeding(most_s, given.deadline_s, 's')} are given"
+                f"it may take {exceeding(most_s, constraints.deadline_s, 's')} are given"
             )
     stops = candidate.traits.ends_with_a_worker and candidate.gpus > 1
-    if stops and not given.gang_scheduled:
+    if stops and not constraints.gang_scheduled:
         candidate.exclude("needs all workers", "the job stops when a worker is lost")
 
 

@@ -14,27 +14,31 @@ from stratbench.analysis.decision.ranking import AgainstRival, Ranking
 from stratbench.cell.text.words import bytes_text, counted, joined_with_and, names_text
 
 
-def is_count_known(found: Sequence[Candidate], given: Constraints) -> bool:
+def is_count_known(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
     """Return whether anything is known of the requested number of workers, if there is one."""
-    return given.gpus is None or any(c.gpus == given.gpus for c in found)
+    return constraints.gpus is None or any(c.gpus == constraints.gpus for c in candidates)
 
 
 def unanswered(
-    found: Sequence[Candidate], first: Candidate, noun: str, given: Constraints, slowed: bool
+    candidates: Sequence[Candidate],
+    first: Candidate,
+    noun: str,
+    constraints: Constraints,
+    slowed: bool,
 ) -> Iterator[str]:
     """Yield constraints that no record can answer.
 
     Args:
-        found: Candidates.
+        candidates: Candidates.
         first: The recommendation.
         noun: Noun for workers.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
         slowed: Whether workers were slowed down on purpose.
     """
-    if not is_count_known(found, given):
+    if not is_count_known(candidates, constraints):
         reason = first.not_projected or "nobody measured it"
-        yield f"Nothing is known of {counted(given.gpus, noun)}: {reason}."
-    if not given.homogeneous and not slowed:
+        yield f"Nothing is known of {counted(constraints.gpus, noun)}: {reason}."
+    if not constraints.homogeneous and not slowed:
         yield "Nothing is known of unequal workers: only equally fast ones were measured."
 
 
@@ -52,18 +56,18 @@ LEFT = {"worse score": "of those with enough {score}", "does not fit": "of those
 
 
 def kept_out(
-    found: Iterable[Candidate], first: Candidate | None, kinds: Iterable[str]
+    candidates: Iterable[Candidate], first: Candidate | None, kinds: Iterable[str]
 ) -> dict[str, Candidate]:
     """Return the best excluded candidate by kind of exclusion, if it is better than the first.
 
     Args:
-        found: Candidates.
+        candidates: Candidates.
         first: The recommendation, if any.
         kinds: Kinds of exclusion.
     """
     best = {}
     for kind in kinds:
-        timed = [c for c in found if c.kind == kind and c.time_s is not None]
+        timed = [c for c in candidates if c.kind == kind and c.time_s is not None]
         one = min(timed, key=lambda c: (c.objective, c.gpus), default=None)
         if one and (first is None or one.objective < first.objective):
             best[kind] = one
@@ -71,22 +75,22 @@ def kept_out(
 
 
 def claim_of(
-    found: Sequence[Candidate], ranking: Ranking, given: Constraints, score_open: bool
+    candidates: Sequence[Candidate], ranking: Ranking, constraints: Constraints, score_open: bool
 ) -> Claim:
     """Return the conclusion on the recommendation that the records allow, and no more.
 
     Args:
-        found: Candidates.
+        candidates: Candidates.
         ranking: Their ranking.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
         score_open: Whether the score may be worse than allowed.
     """
     first = ranking.first
     quick = "cheap" if first.by_cost else "fast"
-    of = [LEFT[kind].format(score=first.score.name) for kind in kept_out(found, first, LEFT)]
+    of = [LEFT[kind].format(score=first.score.name) for kind in kept_out(candidates, first, LEFT)]
     best = " ".join([f"{quick.capitalize()}est", " and ".join(of)]).strip()
     but = f", but {first.score.name} may be lost" if score_open else ""
-    margin = f"{100 * given.equivalence_margin:g} %"
+    margin = f"{100 * constraints.equivalence_margin:g} %"
     ties = [c for c in ranking.compared if c.stand == "tied"]
     if first.projected:
         text = f"{best} as projected" if not ties else f"Not told apart from {ties[0].rival.name}"
@@ -104,7 +108,7 @@ def claim_of(
         return Claim("winner", text)
     names = [c.rival.name for c in ties]
     named = joined_with_and(names) if len(ties) == 2 else names_text(names, 1)
-    most = given.equivalence_margin + 1e-12
+    most = constraints.equivalence_margin + 1e-12
     known_equal = ranking.at_most is not None and ranking.at_most <= most
     if known_equal and all(c.ratio.value <= 1 + most for c in ties):
         return Claim(

@@ -32,7 +32,7 @@ class Confidence:
 
 def confidence_in(
     ranking: Ranking,
-    given: Constraints,
+    constraints: Constraints,
     slowed: Sequence[str],
     score_open: bool,
     count_known: bool = True,
@@ -43,7 +43,7 @@ def confidence_in(
 
     Args:
         ranking: Ranking of the candidates.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
         slowed: How workers were slowed down on purpose.
         score_open: Whether the score may be worse than allowed.
         count_known: Whether anything is known of the requested number of workers.
@@ -54,10 +54,10 @@ def confidence_in(
     level, claim = level_and_claim(ranking)
     sentences.append(claim)
     limits = []
-    if not given.homogeneous and not slowed:
+    if not constraints.homogeneous and not slowed:
         limits.append((0, "unequal workers were not measured"))
     if not count_known:
-        limits.append((0, f"nothing is known of {given.gpus} workers"))
+        limits.append((0, f"nothing is known of {constraints.gpus} workers"))
     if first.claim is not None:
         sentences.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
         # The verdict counts the blocks of all strategies, and knows nodes, full runs and dependence.
@@ -68,10 +68,10 @@ def confidence_in(
         sentences.append(f"The verdict on {counted(first.gpus, 'worker')} does not claim it.")
     elif ranking.looked_again:
         sentences.append(LOOKED_AGAIN)
-    limits.append((level, what_repeats_leave_open(ranking, given, level)))
+    limits.append((level, what_repeats_leave_open(ranking, constraints, level)))
     if score_open:
         limits.append((1, f"{runs}: the score is not certain"))
-    losable = first.score_loss_upper is None or first.score_loss_upper > given.tolerance_of(
+    losable = first.score_loss_upper is None or first.score_loss_upper > constraints.tolerance_of(
         first.score
     )
     if losable and not score_open:
@@ -88,13 +88,13 @@ def confidence_in(
         else:
             limits.append((1, f"{runs} on one host"))
         sentences.append(f"All {first.unit}s ran on {on}: {but}." if hosts else "")
-    if presence := unequal_presence(ranking, given.equivalence_margin):
+    if presence := unequal_presence(ranking, constraints.equivalence_margin):
         limits.append((0, "not as many workers were there for each"))
         sentences.append(presence)
-    sentences += [*score_caveats(first, given), *sentences_on_doubts(ranking)]
+    sentences += [*score_caveats(first, constraints), *sentences_on_doubts(ranking)]
     if first.on_cpu:
         sentences.append("It holds for CPU processes on this machine and says nothing of GPUs.")
-    if slowed and given.homogeneous:
+    if slowed and constraints.homogeneous:
         sentences.append(
             f"Workers were slowed on purpose ({'; '.join(slowed)}); yours are said to be equal."
         )
@@ -104,7 +104,7 @@ def confidence_in(
         processes = " of CPU processes" if first.on_cpu else ""
         reason = f"{runs}{processes} on {counted(len(hosts), 'host')}, no doubts"
     elif not reason:
-        reason = f"equal within {100 * given.equivalence_margin:g} %: either will do"
+        reason = f"equal within {100 * constraints.equivalence_margin:g} %: either will do"
     return Confidence(LEVELS[lowest], reason, tuple(filter(None, sentences)))
 
 
@@ -116,12 +116,12 @@ def is_beyond_hosts(ranking: Ranking, hosts: set[str]) -> bool:
     )
 
 
-def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) -> str:
+def what_repeats_leave_open(ranking: Ranking, constraints: Constraints, level: int) -> str:
     """Return a short text on what the repeats leave open, or an empty one.
 
     Args:
         ranking: Ranking of the candidates.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
         level: Level of confidence.
     """
     first = ranking.first
@@ -133,7 +133,7 @@ def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) ->
     if ranking.at_most is None:
         once = f"one {first.run} each" if len(first.times) < 2 else "some were measured once"
         return f"{once}: may be chance"
-    if level and (ranking.is_clear or ranking.at_most <= given.equivalence_margin):
+    if level and (ranking.is_clear or ranking.at_most <= constraints.equivalence_margin):
         return f"{runs} each" if ranking.is_clear and ranking.repeats < 3 else ""
     lows = [(c.ratio.low, c.rival) for c in ranking.compared if c.ratio.low is not None]
     low, quickest = min(lows, key=lambda pair: pair[0], default=(1.0, None))
@@ -169,7 +169,7 @@ def sentences_on_doubts(ranking: Ranking) -> Iterator[str]:
 
 def doubted_rivals(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
     """Yield the alternatives in the reason, with caveats that the choice does not share."""
-    for c in (found.rival for found in ranking.nearest):
+    for c in (candidates.rival for candidates in ranking.nearest):
         if others := [doubt for doubt in c.doubts if doubt not in ranking.first.doubts]:
             yield c, others
 
@@ -228,7 +228,7 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
     return (1 if ranking.at_most <= ROUGH else 0), text
 
 
-def score_caveats(first: Candidate, given: Constraints) -> Iterator[str]:
+def score_caveats(first: Candidate, constraints: Constraints) -> Iterator[str]:
     """Yield sentences on what is not known of the score of the chosen candidate."""
     if first.score_loss_upper is None:
         if first.unscored:
@@ -236,7 +236,7 @@ def score_caveats(first: Candidate, given: Constraints) -> Iterator[str]:
         else:
             yield f"Nothing is known of how much worse its {first.score.name} is."
         return
-    score, tolerance = first.score, given.tolerance_of(first.score)
+    score, tolerance = first.score, constraints.tolerance_of(first.score)
     chance = chance_difference(first, first)
     if chance > tolerance:
         yield (

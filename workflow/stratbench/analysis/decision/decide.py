@@ -107,86 +107,90 @@ def decisions(
 
 def decide_together(
     studied: Sequence[tuple[pd.DataFrame, list[Candidate]]],
-    given: Constraints,
+    constraints: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> list[Decision]:
     """Return a decision for each model, with variances pooled over all models.
 
     Args:
         studied: Rows and candidates of each model.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
         evidence: Evidence of extensions.
     """
-    rankings = rankings_of_comparisons([found for _, found in studied], given.equivalence_margin)
+    rankings = rankings_of_comparisons(
+        [candidates for _, candidates in studied], constraints.equivalence_margin
+    )
     return [
-        decide(rows, found, ranking, given, evidence)
-        for (rows, found), ranking in zip(studied, rankings, strict=True)
+        decide(rows, candidates, ranking, constraints, evidence)
+        for (rows, candidates), ranking in zip(studied, rankings, strict=True)
     ]
 
 
 def decide(
     rows: pd.DataFrame,
-    found: list[Candidate],
+    candidates: list[Candidate],
     ranking: Ranking | None,
-    given: Constraints,
+    constraints: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> Decision:
     """Return the decision on one experiment and model.
 
     Args:
         rows: Rows of cells.csv.
-        found: Its candidates.
+        candidates: Its candidates.
         ranking: Ranking of those that are not excluded, or None if there are none.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
         evidence: Evidence of extensions.
     """
     experiment, dataset, model = (str(rows.iloc[0][n]) for n in ("experiment", "dataset", "model"))
     ranked = [] if ranking is None else [ranking.first, *(c.rival for c in ranking.compared)]
     common = {"experiment": experiment, "dataset": dataset, "model": model}
-    common["matrix"] = matrix_rows((experiment, dataset, model), found, ranking)
-    common["excluded"] = tuple(excluded_strategies(found, {c.strategy for c in ranked}))
+    common["matrix"] = matrix_rows((experiment, dataset, model), candidates, ranking)
+    common["excluded"] = tuple(excluded_strategies(candidates, {c.strategy for c in ranked}))
     if ranking is None:
-        nothing = none_left(found, given.memory_margin)
+        nothing = none_left(candidates, constraints.memory_margin)
         return Decision(
             **common,
             choice=None,
-            reason=f"Every strategy is excluded: {why_none(found)}. {nothing.remedy}".rstrip(),
+            reason=f"Every strategy is excluded: {why_none(candidates)}. {nothing.remedy}".rstrip(),
             confidence="none",
             sure=("Nothing is left to rank.",),
-            changes=tuple(sentences_on_constraints(found, None)),
+            changes=tuple(sentences_on_constraints(candidates, None)),
             short=nothing,
         )
     noun = worker_noun(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
-    score_open = ranking.first.is_score_open(given)
-    sure = confidence_in(ranking, given, slowed, score_open, is_count_known(found, given))
-    unknown = list(unanswered(found, ranking.first, noun, given, bool(slowed)))
+    score_open = ranking.first.is_score_open(constraints)
+    sure = confidence_in(
+        ranking, constraints, slowed, score_open, is_count_known(candidates, constraints)
+    )
+    unknown = list(unanswered(candidates, ranking.first, noun, constraints, bool(slowed)))
     further = (s for one in evidence for s in one.changes((experiment, model), ranking.first))
     return Decision(
         **common,
         choice=ranking.first,
-        reason=reason_for(found, ranking, noun, given),
+        reason=reason_for(candidates, ranking, noun, constraints),
         confidence=sure.level,
         sure=sure.sure,
-        changes=(*sentences_on_changes(found, ranking, given), *further),
-        short=short_answer(found, ranking, given, sure, unknown, slowed),
+        changes=(*sentences_on_changes(candidates, ranking, constraints), *further),
+        short=short_answer(candidates, ranking, constraints, sure, unknown, slowed),
     )
 
 
 def matrix_rows(
-    where: tuple[str, str, str], found: list[Candidate], ranking: Ranking | None
+    where: tuple[str, str, str], candidates: list[Candidate], ranking: Ranking | None
 ) -> tuple[dict[str, Any], ...]:
     """Return a row of MATRIX for each candidate.
 
     Args:
         where: Experiment, data set and model.
-        found: Candidates.
+        candidates: Candidates.
         ranking: Their ranking, if any.
     """
     compared = [] if ranking is None else list(ranking.compared)
     places = {id(c.rival): (place, c) for place, c in enumerate(compared, 2)}
     rows = []
-    for c in found:
+    for c in candidates:
         place, against = places.get(id(c), (None, None))
         status = c.kind
         if ranking is not None and c is ranking.first:
@@ -221,24 +225,24 @@ def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
 
 
 def describe_decisions(
-    found: Sequence[Decision],
+    decisions: Sequence[Decision],
     notes: Sequence[str],
-    given: Constraints,
+    limits: Constraints,
     constraints: Sequence[str] = (),
     further: Iterable[Mapping[str, Any]] = (),
 ) -> str:
     """Return the decisions as text for a terminal, with one line per answer at the end.
 
     Args:
-        found: Decisions.
+        decisions: Decisions.
         notes: Findings on the whole study.
-        given: Constraints of the decisions.
-        constraints: Texts in place of those on `given`.
+        limits: Constraints of the decisions.
+        constraints: Texts in place of those on `limits`.
         further: Answers of extensions.
     """
-    lines = [f"Constraints: {'; '.join(constraints or given.sentences())}.", *notes, ""]
-    common = common_sentences(found)
-    for d in found:
+    lines = [f"Constraints: {'; '.join(constraints or limits.sentences())}.", *notes, ""]
+    common = common_sentences(decisions)
+    for d in decisions:
         lines.append(place_of(d))
         lines.append(f"  {d.reason}")
         sure = " ".join(sentence for sentence in d.sure if sentence not in common)
@@ -250,8 +254,8 @@ def describe_decisions(
         lines += [*(f"Of all of them: {sentence}" for sentence in common), ""]
     for answer in further:
         lines += [answer["headline"], *(f"  {line}" for line in answer["lines"]), ""]
-    lead = lead_of(named_answers(found))
-    return folded([*lines, lead, *(answer_line(answer_of(d)) for d in found)])
+    lead = lead_of(named_answers(decisions))
+    return folded([*lines, lead, *(answer_line(answer_of(d)) for d in decisions)])
 
 
 def place_of(decision: Decision) -> str:
@@ -259,44 +263,44 @@ def place_of(decision: Decision) -> str:
     return f"{decision.model} ({decision.experiment}): {decision.headline}"
 
 
-def named_answers(found: Sequence[Decision]) -> list[tuple[str, Short]]:
+def named_answers(decisions: Sequence[Decision]) -> list[tuple[str, Short]]:
     """Return the short answers, each with its model, and with the experiment if needed to distinguish."""
-    models = [d.model for d in found]
+    models = [d.model for d in decisions]
     return [
         (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short)
-        for d in found
+        for d in decisions
     ]
 
 
-def common_sentences(found: Sequence[Decision]) -> list[str]:
+def common_sentences(decisions: Sequence[Decision]) -> list[str]:
     """Return sentences on confidence that all decisions share, to be shown once."""
-    if len(found) < 2:
+    if len(decisions) < 2:
         return []
-    return [s for s in found[0].sure if all(s in other.sure for other in found)]
+    return [s for s in decisions[0].sure if all(s in other.sure for other in decisions)]
 
 
 def answers_as_json(
-    found: Sequence[Decision],
+    decisions: Sequence[Decision],
     notes: Sequence[str],
-    given: Constraints,
+    constraints: Constraints,
     further: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the content of answers.json: the decisions as texts, their constraints, and further answers.
 
     Args:
-        found: Decisions.
+        decisions: Decisions.
         notes: Findings on the whole study.
-        given: Constraints of the decisions.
+        constraints: Constraints of the decisions.
         further: Answers of extensions by their names.
     """
     return {
-        "common": common_sentences(found),
-        "constraints": list(given.sentences()),
-        "equivalence_margin": given.equivalence_margin,
-        "by_cost": given.price_per_gpu_hour is not None,
+        "common": common_sentences(decisions),
+        "constraints": list(constraints.sentences()),
+        "equivalence_margin": constraints.equivalence_margin,
+        "by_cost": constraints.price_per_gpu_hour is not None,
         "across": list(notes),
-        "lead": lead_of(named_answers(found)),
-        "answers": [answer_of(decision) for decision in found],
+        "lead": lead_of(named_answers(decisions)),
+        "answers": [answer_of(decision) for decision in decisions],
         "further": further or {},
     }
 
@@ -309,9 +313,9 @@ def answer_of(decision: Decision) -> dict[str, Any]:
 
 
 def write_decisions(
-    found: Sequence[Decision],
+    decisions: Sequence[Decision],
     findings: pd.DataFrame,
-    given: Constraints,
+    constraints: Constraints,
     out: Path,
     answers_out: Path,
     evidence: Mapping[str, Evidence],
@@ -319,21 +323,22 @@ def write_decisions(
     """Write the matrix (CSV) and the answers (JSON), and return the answers for a terminal.
 
     Args:
-        found: Decisions.
+        decisions: Decisions.
         findings: Findings of the audit.
-        given: Constraints of the decisions.
+        constraints: Constraints of the decisions.
         out: CSV file to write.
         answers_out: JSON file to write.
         evidence: Evidence of extensions by their names.
     """
     further = {name: answer for name, one in evidence.items() if (answer := one.answer())}
-    rows = [row for decision in found for row in decision.matrix]
+    rows = [row for decision in decisions for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
     write_atomic(
-        answers_out, json.dumps(answers_as_json(found, notes, given, further), indent=1) + "\n"
+        answers_out,
+        json.dumps(answers_as_json(decisions, notes, constraints, further), indent=1) + "\n",
     )
-    return describe_decisions(found, notes, given, further=further.values())
+    return describe_decisions(decisions, notes, constraints, further=further.values())
 
 
 def read_evidence(pairs: Iterable[str], given: Constraints) -> dict[str, Evidence]:
@@ -365,12 +370,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
     parser.add_argument("--answers-out", type=Path, required=True, help="the decisions (JSON)")
     args = parser.parse_args(argv)
-    given = Constraints.from_json(args.constraints)
+    constraints = Constraints.from_json(args.constraints)
     cells, findings = read_cells(args.cells), read_audit(args.audit)
-    evidence = read_evidence(args.evidence, given)
+    evidence = read_evidence(args.evidence, constraints)
     try:
-        found = decisions(cells, findings, given, list(evidence.values()))
-        print(write_decisions(found, findings, given, args.out, args.answers_out, evidence))
+        decided = decisions(cells, findings, constraints, list(evidence.values()))
+        print(write_decisions(decided, findings, constraints, args.out, args.answers_out, evidence))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

@@ -21,18 +21,18 @@ class Evidence:
         """Give a candidate from records other times, or exclude it."""
 
     def extend(
-        self, question: Question, found: Sequence[Candidate], given: Constraints
+        self, question: Question, candidates: Sequence[Candidate], constraints: Constraints
     ) -> Iterable[Candidate]:
         """Yield candidates on unmeasured numbers of workers.
 
         Args:
             question: Experiment and model.
-            found: Measured candidates.
-            given: Constraints of the decision.
+            candidates: Measured candidates.
+            constraints: Constraints of the decision.
         """
         return ()
 
-    def exclude(self, question: Question, found: Sequence[Candidate]) -> None:
+    def exclude(self, question: Question, candidates: Sequence[Candidate]) -> None:
         """Exclude candidates after constraints and scores have excluded others."""
 
     def changes(self, question: Question, choice: Candidate) -> Iterable[str]:

@@ -62,13 +62,13 @@ def differences_from_chosen(logs: np.ndarray, chosen: np.ndarray) -> moderated.D
     Its own has no degrees of freedom.
     """
     first = np.take_along_axis(logs, chosen[..., None, None], axis=-2)
-    found = moderated.paired_differences(logs, first)
+    differences = moderated.paired_differences(logs, first)
     itself = np.arange(logs.shape[-2]) == chosen[..., None]
-    return found._replace(repeats=np.where(itself, 0, found.repeats))
+    return differences._replace(repeats=np.where(itself, 0, differences.repeats))
 
 
 def standings_against_chosen(
-    found: moderated.Differences,
+    differences: moderated.Differences,
     chosen: np.ndarray,
     means: np.ndarray,
     variance: np.ndarray,
@@ -79,7 +79,7 @@ def standings_against_chosen(
     """Return the status of candidates from paired differences, with moderated variances.
 
     Args:
-        found: Differences from the chosen one.
+        differences: Differences from the chosen one.
         chosen: Index of the chosen one.
         means: Mean logarithms, used without a common repeat.
         variance: Moderated variances.
@@ -89,16 +89,16 @@ def standings_against_chosen(
     """
     itself = np.arange(means.shape[-1]) == chosen[..., None]
     first = np.take_along_axis(means, chosen[..., None], axis=-1)
-    mean = np.where(np.isfinite(found.mean) & ~itself, found.mean, means - first)
-    half = moderated.half_widths(variance, dof, found.repeats, tail)
+    mean = np.where(np.isfinite(differences.mean) & ~itself, differences.mean, means - first)
+    half = moderated.half_widths(variance, dof, differences.repeats, tail)
     low, high = mean - half, mean + half
     beyond = mean > np.log1p(margin) + 1e-12
-    screened = (found.repeats == 1) & (mean >= np.log(moderated.SCREEN)) & (dof == 0)
-    with_others = (found.repeats.max(-1, keepdims=True) > 1) & screened
+    screened = (differences.repeats == 1) & (mean >= np.log(moderated.SCREEN)) & (dof == 0)
+    with_others = (differences.repeats.max(-1, keepdims=True) > 1) & screened
     slower = beyond & ((low > 0) | with_others) & ~itself
     may_lead = np.where(itself | with_others, np.inf, low)
     at_most = np.maximum(0.0, -may_lead.min(-1))
-    return Standings(chosen, mean, low, high, found.repeats, slower, at_most)
+    return Standings(chosen, mean, low, high, differences.repeats, slower, at_most)
 
 
 # ---------------------------------------------------------------- of candidates
@@ -200,20 +200,20 @@ def rankings_of_comparisons(
 
     The variances of all groups of the study are pooled, so all comparisons of a study are ranked together.
     """
-    comparisons = [RankedGroup.of(found, margin) for found in studied]
+    comparisons = [RankedGroup.of(differences, margin) for differences in studied]
     if not any(comparison.left for comparison in comparisons):
         return [None] * len(comparisons)
     groups = moderated.Scatter(
         *map(np.concatenate, zip(*(b.groups for b in comparisons), strict=True))
     )
-    found = moderated.Differences(
+    differences = moderated.Differences(
         *map(np.concatenate, zip(*(b.found for b in comparisons), strict=True))
     )
     served = np.array([c.served for comparison in comparisons for c in comparison.all], dtype=bool)
     sizes = [len(comparison.all) for comparison in comparisons]
     starts = np.cumsum([0, *sizes[:-1]])
     first = np.repeat(starts + [comparison.chosen for comparison in comparisons], sizes)
-    variance, dof = moderated.moderated_by_groups(found, groups, served, first)
+    variance, dof = moderated.moderated_by_groups(differences, groups, served, first)
     return [
         comparison.ranking(variance[start:][:size], dof[start:][:size], margin)
         if comparison.left
@@ -236,22 +236,22 @@ class RankedGroup:
     groups: moderated.Scatter
 
     @classmethod
-    def of(cls, found: Sequence[Candidate], margin: float) -> RankedGroup:
+    def of(cls, candidates: Sequence[Candidate], margin: float) -> RankedGroup:
         """Return the comparison of candidates. Unusable records are left out of the noise."""
-        left = [i for i, c in enumerate(found) if not c.kind]
-        told = [c.times if c.kind != UNUSABLE else c.times[:0] for c in found]
-        logs = logs_by_repeat(found, told)
+        left = [i for i, c in enumerate(candidates) if not c.kind]
+        times = [c.times if c.kind != UNUSABLE else c.times[:0] for c in candidates]
+        logs = logs_by_repeat(candidates, times)
         chosen = 0
         if left:
-            comparison = [found[i] for i in left]
+            comparison = [candidates[i] for i in left]
             among = index_of_choice(
                 log_objectives(comparison), preference_places(comparison), margin
             )
             chosen = left[int(among)]
         differences = differences_from_chosen(logs, np.array(chosen))
-        out = np.array([bool(c.kind) for c in found], dtype=bool)
+        out = np.array([bool(c.kind) for c in candidates], dtype=bool)
         differences = differences._replace(repeats=np.where(out, 0, differences.repeats))
-        return cls(found, left, chosen, differences, moderated.scatter_of_groups(logs))
+        return cls(candidates, left, chosen, differences, moderated.scatter_of_groups(logs))
 
     def ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
         """Return the ranking, from moderated variances of the differences.
@@ -318,31 +318,33 @@ def preference_places(comparison: Sequence[Candidate]) -> np.ndarray:
 
 
 def comparisons(
-    comparison: Sequence[Candidate], found: Standings, margin: float
+    comparison: Sequence[Candidate], standings: Standings, margin: float
 ) -> Iterator[AgainstRival]:
     """Yield every alternative against the chosen one, the best first.
 
     Args:
         comparison: Candidates.
-        found: Their status.
+        standings: Their status.
         margin: Fraction within which candidates are equal.
     """
     for i in sorted(
         range(len(comparison)), key=lambda i: (comparison[i].objective, comparison[i].gpus)
     ):
-        if i == int(found.chosen):
+        if i == int(standings.chosen):
             continue
-        if comparison[i].projected or comparison[int(found.chosen)].projected:
+        if comparison[i].projected or comparison[int(standings.chosen)].projected:
             yield projected_comparison(
-                comparison[i], comparison[int(found.chosen)], float(found.mean[i]), margin
+                comparison[i], comparison[int(standings.chosen)], float(standings.mean[i]), margin
             )
             continue
-        known = bool(np.isfinite(found.low[i]))
-        near = found.mean[i] <= np.log1p(margin) + 1e-12
-        stand = "slower" if found.slower[i] else "tied" if near or known else "unknown"
-        log = IntervalEstimate(found.mean[i], *((found.low[i], found.high[i]) if known else ()))
+        known = bool(np.isfinite(standings.low[i]))
+        near = standings.mean[i] <= np.log1p(margin) + 1e-12
+        stand = "slower" if standings.slower[i] else "tied" if near or known else "unknown"
+        log = IntervalEstimate(
+            standings.mean[i], *((standings.low[i], standings.high[i]) if known else ())
+        )
         ratio = log.mapped(lambda x: float(np.exp(x)))
-        yield AgainstRival(comparison[i], ratio, int(found.repeats[i]), stand)
+        yield AgainstRival(comparison[i], ratio, int(standings.repeats[i]), stand)
 
 
 def projected_comparison(

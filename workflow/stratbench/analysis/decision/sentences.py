@@ -31,28 +31,28 @@ def name_of(c: Candidate, noun: str) -> str:
     return f"{c.strategy} on {counted(c.gpus, noun)}"
 
 
-def score_sentence(first: Candidate, noun: str, given: Constraints) -> str:
+def score_sentence(first: Candidate, noun: str, constraints: Constraints) -> str:
     """Return a sentence on the choice's possible loss in score, or an empty text if allowed.
 
     Args:
         first: The choice.
         noun: Noun for workers.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
     """
-    if not first.is_score_open(given):
+    if not first.is_score_open(constraints):
         return ""
     score = first.score
     return (
         f"The {score.name} of {name_of(first, noun)} may be up to "
         f"{score.difference(first.score_loss_upper, score.decimals - 1)} worse than that of "
-        f"{first.best_score} ({given.tolerance_of(score):g} allowed)."
+        f"{first.best_score} ({constraints.tolerance_of(score):g} allowed)."
     )
 
 
-def why_none(found: Sequence[Candidate]) -> str:
+def why_none(candidates: Sequence[Candidate]) -> str:
     """Return why all candidates are excluded, by kind of reason, with the reason of the nearest."""
     by_kind: dict[str, list[Candidate]] = {}
-    for candidate in found:
+    for candidate in candidates:
         by_kind.setdefault(candidate.kind, []).append(candidate)
     return "; ".join(
         f"{', '.join(dict.fromkeys(c.strategy for c in held))}: {kind} ({reason_of_nearest(held)})"
@@ -80,27 +80,29 @@ def lacking(c: Candidate) -> float | None:
 # ---------------------------------------------------------------- the reason
 
 
-def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: Constraints) -> str:
+def reason_for(
+    candidates: Sequence[Candidate], ranking: Ranking, noun: str, constraints: Constraints
+) -> str:
     """Return sentences with the numbers behind the choice, first its own, then the alternatives'.
 
     Args:
-        found: Candidates.
+        candidates: Candidates.
         ranking: Their ranking.
         noun: Noun for workers.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
     """
     first = ranking.first
-    sentences = [figures_of(first), *filter(None, [score_sentence(first, noun, given)])]
+    sentences = [figures_of(first), *filter(None, [score_sentence(first, noun, constraints)])]
     if first.served and first.cost is not None:
         sentences.append(
             "Its cost leaves out the processes of its servers (`processes` in cells.csv)."
         )
-    if not given.homogeneous:
+    if not constraints.homogeneous:
         sentences += sentences_on_slow_workers(ranking)
-    sentences += [describe_rival(c, noun, given) for c in ranking.nearest]
-    sentences += filter(None, [sentence_on_refusals(found, noun, given)])
+    sentences += [describe_rival(c, noun, constraints) for c in ranking.nearest]
+    sentences += filter(None, [sentence_on_refusals(candidates, noun, constraints)])
     if not ranking.compared:
-        out = [c for c in found if c.kind]
+        out = [c for c in candidates if c.kind]
         sentences.append(f"Nothing else is left: {why_none(out)}." if out else "It has no rival.")
     return " ".join(sentences)
 
@@ -124,46 +126,50 @@ def figures_of(first: Candidate) -> str:
     return f"{joined_with_and(parts)}."
 
 
-def sentence_on_refusals(found: Sequence[Candidate], noun: str, given: Constraints) -> str:
+def sentence_on_refusals(
+    candidates: Sequence[Candidate], noun: str, constraints: Constraints
+) -> str:
     """Return which strategies are not projected to the requested number, and why; empty if none.
 
     Args:
-        found: Candidates.
+        candidates: Candidates.
         noun: Noun for workers.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
     """
     refused: dict[str, dict[str, None]] = {}
-    for c in found:
+    for c in candidates:
         if c.not_projected:
             refused.setdefault(c.not_projected, {})[c.strategy] = None
-    if not refused or not any(c.projected for c in found):  # where none is, the headline says so
+    if not refused or not any(
+        c.projected for c in candidates
+    ):  # where none is, the headline says so
         return ""
     reasons = "; ".join(
         f"{joined_with_and(list(names))} ({reason})" for reason, names in refused.items()
     )
-    return f"Not projected to {counted(given.gpus, noun)}: {reasons}."
+    return f"Not projected to {counted(constraints.gpus, noun)}: {reasons}."
 
 
-def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
+def describe_rival(comparison: AgainstRival, noun: str, constraints: Constraints) -> str:
     """Return an alternative's time (cost) against the choice's.
 
     Args:
-        found: Its comparison.
+        comparison: Its comparison.
         noun: Noun for workers.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
     """
-    name, paid = name_of(found.rival, noun), describe_amount(found.rival)
-    ratio, by_cost = found.ratio.value, found.rival.by_cost
+    name, paid = name_of(comparison.rival, noun), describe_amount(comparison.rival)
+    ratio, by_cost = comparison.ratio.value, comparison.rival.by_cost
     if ratio == 1:
         return f"{name} {'costs exactly as much' if by_cost else 'takes exactly as long'} ({paid})."
     if ratio < 1:
         return (
             f"{name} {'costs' if by_cost else 'takes'} {share(1 - ratio)} less ({paid}), within the "
-            f"{share(given.equivalence_margin)} that count as equal: of equals the one on fewer "
+            f"{share(constraints.equivalence_margin)} that count as equal: of equals the one on fewer "
             f"{plural(noun)} comes first, then the one with less memory."
         )
     shown = "{:.4f}" if f"{ratio:.2f}" == "1.00" else "{:.2f}"
-    many = found.ratio.text(shown.format, "{:.2f}".format)
+    many = comparison.ratio.text(shown.format, "{:.2f}".format)
     return f"{name} takes {many} times the {'cost' if by_cost else 'time'} ({paid})."
 
 
@@ -189,14 +195,14 @@ def unit_of_cost(c: Candidate) -> str:
 
 
 def sentences_on_changes(
-    found: Sequence[Candidate], ranking: Ranking, given: Constraints
+    candidates: Sequence[Candidate], ranking: Ranking, constraints: Constraints
 ) -> Iterator[str]:
     """Yield sentences on what would change the answer, starting from the nearest alternatives.
 
     Args:
-        found: Candidates.
+        candidates: Candidates.
         ranking: Their ranking.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
     """
     first = ranking.first
     ranked = [first, *(c.rival for c in ranking.compared)]
@@ -204,9 +210,9 @@ def sentences_on_changes(
         yield f"Cells on {first.gpus} workers: train them, and they replace the projected times."
     elif ranking.compared and (ranking.chance or not ranking.is_clear):
         yield f"More {first.unit}s: {what_repeats_say(ranking)}"
-    yield from sentences_on_constraints(found, first)
-    tolerance = given.tolerance_of(first.score)
-    if first.is_score_open(given):
+    yield from sentences_on_constraints(candidates, first)
+    tolerance = constraints.tolerance_of(first.score)
+    if first.is_score_open(constraints):
         sure = [
             c for c in ranked if c.score_loss_upper is not None and c.score_loss_upper <= tolerance
         ]
@@ -221,7 +227,7 @@ def sentences_on_changes(
             f"GPUs with less memory than {bytes_text(first.memory_bytes)}: then "
             f"{smaller[0].strategy} on {smaller[0].gpus} ({bytes_text(smaller[0].memory_bytes)})."
         )
-    if given.homogeneous:
+    if constraints.homogeneous:
         yield from sentences_on_slow_workers(ranking)
 
 
@@ -243,7 +249,9 @@ def smaller_than(candidate: Candidate, first: Candidate) -> bool:
     return None not in (its, own) and not first.on_cpu and its < 0.95 * own
 
 
-def sentences_on_constraints(found: Sequence[Candidate], first: Candidate | None) -> Iterator[str]:
+def sentences_on_constraints(
+    candidates: Sequence[Candidate], first: Candidate | None
+) -> Iterator[str]:
     """Yield for each constraint the best candidate that it excludes, if better than the first."""
     lift = {
         "does not fit": "More memory",
@@ -252,11 +260,13 @@ def sentences_on_constraints(found: Sequence[Candidate], first: Candidate | None
         "needs all workers": "Workers that stay until the end",
         "needs more workers": "More workers",
     }
-    for kind, best in kept_out(found, first, lift).items():
+    for kind, best in kept_out(candidates, first, lift).items():
         # Why a candidate is too slow says its time.
         amount = "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
         yield f"{lift[kind]}: then {best.strategy} on {best.gpus} ({amount}{best.reason})."
-    stopped = dict.fromkeys(c.strategy for c in found if c.kind == "too slow" and c.time_s is None)
+    stopped = dict.fromkeys(
+        c.strategy for c in candidates if c.kind == "too slow" and c.time_s is None
+    )
     if first is None and stopped:
         yield (
             f"A longer time_limit_s, which {', '.join(stopped)} reached: train again with --forcerun "
@@ -285,11 +295,13 @@ def sentences_on_slow_workers(ranking: Ranking) -> Iterator[str]:
             )
 
 
-def excluded_strategies(found: Sequence[Candidate], usable: set[str]) -> Iterator[tuple[str, str]]:
+def excluded_strategies(
+    candidates: Sequence[Candidate], usable: set[str]
+) -> Iterator[tuple[str, str]]:
     """Yield each strategy that is excluded at every worker count, with the reasons by count."""
-    for name in dict.fromkeys(c.strategy for c in found):
+    for name in dict.fromkeys(c.strategy for c in candidates):
         if name not in usable:
-            line = sorted((c for c in found if c.strategy == name), key=lambda c: c.gpus)
+            line = sorted((c for c in candidates if c.strategy == name), key=lambda c: c.gpus)
             counts_by_reason: dict[str, list[str]] = {}
             for c in line:
                 counts_by_reason.setdefault(f"{c.kind}: {c.reason}", []).append(str(c.gpus))

@@ -100,38 +100,40 @@ class Short:
         return f"{self.strategy} × {self.gpus}" if self.strategy else ""
 
 
-def none_left(found: Sequence[Candidate], margin: float) -> Short:
+def none_left(candidates: Sequence[Candidate], margin: float) -> Short:
     """Return the answer if all candidates are excluded.
 
     `margin`: the fraction of a peak that is reserved on top of it.
     """
-    kinds = Counter(c.kind for c in found)
+    kinds = Counter(c.kind for c in candidates)
     kind, count = kinds.most_common(1)[0]
     claim, verb = NONE_LEFT.get(kind, ("Every candidate is excluded.", "are excluded"))
     if len(kinds) > 1:
         claim = "Every candidate is excluded."
-    remedy = what_would_fit(found, margin) if kind == "does not fit" else ""
-    if all(c.diverged for c in found):
+    remedy = what_would_fit(candidates, margin) if kind == "does not fit" else ""
+    if all(c.diverged for c in candidates):
         claim, verb, remedy = "Every training diverged.", "diverged", STEADIER
-    return Short(None, None, claim, "none", reason=f"{count} of {len(found)} {verb}", remedy=remedy)
+    return Short(
+        None, None, claim, "none", reason=f"{count} of {len(candidates)} {verb}", remedy=remedy
+    )
 
 
-def what_would_fit(found: Sequence[Candidate], margin: float) -> str:
+def what_would_fit(candidates: Sequence[Candidate], margin: float) -> str:
     """Return the least memory that any candidate is known to need, and what needs less."""
-    known = [(c.memory_bytes, c.name) for c in found if c.memory_bytes is not None]
+    known = [(c.memory_bytes, c.name) for c in candidates if c.memory_bytes is not None]
     least = min(known, default=None)
-    told = least and (
+    text = least and (
         f"The least that any needs is {bytes_text(least[0] * (1 + margin))} per worker "
         f"({least[1]}{', the reserve included' if margin else ''}). "
     )
     tries = "More workers, activation checkpointing or a smaller batch need less"
-    return f"{told or ''}{tries}: the plan says what would fit."
+    return f"{text or ''}{tries}: the plan says what would fit."
 
 
 def short_answer(
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     ranking: Ranking,
-    given: Constraints,
+    constraints: Constraints,
     sure: Confidence,
     unknown: Sequence[str],
     slowed: Sequence[str] = (),
@@ -139,18 +141,18 @@ def short_answer(
     """Return the answer on the candidates of one model.
 
     Args:
-        found: Candidates.
+        candidates: Candidates.
         ranking: Their ranking.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
         sure: Confidence.
         unknown: Requested values that are unknown.
         slowed: How workers were slowed down on purpose.
     """
     first = ranking.first
-    score_open = first.is_score_open(given)
-    claim = claim_of(found, ranking, given, score_open)
+    score_open = first.is_score_open(constraints)
+    claim = claim_of(candidates, ranking, constraints, score_open)
     known = "Of the rest:" if first.projected else "Of what was measured:"
-    score, score_note = score_texts(found, first, given)
+    score, score_note = score_texts(candidates, first, constraints)
     memory, memory_note, share_of_card = memory_texts(first)
     # Among those as fast, the one that needs less memory was chosen already.
     leaner = "" if ranking.tied else leanest(first, [c.rival for c in ranking.compared])
@@ -241,26 +243,26 @@ def grouped(value: float) -> str:
 
 
 def score_texts(
-    found: Sequence[Candidate], first: Candidate, given: Constraints
+    candidates: Sequence[Candidate], first: Candidate, constraints: Constraints
 ) -> tuple[str, str]:
     """Return the score, and what is known of a possible loss.
 
     Args:
-        found: Candidates.
+        candidates: Candidates.
         first: The choice.
-        given: Constraints of the decision.
+        constraints: Constraints of the decision.
     """
     if first.unscored:
         return "not measured", "equal scores are assumed"
     if first.mean_score is None:
         return "", ""
-    score, tolerance = first.score, given.tolerance_of(first.score)
+    score, tolerance = first.score, constraints.tolerance_of(first.score)
     text = f"{first.mean_score:.{max(1, score.decimals - (1 if score.is_share else 0))}f} {score.shown_unit}"
     if first.score_loss_upper is None:
         return text, "not compared"
-    left = [c for c in found if not c.kind and c is not first]
+    left = [c for c in candidates if not c.kind and c is not first]
     lost = score.difference(first.score_loss_upper, score.decimals - 1)
-    if first.is_score_open(given):
+    if first.is_score_open(constraints):
         return text, f"may lose up to {lost} ({tolerance:g} allowed)"
     if left and all(shares_score(first, c) for c in left):
         return text, "the same in all"
@@ -319,20 +321,20 @@ def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
         return ""
     sentences = []
     choices = {a.name for _, a in answers}
-    alike = choices.pop() if len(answers) > 2 and len(choices) == 1 else ""
+    common = choices.pop() if len(answers) > 2 and len(choices) == 1 else ""
     if sure:
         names = [
             f"{a.name} for {model}" + (f" ({a.runner_up})" if a.runner_up else "")
             for model, a in sure
         ]
         listed = "; ".join(names[:3]) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
-        listed = f"{alike} in all" if alike and len(sure) == len(answers) else listed
+        listed = f"{common} in all" if common and len(sure) == len(answers) else listed
         verb = "answer is" if len(sure) == 1 else "answers are"
         sentences.append(f"{number(len(sure)).capitalize()} {verb} sure: {listed}.")
     else:
         questions = "question" if len(answers) == 1 else "questions"
         opening = f"{number(len(answers)).capitalize()} {questions}, no sure answer yet"
-        opening += f" ({alike} in all)" if alike else ""
+        opening += f" ({common} in all)" if common else ""
         if len({a.kind for _, a in answers}) == 1:
             one, many = KINDS[answers[0][1].kind]
             same = {1: f"it {one}", 2: f"both {many}"}.get(len(answers), f"all {many}")

@@ -25,7 +25,7 @@ UNUSABLE = "unusable record"
 NO_MEASURE = (UNUSABLE, "does not learn")
 
 
-def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
+def judge_scores(candidates: Sequence[Candidate], constraints: Constraints) -> None:
     """Exclude candidates that lose more than tolerated; set `score_loss_upper` of the others.
 
     The loss is against the best class of candidates. Candidates of equal arithmetic have the same score
@@ -33,8 +33,8 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
     that does not add up, there is one class per number of workers. Any other candidate is a class of its own.
     Cells that were not evaluated are assumed equal; the confidence says so.
     """
-    unknown = [c for c in found if c.mean_score is None and not c.kind and not c.unscored]
-    known = [c for c in found if c.mean_score is not None and not c.projected]
+    unknown = [c for c in candidates if c.mean_score is None and not c.kind and not c.unscored]
+    known = [c for c in candidates if c.mean_score is not None and not c.projected]
     usable = [c for c in known if c.kind not in NO_MEASURE]
     for c in unknown:
         if not any(shares_score(c, other) for other in usable):
@@ -42,7 +42,7 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
     if not usable:
         return
     score = usable[0].score
-    tolerance = given.tolerance_of(score)
+    tolerance = constraints.tolerance_of(score)
     classes = classes_of(usable, tolerance)
     names = [" and ".join(f"{c.strategy} on {c.gpus}" for c in members[:2]) for members in classes]
     series = [pd.concat([c.scores for c in m], axis=1).mean(axis=1) for m in classes]
@@ -67,7 +67,7 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
         like = next((k for k in usable if shares_score(c, k)), None)
         if like is not None:
             c.score_loss_upper, c.best_score = like.score_loss_upper, like.best_score
-    for c in found:
+    for c in candidates:
         if c.projected:
             for like in (k for k in usable if k.scores is c.scores):
                 c.score_loss_upper, c.best_score = like.score_loss_upper, like.best_score
@@ -98,11 +98,11 @@ def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candi
         middle = float(np.median([c.mean_score for c in members]))
         odd = []
         for c in members:
-            off = ((c.mean_score or 0.0) - middle) * (2 if len(members) == 2 else 1)
-            if abs(off) > tolerance + chance_difference(c, c):
+            deviation = ((c.mean_score or 0.0) - middle) * (2 if len(members) == 2 else 1)
+            if abs(deviation) > tolerance + chance_difference(c, c):
                 odd.append(c)
                 c.doubts.append(
-                    f"its {c.score.name} differs by {c.score.difference(abs(off))} from that of equal "
+                    f"its {c.score.name} differs by {c.score.difference(abs(deviation))} from that of equal "
                     "arithmetic"
                 )
         rest = [c for c in members if c not in odd]
@@ -119,13 +119,13 @@ def loss_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
     """
     first = np.take_along_axis(values, best[..., None, None], axis=-2)
     itself = np.arange(values.shape[-2]) == best[..., None]
-    found = moderated.paired_differences(values, first)
-    found = found._replace(repeats=np.where(itself, 0, found.repeats))
+    differences = moderated.paired_differences(values, first)
+    differences = differences._replace(repeats=np.where(itself, 0, differences.repeats))
     groups = moderated.scatter_of_groups(values)
     against = best[..., None] + np.zeros(itself.shape, dtype=int)
-    variance, dof = moderated.moderated_by_groups(found, groups, np.array(False), against)
+    variance, dof = moderated.moderated_by_groups(differences, groups, np.array(False), against)
     tail = moderated.ALPHA / max(1, values.shape[-2] - 1)
-    half = moderated.half_widths(variance, dof, found.repeats, tail)
+    half = moderated.half_widths(variance, dof, differences.repeats, tail)
     return np.where(itself, 0.0, half)
 
 

@@ -93,7 +93,7 @@ def status_without_record(log_dir: Path) -> Row:
 def rows_of_cell(
     cell: Cell,
     study_dir: Path,
-    asked: Expected,
+    expected: Expected,
     read: Callable[[Path], Record] = record.read_measured,
 ) -> tuple[Row, list[Row]]:
     """Return the row of a cell and its epochs' rows.
@@ -105,7 +105,7 @@ def rows_of_cell(
     Args:
         cell: The cell.
         study_dir: The folder results/<study>.
-        asked: Expectations of the config.
+        expected: Expectations of the config.
         read: Reads a record.
     """
     path = study_dir / "cells" / cell.path / "record.json"
@@ -115,9 +115,11 @@ def rows_of_cell(
     row: Row = dict.fromkeys(COLUMNS) | coordinates
     row["log_path"] = str(log.relative_to(study_dir))
     if not os.path.lexists(path):
-        why = asked.skipped.get(cell.path)
+        skip_reason = expected.skipped.get(cell.path)
         return row | (
-            {"status": "infeasible", "reason": why} if why else status_without_record(log_dir)
+            {"status": "infeasible", "reason": skip_reason}
+            if skip_reason
+            else status_without_record(log_dir)
         ), []
     row["record_path"] = str(path.relative_to(study_dir))
     try:
@@ -126,11 +128,11 @@ def rows_of_cell(
             raise record.RecordError(
                 f"{path} holds the record of another cell: {record.cell_of(rec)}"
             )
-        if asked.study is not None and (
-            other := record.describe_other_settings(rec, asked.study.settings(cell))
+        if expected.study is not None and (
+            other := record.describe_other_settings(rec, expected.study.settings(cell))
         ):
             raise record.RecordError(f"{path} {other}")
-        found = row_of_record(rec, path.with_name("timeline.csv"))
+        measured = row_of_record(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
         # Beside it stands the record's path; without it equal reasons of many cells are one.
         reason = str(e).replace(str(path), path.name, 1)
@@ -138,8 +140,8 @@ def rows_of_cell(
     except Exception as e:  # one odd record must not stop the others
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
         return row | {"status": "error", "reason": on_one_line(reason)}, []
-    row |= found
-    row["target_score"] = target = asked.targets.get(cell.experiment)
+    row |= measured
+    row["target_score"] = target = expected.targets.get(cell.experiment)
     row["time_to_target_s"] = time_to_score_s(
         rec["score"]["per_epoch"], target, rec["task"]["better"]
     )
@@ -148,14 +150,14 @@ def rows_of_cell(
 
 
 def rows_of_cells(
-    cells: Sequence[Cell], study_dir: Path, asked: Expected, read: Callable[[Path], Record]
+    cells: Sequence[Cell], study_dir: Path, expected: Expected, read: Callable[[Path], Record]
 ) -> Iterator[tuple[Row, list[Row]]]:
     """Yield the results of `rows_of_cell` for all cells; print progress every few seconds.
 
     Args:
         cells: The cells.
         study_dir: The folder results/<study>.
-        asked: Expectations of the config.
+        expected: Expectations of the config.
         read: Reads a record.
     """
     next_line_s = time.monotonic() + 3
@@ -163,7 +165,7 @@ def rows_of_cells(
         if time.monotonic() > next_line_s:
             print(f"read {done} of {len(cells)} records", file=sys.stderr, flush=True)
             next_line_s += 3
-        yield rows_of_cell(cell, study_dir, asked, read)
+        yield rows_of_cell(cell, study_dir, expected, read)
 
 
 def read_expected(path: Path) -> list[Cell]:
@@ -179,7 +181,7 @@ def collect(
     study_dir: Path,
     out: Path,
     epochs_out: Path,
-    asked: Expected | None = None,
+    expected: Expected | None = None,
     read: Callable[[Path], Record] = record.read_measured,
 ) -> list[Row]:
     """Write both files; return the rows of cells that should have a usable record and have none.
@@ -189,10 +191,10 @@ def collect(
         study_dir: The folder results/<study>.
         out: The file cells.csv.
         epochs_out: The file epochs.csv.
-        asked: Expectations of the config.
+        expected: Expectations of the config.
         read: Reads a record.
     """
-    listed = list(rows_of_cells(cells, study_dir, asked or Expected(), read))
+    listed = list(rows_of_cells(cells, study_dir, expected or Expected(), read))
     rows = [row for row, _ in listed]
     for extension in installed().values():
         if extension.judge is not None:

@@ -84,8 +84,8 @@ class Repeats:
         self._columns: dict[str, np.ndarray] = {}
         #: What the audit calls unusable of each group: time, memory, score or all.
         self.rejected = {
-            group: {f["affects"] for f in found if f["severity"] == "unusable"}
-            for group, found in findings_by_group(findings, self.ok)
+            group: {f["affects"] for f in on_group if f["severity"] == "unusable"}
+            for group, on_group in findings_by_group(findings, self.ok)
         }
 
     def values(self, group: Group, column: str, concerns: str = "") -> dict[int, float]:
@@ -102,9 +102,9 @@ class Repeats:
             numbers = pd.to_numeric(self._ok[column], errors="coerce")
             self._columns[column] = numbers.to_numpy(dtype=float)
         places = self._places[group]
-        found = self._columns[column][places].tolist()
+        selected = self._columns[column][places].tolist()
         repeats = self.ok[group]["repeat"].tolist()
-        return {r: value for r, value in zip(repeats, found, strict=True) if value == value}
+        return {r: value for r, value in zip(repeats, selected, strict=True) if value == value}
 
     def common(self, groups: Sequence[Group], column: str, concerns: str = "") -> np.ndarray:
         """Return the values of the repeats that all `groups` have, shape [groups, repeats].

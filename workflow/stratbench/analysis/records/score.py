@@ -81,5 +81,5 @@ _SAID = {
 
 def score_of(rows: pd.DataFrame) -> Score:
     """Return the score in rows of cells.csv of one experiment, accuracy by default."""
-    stated = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
-    return Score(**{name: values.iloc[0] for name, values in stated.items() if len(values)})
+    recorded = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
+    return Score(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})

@@ -68,11 +68,11 @@ def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
         noun = worker_noun(rows["device_kind"])
-        told = {words: distinct_values(rows, column) for words, column in RUNS.items()}
-        told["workers"] += f" {plural(noun)}"
-        told["repeats"] = str(rows["repeat"].nunique())
-        told["epochs or steps"] = length_of_training(rows)
-        lines.append({"experiment": str(experiment)} | told)
+        values = {words: distinct_values(rows, column) for words, column in RUNS.items()}
+        values["workers"] += f" {plural(noun)}"
+        values["repeats"] = str(rows["repeat"].nunique())
+        values["epochs or steps"] = length_of_training(rows)
+        lines.append({"experiment": str(experiment)} | values)
     return lines
 
 
@@ -169,10 +169,10 @@ def matrix_line(rows: pd.DataFrame) -> str:
 def note_on_experiment(rows: pd.DataFrame) -> str:
     """Return a note for all figures and tables of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
-    told = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
+    note = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
     if rows["steps"].notna().any():
-        told += f" Trained for {length_of_training(rows)}: nothing was evaluated."
-    return workers_are(rows) + told
+        note += f" Trained for {length_of_training(rows)}: nothing was evaluated."
+    return workers_are(rows) + note
 
 
 def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
@@ -229,7 +229,11 @@ def table_values(
     counts, lines = wide_rows(rows, summary, measure)
     best = {
         (model, count): clear_best(
-            [found[count] for other, _, found in lines if other == model and count in found],
+            [
+                by_count[count]
+                for other, _, by_count in lines
+                if other == model and count in by_count
+            ],
             measure,
             margin,
         )
@@ -240,9 +244,9 @@ def table_values(
         {
             "model": model,
             "strategy": strategy,
-            "cells": [table_cell(found.get(n), best[model, n]) for n in counts],
+            "cells": [table_cell(by_count.get(n), best[model, n]) for n in counts],
         }
-        for model, strategy, found in lines
+        for model, strategy, by_count in lines
     ]
     noun = worker_noun(rows["device_kind"])
     return {
@@ -287,10 +291,10 @@ def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator
 
 
 def experiment_sections(
-    given: ReportInput,
+    inputs: ReportInput,
 ) -> Iterator[dict]:
     """Yield the section of each experiment: its models with results and figures, and tables."""
-    cells, decided, folder = given.cells, given.decided, given.folder
+    cells, decided, folder = inputs.cells, inputs.decided, inputs.folder
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
     figures = list(shown_figures(folder / "plots"))
@@ -323,16 +327,16 @@ def experiment_sections(
 
 
 def page_values(
-    given: ReportInput, notices: Sequence[str], sections: Iterable[Section]
+    inputs: ReportInput, notices: Sequence[str], sections: Iterable[Section]
 ) -> dict[str, Any]:
     """Return all values that the template prints.
 
     Args:
-        given: Input of the report.
+        inputs: Input of the report.
         notices: Notices before any number.
         sections: Sections of extensions.
     """
-    cells, decided, folder = given.cells, given.decided, given.folder
+    cells, decided, folder = inputs.cells, inputs.decided, inputs.folder
     counts = cells["status"].value_counts()
     return {
         "study": str(cells["study"].iloc[0]),
@@ -340,14 +344,14 @@ def page_values(
         "measured": measured_on(cells),
         **first_screen(bases_by_strategy(cells), decided),
         "strategies": list(strategy_lines(cells)),
-        "experiments": list(experiment_sections(given)),
+        "experiments": list(experiment_sections(inputs)),
         "servers": server_lines(cells),
         "sections": list(sections),
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),
         "runs": runs_by_experiment(cells),
         "machines": machine_lines(cells),
-        "cells": list(cell_lines(cells, given.study_dir, folder)),
+        "cells": list(cell_lines(cells, inputs.study_dir, folder)),
         "measures": list(MEASURES.values()),
         "columns": CELL_COLUMNS,
     }
@@ -380,28 +384,28 @@ def read_input(
 
 
 def write_pages(
-    given: ReportInput, readings: Sequence[Reading], partial: bool, description: str
+    inputs: ReportInput, readings: Sequence[Reading], partial: bool, description: str
 ) -> Iterator[Path]:
     """Write the report and extensions' pages next to it; yield their paths.
 
     Args:
-        given: Input of the report.
+        inputs: Input of the report.
         readings: Additions of extensions.
         partial: Whether it is an interim report.
         description: Description of the study.
     """
-    notices = list_notices(given.cells, given.findings.to_dict("records"), readings, partial)
-    sections = (s for r in readings if r.sections is not None for s in r.sections(given))
-    values = page_values(given, notices, sections) | {"description": description}
+    notices = list_notices(inputs.cells, inputs.findings.to_dict("records"), readings, partial)
+    sections = (s for r in readings if r.sections is not None for s in r.sections(inputs))
+    values = page_values(inputs, notices, sections) | {"description": description}
     values["pages"] = [(r.page_name, r.page_link) for r in readings if r.page is not None]
-    report = given.folder / "report.html"
+    report = inputs.folder / "report.html"
     write_atomic(report, render(values))
     yield report
     above = [f"Measured on {values['measured']}", *notices]
     for reading in readings:
         if reading.page is not None:
-            page = given.folder / reading.page_name
-            write_atomic(page, reading.page(given, above))
+            page = inputs.folder / reading.page_name
+            write_atomic(page, reading.page(inputs, above))
             yield page
 
 
@@ -423,8 +427,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--description", default="", help="what the study is for")
     parser.add_argument("--partial", action="store_true", help="say that cells may be missing")
     args = parser.parse_args(argv)
-    given = read_input(args.folder, args.study_dir, args.audit, args.evidence)
-    for page in write_pages(given, list(list_readings().values()), args.partial, args.description):
+    inputs = read_input(args.folder, args.study_dir, args.audit, args.evidence)
+    for page in write_pages(inputs, list(list_readings().values()), args.partial, args.description):
         print(f"{page} ({page.stat().st_size / MIB:.1f} MiB)")
     return 0
 

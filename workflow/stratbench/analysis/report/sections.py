@@ -64,7 +64,7 @@ def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
         # A worker waits for all servers at the same time.
         worker_s = (timed["train_time_s"] * timed["gpus"] * timed["servers"]).sum()
         wait = timed["server_wait_s"].sum() / worker_s if worker_s else float("nan")
-        moved = (rows["server_bytes"] / rows["train_time_s"]).median()
+        bytes_per_s = (rows["server_bytes"] / rows["train_time_s"]).median()
         lines.append(
             dict(zip(keys, key, strict=True))
             | {
@@ -72,7 +72,7 @@ def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
                 "mean": f"{weighted / pushes:.2f}" if pushes else "",
                 "most": max(len(c) for c in counts) - 1,
                 "waiting": "" if pd.isna(wait) else f"{wait:.1%}",
-                "rate": whole_number(moved / MIB),
+                "rate": whole_number(bytes_per_s / MIB),
                 "lost": f"{rows['server_lost'].sum():.0f}",
             }
         )

@@ -64,13 +64,13 @@ def absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
         group: The group.
         measure: The metric.
     """
-    found = list(groups.values(group, measure.column).values())
-    if not found:
+    values = list(groups.values(group, measure.column).values())
+    if not values:
         return {"text": why_none(groups, group) or f"n/a ({why_unknown(groups, group, measure)})"}
     scale = measure.scale / (group.gpus if measure.per_worker else 1)
-    median, low, high, spread = median_and_spread([value * scale for value in found])
-    row = {"value": median} | lacking(groups, group, measure, len(found))
-    return row | ({"low": low, "high": high, "spread": spread} if len(found) > 1 else {})
+    median, low, high, spread = median_and_spread([value * scale for value in values])
+    row = {"value": median} | lacking(groups, group, measure, len(values))
+    return row | ({"low": low, "high": high, "spread": spread} if len(values) > 1 else {})
 
 
 def why_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
@@ -185,8 +185,8 @@ def cell_text(row: Row, measure: Measure) -> str:
     """Return the text of a table's cell: value, spread, and outcomes that are not `ok`."""
     if "text" in row:
         return row["text"]
-    found = IntervalEstimate(row["value"], row.get("low"), row.get("high"))
-    text = found.text(lambda value: format_number(value, measure.decimals))
+    estimate = IntervalEstimate(row["value"], row.get("low"), row.get("high"))
+    text = estimate.text(lambda value: format_number(value, measure.decimals))
     if row["ok"] < row["cells"]:
         text += f" ({row['ok']} of {row['cells']}; {row['outcome']})"
     return text
@@ -197,9 +197,9 @@ def doubts_by_group(
 ) -> dict[tuple[Any, ...], dict[str, str]]:
     """Return audit rules on a group's values: (what, *group) to severities by rule."""
     doubts: defaultdict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
-    told = [finding for finding in findings if finding["severity"] != "note"]
-    for key, found in findings_by_group(told, groups):
-        for finding in found:
+    shown = [finding for finding in findings if finding["severity"] != "note"]
+    for key, on_group in findings_by_group(shown, groups):
+        for finding in on_group:
             affects = finding["affects"]
             for what in ("time", "memory", "score") if affects == "all" else (affects,):
                 doubts[what, *key].setdefault(finding["rule"], finding["severity"])
@@ -222,15 +222,15 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
         }
         for measure in measures[group.experiment].values():
             row_of = ratio_row if measure.baseline else absolute_row
-            found = row_of(groups, group, measure)
-            rows.append(common | {"measure": measure.name, "unit": measure.unit} | found)
+            made = row_of(groups, group, measure)
+            rows.append(common | {"measure": measure.name, "unit": measure.unit} | made)
     fill_ratios(rows)
     doubts = doubts_by_group([] if findings is None else findings.to_dict("records"), groups.all)
     for row in rows:
         measure = measures[row["experiment"]][row["measure"]]
         row["text"] = cell_text(row, measure)
-        told = doubts.get((measure.concerns, *(row[name] for name in GROUP)), {})
-        flags = [f"{severity}: {rule}" for rule, severity in told.items()]
+        flagged = doubts.get((measure.concerns, *(row[name] for name in GROUP)), {})
+        flags = [f"{severity}: {rule}" for rule, severity in flagged.items()]
         # A cell without the figure has nothing to doubt.
         row["flags"] = "" if row["text"].startswith("n/a") else "; ".join(flags)
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))

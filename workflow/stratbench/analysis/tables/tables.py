@@ -138,27 +138,29 @@ def wide_rows(
 
 def lines_by_model(entries: Iterable[tuple[Group, Any]]) -> list[tuple[str, str, dict[int, Any]]]:
     """(model, strategy, entry by worker count), from the entries of groups of one experiment."""
-    found: dict[str, dict[str, dict[int, Any]]] = {}
+    by_model: dict[str, dict[str, dict[int, Any]]] = {}
     for group, entry in entries:
-        found.setdefault(group.model, {}).setdefault(group.strategy, {})[int(group.gpus)] = entry
-    return [(model, *line) for model, lines in found.items() for line in lines.items()]
+        by_model.setdefault(group.model, {}).setdefault(group.strategy, {})[int(group.gpus)] = entry
+    return [(model, *line) for model, lines in by_model.items() for line in lines.items()]
 
 
 def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
     """Return a sentence on the meaning of a table's marks, with the rules, empty without marks."""
-    found = rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
-    told = " or ".join(f"{severity} ({', '.join(rules)})" for severity, rules in found.items())
-    return f" {DOUBT}: {told}, says the audit." if found else ""
+    by_severity = rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
+    text = " or ".join(
+        f"{severity} ({', '.join(rules)})" for severity, rules in by_severity.items()
+    )
+    return f" {DOUBT}: {text}, says the audit." if by_severity else ""
 
 
 def rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
     """Return the rules in the flags of summary rows by severity, the worst first."""
     named = dict.fromkeys(rule for flag in flags if flag for rule in flag.split("; "))
-    found: dict[str, list[str]] = {}
+    by_severity: dict[str, list[str]] = {}
     for rule in named:
         severity, _, name = rule.partition(": ")
-        found.setdefault(severity, []).append(name)
-    return {name: found[name] for name in SEVERITIES if name in found}
+        by_severity.setdefault(severity, []).append(name)
+    return {name: by_severity[name] for name in SEVERITIES if name in by_severity}
 
 
 def wide_table(
@@ -235,8 +237,8 @@ def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bo
         measure: The metric.
     """
     here = summary["experiment"] == rows["experiment"].iloc[0]
-    found = summary.loc[here & (summary["measure"] == measure.name), "value"]
-    return measure.name == "training_time" or bool(found.notna().any())
+    values = summary.loc[here & (summary["measure"] == measure.name), "value"]
+    return measure.name == "training_time" or bool(values.notna().any())
 
 
 def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:

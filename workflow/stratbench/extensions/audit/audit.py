@@ -85,10 +85,10 @@ def audit(
             "affects": rule.affects,
             "explanation": rule.explanation,
         }
-        | {"figures": found.figures}
-        | found.where
+        | {"figures": case.figures}
+        | case.where
         for rule in RULES
-        for found in found_by(rule, evidence)
+        for case in found_by(rule, evidence)
     ]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding["severity"]))
 

@@ -53,17 +53,17 @@ def score_below_floor(evidence: AuditData) -> Iterator[Case]:
             continue
         # A gain over guessing is larger for a better score, whether higher or lower scores are better.
         reached = score.sign * (row.score_final - guess)
-        alike = row.experiment, row.model, None if pd.isna(row.epochs) else row.epochs
-        if alike not in expected:
-            expected[alike] = expected_score(evidence, row, score)
-        name, reference = expected[alike]
+        key = row.experiment, row.model, None if pd.isna(row.epochs) else row.epochs
+        if key not in expected:
+            expected[key] = expected_score(evidence, row, score)
+        name, reference = expected[key]
         gain = 0.0 if reference is None else WORKING * score.sign * (reference - guess)
         against = f"{name} reaches {in_words(score, reference)}" if reference is not None else ""
         if (by_chance := DEVIATIONS * error_of_guessing(score, guess, row)) > gain:
             gain, against = by_chance, f"guessing reaches {in_words(score, guess)}"
-        if (given := evidence.floors.get(row.dataset, 0.0)) > guess + gain and score.is_share:
-            gain = given - guess
-            against = f"known of this data set: {given:.0%} with the simplest models"
+        if (floor := evidence.floors.get(row.dataset, 0.0)) > guess + gain and score.is_share:
+            gain = floor - guess
+            against = f"known of this data set: {floor:.0%} with the simplest models"
         if reached < gain:
             figures = f"{in_words(score, row.score_final)}; {against}"
             yield row, figures
@@ -170,9 +170,9 @@ def equal_arithmetic_unequal_loss(evidence: AuditData) -> Iterator[Case]:
             groups[alike_in_arithmetic(facts)].append(facts)
     for members in groups.values():
         for name in SERIES if len(members) > 1 else ():
-            for facts, off in unlike_median(members, name):
-                epoch, value, usual = off[0]
-                more = f", and in {len(off) - 1} more epochs" if len(off) > 1 else ""
+            for facts, deviations in unlike_median(members, name):
+                epoch, value, usual = deviations[0]
+                more = f", and in {len(deviations) - 1} more epochs" if len(deviations) > 1 else ""
                 text = f"{name} of epoch {epoch} is {value:.4g}, the median {usual:.4g}{more}"
                 yield facts.record["cell"], text
 
@@ -181,7 +181,7 @@ def unlike_median(
     members: list[Facts], name: str
 ) -> Iterator[tuple[Facts, list[tuple[int, float, float]]]]:
     """Yield the cells that differ from the median of all, with epoch, value and median of each case."""
-    off: list[list[tuple[int, float, float]]] = [[] for _ in members]
+    deviations: list[list[tuple[int, float, float]]] = [[] for _ in members]
     epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)
     for epoch, entries in enumerate(epochs, 1):
         values = [entry[name] for entry in entries]
@@ -192,8 +192,8 @@ def unlike_median(
         for i, value in enumerate(values):
             # The median of two is as far from both.
             if abs(value - usual) > (most if len(members) > 2 else most / 2):
-                off[i].append((epoch, value, usual))
-    yield from ((facts, cases) for facts, cases in zip(members, off, strict=True) if cases)
+                deviations[i].append((epoch, value, usual))
+    yield from ((facts, cases) for facts, cases in zip(members, deviations, strict=True) if cases)
 
 
 def alike_in_arithmetic(facts: Facts) -> tuple[Any, ...]:

@@ -32,11 +32,11 @@ def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def make_audit_sections(given: ReportInput) -> Iterator[Section]:
+def make_audit_sections(inputs: ReportInput) -> Iterator[Section]:
     """Make the section on all findings, with their number by severity in its link."""
-    answers = given.decided["answers"]
-    rules = audit_rules(given.findings, answers)
-    tally = f"Audit: {tally_text(given.findings)}"
+    answers = inputs.decided["answers"]
+    rules = audit_rules(inputs.findings, answers)
+    tally = f"Audit: {tally_text(inputs.findings)}"
     html = render_section(TEMPLATE, rules=rules, lead=audit_lead(rules, answers), tally=tally)
     yield Section("audit", html, tally)
 
@@ -44,8 +44,8 @@ def make_audit_sections(given: ReportInput) -> Iterator[Section]:
 def tally_text(findings: pd.DataFrame) -> str:
     """Say how many findings there are: `2 warnings, 1 note`."""
     counts = {s: int((findings["severity"] == s).sum()) for s in SEVERITIES}
-    told = [format_tally(n, severity) for severity, n in counts.items() if n]
-    return ", ".join(told) or "nothing found"
+    texts = [format_tally(n, severity) for severity, n in counts.items() if n]
+    return ", ".join(texts) or "nothing found"
 
 
 def audit_rules(
@@ -58,7 +58,7 @@ def audit_rules(
     rules = []
     for rule, rows in findings.groupby("rule", sort=False):
         first = rows.iloc[0]
-        found = rows.to_dict("records")
+        of_rule = rows.to_dict("records")
         rules.append(
             {
                 "id": rule,
@@ -66,10 +66,10 @@ def audit_rules(
                 "severity": first["severity"],
                 "affects": first["affects"],
                 "explanation": first["explanation"],
-                "where": where_text(found),
-                "figures": found[0]["figures"] if len(found) == 1 else "",
-                "touches": touched(found, answers),
-                "places": [{"place": place_of(row), "figures": row["figures"]} for row in found],
+                "where": where_text(of_rule),
+                "figures": of_rule[0]["figures"] if len(of_rule) == 1 else "",
+                "touches": touched(of_rule, answers),
+                "places": [{"place": place_of(row), "figures": row["figures"]} for row in of_rule],
             }
         )
     return sorted(rules, key=lambda rule: SEVERITIES.index(rule["severity"]))
@@ -83,20 +83,24 @@ def place_of(row: Mapping[str, Any]) -> str:
     return ", ".join(place) or "the study"
 
 
-def where_text(found: Sequence[Mapping[str, Any]]) -> str:
+def where_text(findings: Sequence[Mapping[str, Any]]) -> str:
     """Return a short text on where a rule has findings: `ddp, fsdp and 3 more, in 12 places`."""
-    if len(found) == 1:
-        return place_of(found[0])
-    names = list(dict.fromkeys(row["strategy"] for row in found if pd.notna(row["strategy"])))
+    if len(findings) == 1:
+        return place_of(findings[0])
+    names = list(dict.fromkeys(row["strategy"] for row in findings if pd.notna(row["strategy"])))
     names = names or list(
-        dict.fromkeys(row["experiment"] for row in found if pd.notna(row["experiment"]))
+        dict.fromkeys(row["experiment"] for row in findings if pd.notna(row["experiment"]))
     )
     return (
-        f"{names_text(names, MAX_NAMED)}, {len(found)} places" if names else f"{len(found)} places"
+        f"{names_text(names, MAX_NAMED)}, {len(findings)} places"
+        if names
+        else f"{len(findings)} places"
     )
 
 
-def touched(found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[str]:
+def touched(
+    findings: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """Return the choices that these findings concern, directly or through the nearest alternative."""
     chosen, rivals = [], []
     for answer in answers:
@@ -104,11 +108,11 @@ def touched(found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, A
         if short["strategy"] is None:
             continue
         name = f"{short['strategy']} × {short['gpus']} ({answer['model']})"
-        if any(is_of(row, answer, short) for row in found):
+        if any(is_of(row, answer, short) for row in findings):
             chosen.append(name)
             continue
         for rival in nearest_of(short):
-            if any(is_of(row, answer, rival) for row in found):
+            if any(is_of(row, answer, rival) for row in findings):
                 rivals.append(f"{rival['strategy']} × {rival['gpus']}, next to {name}")
     return list(dict.fromkeys([*chosen, *rivals]))
 

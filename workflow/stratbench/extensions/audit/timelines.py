@@ -186,9 +186,9 @@ def load_while_running(
         spans.append((one.first["load_1m"], one.last["load_1m"], one.last_s - one.first_s))
     loads = [0.0]
     for begun, load, span_s in spans:
-        kept = math.exp(-span_s / LOAD_S)
-        if kept < KEPT:
-            loads.append((load - kept * (load if begun is None else begun)) / (1 - kept))
+        retained = math.exp(-span_s / LOAD_S)
+        if retained < KEPT:
+            loads.append((load - retained * (load if begun is None else begun)) / (1 - retained))
     return max(loads)
 
 

@@ -24,12 +24,12 @@ def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
     if name not in REGISTRY:
         return
     by_zeros = bool(facts("strategy.details.moved_by_zeros"))
-    given = (name, facts("strategy.options"), facts.gpus)
+    strategy = (name, facts("strategy.options"), facts.gpus)
     adds_up = facts("task.loss_adds_up") is not False
-    traits = asdict(traits_of(*given, by_zeros, facts.elastic, adds_up))
-    for trait, said in (facts("strategy.traits") or {}).items():
-        if said != traits.get(trait):
-            yield f"strategy.traits.{trait} is {said}, but that of {name} is {traits.get(trait)}"
+    traits = asdict(traits_of(*strategy, by_zeros, facts.elastic, adds_up))
+    for trait, recorded in (facts("strategy.traits") or {}).items():
+        if recorded != traits.get(trait):
+            yield f"strategy.traits.{trait} is {recorded}, but that of {name} is {traits.get(trait)}"
     if (mesh := mesh_of(name, facts("strategy.options"), facts.gpus)) != facts.mesh:
         yield f"strategy.mesh is {facts.mesh}, but that of {name} is {mesh}"
 
@@ -43,8 +43,8 @@ def lost_workers(facts: Facts) -> Iterator[str]:
         return
     if facts.lost and not facts.elastic:
         entries = (w for server in facts.servers for w in server.get("lost") or ())
-        said = {value_at(w, "own_reason") for w in entries} - {None}
-        reason = f": {'; '.join(sorted(said))}" if said else ""
+        reasons = {value_at(w, "own_reason") for w in entries} - {None}
+        reason = f": {'; '.join(sorted(reasons))}" if reasons else ""
         yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{reason}"
     missing = sorted(set(range(facts.gpus)) - {worker["rank"] for worker in facts.workers})
     if facts.elastic:
@@ -94,11 +94,11 @@ def keeps_checkpoints(facts: Facts) -> Iterator[str]:
     of checkpoints nor what was lost, but they were written beside the training, and attempts may have run on
     different nodes: cells that keep none are what measures a strategy's speed.
     """
-    stated = facts("restarts")
-    if stated is not None and (stated["count"] or stated["checkpoints"]["count"]):
-        kept = stated["checkpoints"]
+    restarts = facts("restarts")
+    if restarts is not None and (restarts["count"] or restarts["checkpoints"]["count"]):
+        checkpoints = restarts["checkpoints"]
         yield (
-            f"{kept['count']} checkpoints of {kept['bytes'] / 1e6:.3g} MB held the training up for "
-            f"{kept['held_up_s']:.3g} s; started again {stated['count']} times, "
-            f"{stated['repeated_s']:.3g} s of work done again"
+            f"{checkpoints['count']} checkpoints of {checkpoints['bytes'] / 1e6:.3g} MB held the training up "
+            f"for {checkpoints['held_up_s']:.3g} s; started again {restarts['count']} times, "
+            f"{restarts['repeated_s']:.3g} s of work done again"
         )

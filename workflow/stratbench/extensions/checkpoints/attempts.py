@@ -122,10 +122,12 @@ def _close(attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: f
 
 def entry_of(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The record's `restarts`; `workers`: what each measured. Without attempts before, nothing was lost."""
-    kept = [worker["checkpoints"] for worker in workers if worker.get("checkpoints")]
+    checkpoints = [worker["checkpoints"] for worker in workers if worker.get("checkpoints")]
     trained = (p.start_s for p in read_phases(job.folder.phase_logs()) if p.phase == "train")
     first_s = min(trained, default=None)
-    largest = {key: max((k[key] for k in kept), default=0) for key in ("held_up_s", "written_s")}
+    largest = {
+        key: max((k[key] for k in checkpoints), default=0) for key in ("held_up_s", "written_s")
+    }
     return {
         "count": len(job.attempts),
         "from_steps": [attempt["next_step"] for attempt in job.attempts],
@@ -134,8 +136,8 @@ def entry_of(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "until_step_s": None if first_s is None else first_s - job.spent_s,
         "checkpoints": {
             "every": job.settings.of(Checkpoints).checkpoint_every,
-            "count": max((k["count"] for k in kept), default=0),
-            "bytes": sum(k["bytes"] for k in kept),
+            "count": max((k["count"] for k in checkpoints), default=0),
+            "bytes": sum(k["bytes"] for k in checkpoints),
             **largest,
         },
     }

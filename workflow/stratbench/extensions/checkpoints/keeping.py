@@ -73,18 +73,18 @@ class CheckpointWriter(Beside):
     def between(self, step: int, losses: list[Tensor]) -> None:
         with self.phases("checkpoint"):
             self._writer.settle()
-            kept = torch.stack(losses).cpu() if losses else torch.zeros(0)
+            stacked = torch.stack(losses).cpu() if losses else torch.zeros(0)
             clock, own = self._clock.history(), self.facts()
             step_ms = torch.tensor(clock.pop("step_ms"), dtype=torch.float64)
             facts = {
                 "counts": self.strategy.counts(),
                 "clock": clock,
                 "epochs": list(self._epochs),  # written during the training, which adds to it
-                "losses": len(kept),
-                "loss_dtype": str(kept.dtype).removeprefix("torch."),
+                "losses": len(stacked),
+                "loss_dtype": str(stacked.dtype).removeprefix("torch."),
                 "kept": own | {"count": own["count"] + 1},
             }
-            more = [*Generators.now(self.worker.device).tensors(), step_ms, kept]
+            more = [*Generators.now(self.worker.device).tensors(), step_ms, stacked]
             self._writer.take(step, self.strategy.state_tensors(), more=more, facts=facts)
         self._next_due = step + self._every
 

@@ -34,26 +34,30 @@ def contradictory_report(facts: Facts) -> Iterator[str]:
     """What a command says of its training cannot be, by what was measured of its processes from outside, or
     by its own other figures: its steps lie outside of its life, or its counts do not add up.
     """
-    said, outside = facts("program.self_reported"), facts("program.external")
-    if not facts.finished or not said:
+    reported, outside = facts("program.self_reported"), facts("program.external")
+    if not facts.finished or not reported:
         return
     for path, other in EQUAL:
         yield from unless_equal(path, facts(path), other, facts(other))
     for path, other in WITHIN:
         yield from unless_at_most(path, facts(path), other, facts(other), absolute=READ_S)
-    spans = {"the span of program.self_reported": said["last_s"] - said["first_s"]}
+    spans = {"the span of program.self_reported": reported["last_s"] - reported["first_s"]}
     if None not in (outside["begun_s"], outside["ended_s"]):
         spans["the span of program.external"] = outside["ended_s"] - outside["begun_s"]
     train_s = facts("time.train_time_s")
     for of, span_s in spans.items():
         yield from unless_at_most("time.train_time_s", train_s, of, span_s, absolute=READ_S)
     batches, formula = (
-        said["steps"] * said["batch"],
+        reported["steps"] * reported["batch"],
         "program.self_reported.steps x program.self_reported.batch",
     )
-    yield from unless_at_most("program.self_reported.samples", said["samples"], formula, batches)
-    if not said["batches_differ"]:
-        yield from unless_equal("program.self_reported.samples", said["samples"], formula, batches)
+    yield from unless_at_most(
+        "program.self_reported.samples", reported["samples"], formula, batches
+    )
+    if not reported["batches_differ"]:
+        yield from unless_equal(
+            "program.self_reported.samples", reported["samples"], formula, batches
+        )
 
 
 @record_rule("unlike-its-cell", "warning", "all", of="commands")
@@ -69,9 +73,9 @@ def unlike_its_cell(facts: Facts) -> Iterator[str]:
     if not steps:
         steps = facts.product("batch.steps_per_epoch", "settings.epochs")
     if steps is not None:
-        asked = steps * facts("batch.global_batch")
+        expected = steps * facts("batch.global_batch")
         yield from unless_equal(
-            "program.self_reported.samples", samples, "those of the cell", asked
+            "program.self_reported.samples", samples, "those of the cell", expected
         )
 
 

@@ -164,13 +164,13 @@ class _Reader:
 
     def _score(self, line: dict[str, Any], at_s: float) -> None:
         self._take_losses(line.get("losses", []))
-        given = {
+        values = {
             key: _number(line[key], key) for key in ("score", "test_loss", "error") if key in line
         }
-        for key, value in given.items():
+        for key, value in values.items():
             if key != "error" and not math.isfinite(value):
                 self.report.not_finite = self.report.not_finite or f"the {key.replace('_', ' ')}"
-        known = {key: value for key, value in given.items() if math.isfinite(value)}
+        known = {key: value for key, value in values.items() if math.isfinite(value)}
         self.report.scores.append(
             ReportedScore(
                 at_s=at_s,

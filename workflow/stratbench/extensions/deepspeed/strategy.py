@@ -214,12 +214,12 @@ class DeepSpeed(Counted):
         return [*self.local, *self._flat, *self.model.buffers()]
 
     def kept_tensors(self) -> dict[str, list[Tensor]]:
-        kept = {"optimizer": self.local}  # the master copy
+        tensors = {"optimizer": self.local}  # the master copy
         if self.options.stage == 3:
-            kept["parameters"] = [*self._flat, *self.model.parameters()]
-            kept["gradients"] = [self.zero.grad_partitions_flat_buffer]
-            kept["buckets"] = [bucket.buffer for bucket in self.zero.ipg_buckets.values()]
-        return kept
+            tensors["parameters"] = [*self._flat, *self.model.parameters()]
+            tensors["gradients"] = [self.zero.grad_partitions_flat_buffer]
+            tensors["buckets"] = [bucket.buffer for bucket in self.zero.ipg_buckets.values()]
+        return tensors
 
     def synchronising(self, last: bool) -> AbstractContextManager:
         self.engine.set_gradient_accumulation_boundary(last)

@@ -1,10 +1,10 @@
-"""Brings the members of a split synchronous training together, again whenever one comes or goes.
+"""Coordinates the members of an elastic synchronous training, again whenever one joins or leaves.
 
-A generation is a set of members that take steps together, by a process group of their own. Who is ready waits
-until the generation has stopped after a step; then all who are there form the next one. Its first rank is a
-member that has taken most steps, and gives its state to the others; where nobody has any, it is read from the
-last checkpoint. A member that is lost breaks its generation: the others notice by the failed collective, or
-are told, and repeat the step.
+A generation is a set of members that take steps together, by a process group of their own. A ready worker
+waits until the generation has stopped after a step; then all present members form the next one. Its first
+rank is a member with the most steps, which gives its state to the others. If none has a state, it is read
+from the last checkpoint. A lost member breaks its generation: the others notice by the failed collective, or
+get a message, and repeat the step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ OVER, FULL = "the training is over", "all places are taken; come again later"
 def reaches(score: float | None, target: float | None, better: str) -> bool:
     """Return whether a score is as good as the target, if there is one.
 
-    `better`: higher or lower ones.
+    Args:
+        score: The score, if known.
+        target: The target, if any.
+        better: `higher` or `lower`.
     """
     if score is None or target is None:
         return False
@@ -55,7 +58,7 @@ def reaches(score: float | None, target: float | None, better: str) -> bool:
 
 @dataclass
 class GroupMember:
-    """A worker that has been let in. `step`: how many steps its state has taken."""
+    """An admitted worker. `step`: the number of steps in its state."""
 
     number: int
     place: int
@@ -117,14 +120,14 @@ class Coordinator:
             threading.Thread(target=work, daemon=True).start()
 
     def diverged(self) -> str | None:
-        """What was not a finite number, in a sentence; None: nothing."""
+        """Return a sentence on a value that was not finite, or None."""
         for number, epoch in sorted(self.history.epochs.items()):
             if not isfinite(epoch.loss):
                 return f"the training loss became {epoch.loss} in epoch {number + 1}"
         return self._diverged
 
     def close(self) -> None:
-        """Let nobody in any more, and part from all."""
+        """Admit no more workers, and disconnect all."""
         self._stopped.set()
         self._gate.close()
         self._listeners.close()
@@ -133,7 +136,7 @@ class Coordinator:
 
     @property
     def present(self) -> int:
-        """How many members are there, warming up or in."""
+        """Number of present members, in warm-up or in training."""
         with self._lock:
             return len(self._members)
 
@@ -155,7 +158,7 @@ class Coordinator:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was ever taken in this incarnation."""
+        """Whether a step was taken in this incarnation."""
         return any(g.began_unix_s for g in self.history.generations)
 
     def _connections(self) -> list[Connection]:
@@ -197,9 +200,9 @@ class Coordinator:
         connection.silence_s, connection.vanished_s = WARM_UP_SILENCE_S, SILENCE_S
         try:
             while True:
-                said = hear(connection)
+                message = hear(connection)
                 with self._lock:
-                    self._heard(member, said)
+                    self._heard(member, message)
                     self._consider()
         except (Closed, Silent, ProtocolError, KeyError, TypeError, ValueError) as error:
             log.info("worker %d: %s", member.number, error)
@@ -222,7 +225,7 @@ class Coordinator:
                 generation.ended_unix_s = time.time()
 
     def _break(self, cause: str) -> None:
-        """The others of the generation cannot go on."""
+        """Note that the others of the generation cannot continue."""
         generation = self.history.generations[-1]
         if not generation.broken:
             generation.broken, self._cause = True, cause
@@ -238,25 +241,25 @@ class Coordinator:
 
     # ------------------------------------------------------------ what members say
 
-    def _heard(self, member: GroupMember, said: dict[str, Any]) -> None:
+    def _heard(self, member: GroupMember, message: dict[str, Any]) -> None:
         now = time.time()
-        match said["what"]:
+        match message["what"]:
             case "ready":
                 member.state, member.connection.silence_s = "ready", SILENCE_S
                 self.history.dates[member.number]["ready"] = now
             case "begun":
-                self._begun(member, said["pause_s"], now)
+                self._begun(member, message["pause_s"], now)
             case "trained":
-                self._add_epochs(said, now)
+                self._add_epochs(message, now)
             case "stopped":
-                self._stopped_at(member, said, now)
+                self._stopped_at(member, message, now)
             case "epoch":
-                self._evaluated(said["entry"])
+                self._evaluated(message["entry"])
             case "through":
                 member.state = "through"
                 self._finished = True
-                self._add_epochs(said, now)
-                self._end_generation(said["step"], now)
+                self._add_epochs(message, now)
+                self._end_generation(message["step"], now)
             case "left":
                 self.history.left.append(member.number)
                 member.state = "through"
@@ -264,7 +267,7 @@ class Coordinator:
                 raise ProtocolError(f"unknown message {other!r}")
 
     def _evaluated(self, entry: dict[str, Any]) -> None:
-        """Keep what an epoch gave, once. Where that cannot be written, the cell cannot go on."""
+        """Store the results of an epoch, once. If that fails, the cell cannot continue."""
         if entry["epoch"] == self._epochs_done + 1:
             try:
                 self._on_epoch(entry)
@@ -295,13 +298,13 @@ class Coordinator:
             self._last_pause_s = generation.pause_s
             self._next_change = time.monotonic() + STEPS_PER_PAUSE * self._last_pause_s
 
-    def _stopped_at(self, member: GroupMember, said: dict[str, Any], now: float) -> None:
-        member.step = int(said["holds"])
-        self._add_epochs(said, now)
-        if said["failed"]:
+    def _stopped_at(self, member: GroupMember, message: dict[str, Any], now: float) -> None:
+        member.step = int(message["holds"])
+        self._add_epochs(message, now)
+        if message["failed"]:
             self._break(f"a collective failed at worker {member.number}")
-        self._end_generation(said["step"], now)
-        if said["leaving"]:
+        self._end_generation(message["step"], now)
+        if message["leaving"]:
             self.history.left.append(member.number)
             self._cause = f"worker {member.number} left"
             del self._members[member.number]
@@ -310,10 +313,10 @@ class Coordinator:
         else:
             member.state = "stopped"
 
-    def _add_epochs(self, said: dict[str, Any], now: float) -> None:
+    def _add_epochs(self, message: dict[str, Any], now: float) -> None:
         generation = self.history.generations[-1]
         generation.told_unix_s = now
-        self.history.add_steps(generation, said["epochs"])
+        self.history.add_steps(generation, message["epochs"])
 
     def _end_generation(self, step: int, now: float) -> None:
         generation = self.history.generations[-1]
@@ -329,7 +332,7 @@ class Coordinator:
                 self._consider()
 
     def _consider(self) -> None:
-        """What to do now that something has changed, or some time has passed."""
+        """Act on a change, or on elapsed time."""
         if self.done.is_set():
             return
         inside = self._inside()
@@ -357,9 +360,9 @@ class Coordinator:
             self._fail(f"{MAX_IN_VAIN} times in a row the workers met and could not begin")
             return
         ranked = sorted(candidates, key=lambda m: (-m.step, m.number))
-        kept, entries = self._checkpoint() or (0, [])
-        load = kept > ranked[0].step
-        step = kept if load else ranked[0].step
+        checkpoint_step, entries = self._checkpoint() or (0, [])
+        load = checkpoint_step > ranked[0].step
+        step = checkpoint_step if load else ranked[0].step
         for entry in entries if load else []:
             self._evaluated(entry)
         generation = Generation(

@@ -1,4 +1,4 @@
-"""The process group of a generation: formed through files that only their owner writes, and broken up.
+"""The process group of a generation: formed through files of its owner, and broken up.
 
 gloo's operations cannot be interrupted: to free a member that waits for a lost one, the group's connections
 are shut down beneath it. NCCL has an abort of its own.
@@ -34,7 +34,7 @@ _left: list[dist.ProcessGroup | None] = []
 
 
 class ElasticGroup:
-    """This process's default process group, one after the other."""
+    """This process's successive default process groups."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         """`folder`: where the members of a generation meet; all of them see it."""
@@ -48,7 +48,15 @@ class ElasticGroup:
         self._init(dist.HashStore(), 0, 1)
 
     def form(self, meeting: str, rank: int, world: int) -> None:
-        """Meet the other members, by the name of a file. Raises RuntimeError where they do not come."""
+        """Join the other members by the name of a file.
+
+        Raises RuntimeError if they do not come.
+
+        Args:
+            meeting: Name of the file.
+            rank: Rank in the generation.
+            world: Number of its members.
+        """
         self.dissolve()
         self.broken = False
         path = self._folder / f"meeting-{meeting}"
@@ -75,19 +83,19 @@ class ElasticGroup:
         limit_collectives(timedelta(seconds=COLLECTIVE_S))
 
     def dissolve(self) -> None:
-        """Leave the group, whatever state it is in."""
+        """Leave the group, whatever its state."""
         self._connected = []
         if dist.is_initialized():
             _left[:] = [dist.group.WORLD]
             dist.destroy_process_group()
 
     def check(self) -> None:
-        """Raise RuntimeError if it was broken up: a device's collective ends then, and says nothing."""
+        """Raise RuntimeError if it was broken up: a device's collective then ends without an error."""
         if self.broken:
             raise RuntimeError("the process group was broken up")
 
     def break_up(self) -> None:
-        """From another thread: have the collective fail that this process waits in."""
+        """Make the collective fail in which this process waits. Called from another thread."""
         self.broken = True
         for number in self._connected:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
@@ -102,10 +110,12 @@ class ElasticGroup:
 
 def broadcast(tensors: list[Tensor]) -> None:
     """Have all members hold what the first rank holds."""
-    for alike in _in_parts(tensors):
-        flat = torch.cat([t.detach().reshape(-1) for t in alike])
+    for tensors_of_kind in _in_parts(tensors):
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors_of_kind])
         dist.broadcast(flat, src=0)
-        for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+        for tensor, part in zip(
+            tensors_of_kind, flat.split([t.numel() for t in tensors_of_kind]), strict=True
+        ):
             tensor.detach().copy_(part.view_as(tensor))
 
 
@@ -114,9 +124,9 @@ def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for alike in kinds.values():
+    for tensors_of_kind in kinds.values():
         part: list[Tensor] = []
-        for tensor in alike:
+        for tensor in tensors_of_kind:
             if part and sum(t.nbytes for t in part) + tensor.nbytes > _SENT_BYTES:
                 yield part
                 part = []

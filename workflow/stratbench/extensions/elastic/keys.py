@@ -1,4 +1,4 @@
-"""Cells whose workers are jobs of their own: who keeps them, and how synchronous ones meet again."""
+"""Cells whose workers are separate jobs: their supervisor, and rendezvous of synchronous ones."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Elastic(Keys):
     # fmt: on
 
     @classmethod
-    def settled(cls, given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    def settled(cls, configured: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         target = values.get("target_score")
-        return given | {"ends_at": target} if given and target is not None else given
+        return configured | {"ends_at": target} if configured and target is not None else configured
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:

@@ -41,9 +41,13 @@ LOOK_S, KEEP_S = 0.2, 10.0
 
 
 def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, Any]) -> None:
-    """Make the run folder, or keep one with an unfinished training of this cell, these settings and data.
+    """Create the run folder, or reuse one with an unfinished training of equal settings and data.
 
-    `data`: the meta data of the prepared data set, with the checksum of its arrays.
+    Args:
+        folder: The run folder.
+        cell: The cell.
+        settings: Its settings.
+        data: Metadata of the prepared data set, with the checksum of its arrays.
     """
     try:
         kept = json.loads(folder.job.read_text(encoding="utf-8"))
@@ -58,7 +62,7 @@ def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, A
 
 
 def since_the_first(job: Job) -> Job:
-    """Return the same job, whose times count from the start of the first launcher that worked on it."""
+    """Return the job with times that count from the start of the cell's first launcher."""
     try:
         first = Job.from_json(job.folder.job.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -67,18 +71,21 @@ def since_the_first(job: Job) -> Job:
     return replace(job, origin_unix_s=first.origin_unix_s, origin_s=job.origin_s - spent_s)
 
 
-def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
+def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     """Train the cell.
 
     Args:
         job: The cell's.
-        asked: What each worker job asks SLURM for; None: workers are processes of this machine.
-        watch: Pauses that it sees count towards no limit.
+        worker_job: SLURM request of each worker job, or None for processes of this machine.
+        watch: Detects pauses, which count towards no limit.
     """
     folder = job.folder
     hand_out(job)
     incarnation = len(folder.incarnations())
-    with backend_of(job, asked) as backend, _coordinator(job, asked is not None) as coordinator:
+    with (
+        backend_of(job, worker_job) as backend,
+        _coordinator(job, worker_job is not None) as coordinator,
+    ):
         try:
             with WorkerJobSupervisor(backend, job.cell.gpus, folder.worker_jobs) as keeper:
                 coordinator.on_change, coordinator.on_lost = keeper.look_soon, keeper.give_up
@@ -97,7 +104,7 @@ def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
 
 
 def hand_out(job: Job) -> None:
-    """Write what worker jobs read: the job, and the secret, which stays that of the first launcher."""
+    """Write the files of worker jobs: the job, and the secret, which stays the first launcher's."""
     # A worker on another node has a local folder of its own.
     job.folder.write_job(replace(job, folder=replace(job.folder, local=None)).to_json())
     if not job.folder.secret.exists():
@@ -111,7 +118,7 @@ def _wait(
     keep: Callable[[dict[str, Any]], None],
     watch: PauseWatch,
 ) -> Ending:
-    """Wait until the training is over, its time is, or nobody can go on.
+    """Wait until the training is over, its time is, or no worker can continue.
 
     `keep` writes the history.
     """
@@ -135,10 +142,7 @@ def _wait(
 
 
 def ended_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> Ending | None:
-    """How the cell ends because of what its workers said at their end.
-
-    None: it goes on.
-    """
+    """Return how the cell ends by its workers' reports, or None if it continues."""
     for result in _results(folder, keeper):
         if result["status"] in ("oom", "unsupported"):
             return Ending(result["status"], result["reason"])
@@ -151,7 +155,7 @@ def ended_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> Ending |
 
 
 def _results(folder: RunFolder, keeper: WorkerJobSupervisor) -> Iterator[dict[str, Any]]:
-    """What ended workers have written of themselves."""
+    """Yield the results of ended workers."""
     for entry in keeper.jobs():
         if entry.ended_unix_s is not None and (result := folder.read_worker(entry.number)):
             yield result
@@ -164,10 +168,7 @@ def _await_last_words(coordinator: Coordinator) -> None:
 
 
 def newest_kept(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
-    """The steps of the newest whole checkpoint, and the results of epochs that it holds.
-
-    None without one.
-    """
+    """Return the step of the newest complete checkpoint with its epochs' results, or None."""
     for step in sorted(checkpoints.steps_in(folder.path), reverse=True):
         try:
             with checkpoints.deleted_if_damaged(folder.path, step):
@@ -204,13 +205,13 @@ def _coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
 
 
 @contextmanager
-def backend_of(job: Job, asked: WorkerJob | None) -> Iterator[Backend]:
-    """Where workers run."""
+def backend_of(job: Job, worker_job: WorkerJob | None) -> Iterator[Backend]:
+    """Yield the scheduler of workers."""
     folder = job.folder
-    agent.set_environment(job, on_one_host=asked is None)
-    if asked is not None:
+    agent.set_environment(job, on_one_host=worker_job is None)
+    if worker_job is not None:
         folder.write_busy(0, busy_check())
-        yield SlurmJobs(asked, folder, job.cell.path)
+        yield SlurmJobs(worker_job, folder, job.cell.path)
         return
     with fork_server(may_share=not job.use_cuda or shares_gpus()) as server:
         sampler = Sampler(folder.samples(0), folder.pids(0), job.origin_s)

@@ -20,18 +20,18 @@ AGAIN_S, NOBODY_S = 30.0, 60.0
 
 
 class Over(Exception):
-    """There is nothing to do for this worker: the training is over, or nobody lets it in."""
+    """Nothing is left for this worker: the training is over, or it is not admitted."""
 
 
 class Gone(Over):
-    """Its coordinator is gone: the training is not over."""
+    """Its coordinator is gone, but the training is not over."""
 
 
 class Seat:
-    """A place among the members of the cell.
+    """Membership in the cell.
 
-    `change` is set when the generation shall stop after a step. `break_up` is called, from the listening
-    thread, when the generation cannot go on.
+    `change` is set when the generation must stop after a step. `break_up` is called, from the listening
+    thread, when the generation cannot continue.
     """
 
     def __init__(self, connection: Connection, place: int, break_up: Callable[[], None]) -> None:
@@ -55,26 +55,26 @@ class Seat:
             raise Gone(str(error)) from None
 
     def next(self) -> dict[str, Any]:
-        """The coordinator's next message. Raises Over where that says that all is over, Gone without one."""
-        said = self._messages.get()
-        if said["what"] == "over":
+        """Return the coordinator's next message. Raises Over at the end, and Gone without a coordinator."""
+        message = self._messages.get()
+        if message["what"] == "over":
             raise Over("the training is over")
-        if said["what"] == "gone":
-            raise Gone(said["reason"])
-        return said
+        if message["what"] == "gone":
+            raise Gone(message["reason"])
+        return message
 
     def _listen(self) -> None:
         try:
             while True:
-                said = hear(self._connection)
-                if said["what"] == "change":
+                message = hear(self._connection)
+                if message["what"] == "change":
                     self.change.set()
-                elif said["what"] == "broken":
+                elif message["what"] == "broken":
                     self._break_up()
                 else:
-                    if said["what"] == "form":
+                    if message["what"] == "form":
                         self.change.clear()
-                    self._messages.put(said)
+                    self._messages.put(message)
         except (Closed, Silent, ProtocolError, ValueError) as error:
             self._ended.set()
             self._messages.put({"what": "gone", "reason": f"the coordinator is gone: {error}"})
@@ -84,7 +84,16 @@ class Seat:
 def take_seat(
     folder: RunFolder, number: int, break_up: Callable[[], None], leaving: threading.Event
 ) -> Seat:
-    """Be let in as worker `number`; waits while all places are taken. Raises Over where nobody lets it in."""
+    """Join as worker `number`; wait while all slots are taken.
+
+    Raises Over if it is not admitted.
+
+    Args:
+        folder: Run folder of the cell.
+        number: Number of the worker.
+        break_up: Breaks up the generation.
+        leaving: Set when this worker must leave.
+    """
     deadline = time.monotonic() + NOBODY_S
     while not leaving.is_set():
         try:

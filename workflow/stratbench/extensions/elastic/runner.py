@@ -29,7 +29,7 @@ from stratbench.workload.data import prepared
 
 
 class ElasticRunner(Runner):
-    """A launcher that is started again goes on with the cell."""
+    """Runs an elastic cell; a restarted launcher resumes it."""
 
     section = "elastic"
     is_gang = False
@@ -44,15 +44,15 @@ class ElasticRunner(Runner):
     @contextmanager
     def hold_devices(self, s: Settings, args: argparse.Namespace) -> Iterator[bool]:
         """Hold none where workers are jobs of their own: they have what SLURM gives them."""
-        if (asked := asked_of_workers(args)) is not None:
-            yield asked.gpus > 0
+        if (worker_job := asked_of_workers(args)) is not None:
+            yield worker_job.gpus > 0
             return
         with super().hold_devices(s, args) as use_cuda:
             yield use_cuda
 
     def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
-        if (asked := asked_of_workers(args)) is not None:
-            return s.threads or asked.cpus
+        if (worker_job := asked_of_workers(args)) is not None:
+            return s.threads or worker_job.cpus
         return super().count_threads(s, workers, args)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
@@ -99,10 +99,10 @@ class ElasticRunner(Runner):
     def gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Know of none: a worker that was killed told nothing."""
+        """Return None: a killed worker leaves no intervals."""
         return None
 
 
 def asked_of_workers(args: argparse.Namespace) -> WorkerJob | None:
-    """What each worker job asks SLURM for, or None where workers run on this machine."""
+    """Return the SLURM request of each worker job, or None if workers run on this machine."""
     return WorkerJob.from_json(args.worker_job) if args.worker_job else None

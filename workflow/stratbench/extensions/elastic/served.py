@@ -1,4 +1,4 @@
-"""Runs an elastic cell with parameter servers: the servers here, its workers as jobs of their own."""
+"""Runs an elastic cell with parameter servers: the servers here, its workers as separate jobs."""
 
 from __future__ import annotations
 
@@ -43,13 +43,19 @@ SAVE_S = 25.0
 SERVER = "stratbench.extensions.elastic.worker:serve_parameters"
 
 
-def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
-    """Train the cell; arguments as of `elastic.launch.launch`."""
+def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
+    """Train the cell.
+
+    Args:
+        job: The cell's.
+        worker_job: SLURM request of each worker job, or None for processes of this machine.
+        watch: Detects pauses, which count towards no limit.
+    """
     folder = job.folder
     hand_out(job)
     forget_end(folder.servers)  # before any server or worker of this incarnation looks
-    configs = configs_of(job, across_nodes=asked is not None)
-    with fork_server(may_share=True) as path, backend_of(job, asked) as backend:
+    configs = configs_of(job, across_nodes=worker_job is not None)
+    with fork_server(may_share=True) as path, backend_of(job, worker_job) as backend:
         servers = agent.server_processes(path, folder, configs, SERVER)
         try:
             for process in servers:
@@ -68,7 +74,7 @@ def launch(job: Job, asked: WorkerJob | None, watch: PauseWatch) -> Ending:
 
 
 def configs_of(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
-    """What each server is told. The life is one more than the last; it resumes where that saved its state."""
+    """Return each server's config for the next incarnation, which resumes if the last saved its state."""
     own, s = job.folder.servers, job.settings
     elastic = ElasticConfig(
         str(own),
@@ -97,9 +103,9 @@ def _wait(
     keeper: WorkerJobSupervisor,
     watch: PauseWatch,
 ) -> Ending:
-    """Wait until the training is over, its time is, or nobody can go on.
+    """Wait until the training is over, its time is, or no worker can continue.
 
-    `incarnation`: of the servers.
+    `incarnation`: that of the servers.
     """
     limit_s, deadline = job.time_limit_s, None
     journal, has_begun = NewEvents(job.folder.servers), False
@@ -129,7 +135,7 @@ def _why_failed(job: Job, process: Process) -> str:
 
 
 def _ending_of(job: Job, servers: list[Process]) -> Ending:
-    """How the cell ended whose servers have."""
+    """Return how the cell ended, once its servers have."""
     if failed := next((p for p in servers if p.exitcode), None):
         return Ending("error", _why_failed(job, failed))
     first = job.folder.read_server(0)
@@ -154,7 +160,7 @@ def _await_last_words(job: Job, keeper: WorkerJobSupervisor) -> None:
 
 
 def _stop(servers: list[Process]) -> None:
-    """Let the servers save their state, as far as they still run, and end."""
+    """Have running servers save their state, and end."""
     for process in servers:
         if process.pid is not None and process.is_alive():
             with suppress(ProcessLookupError):
@@ -167,7 +173,7 @@ def _stop(servers: list[Process]) -> None:
 
 
 def _clean_up(folder: RunFolder) -> None:
-    """Nobody goes on with it: remove the secret, the saved states, and snapshots that nobody evaluated."""
+    """Remove secret, saved states and unused snapshots of a cell that will not be resumed."""
     folder.secret.unlink(missing_ok=True)
     for path in [*Path(folder.servers).glob("state*"), *folder.path.glob("server.*")]:
         if path.suffix != ".log":

@@ -1,8 +1,8 @@
-"""Split synchronous training: a collective strategy's arithmetic on as many workers as are there.
+"""Elastic synchronous training: a collective strategy on the workers that are present.
 
-The global batch stays as it is and is divided over those present, each of whom weighs its loss by its share:
-the mean gradient is that of the whole batch, whoever is there. A generation stops after the same step at all
-of its members, who vote in each step on whether to go on; the vote travels while the step is computed.
+The global batch stays the same and is divided over the present workers, each of which weights its loss by its
+share: the mean gradient is that of the full batch, whoever is present. A generation stops after the same step
+at all of its members, who vote in each step on whether to continue; the vote runs concurrently with the step.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _OF_PEERS = ("gloo", "nccl", "connection", "timed out", "timeout", "process grou
 
 
 class Weighted(Task):
-    """A task whose mean loss is multiplied by `weight`: a member's share of the batch times their number.
+    """A task whose mean loss is multiplied by `weight`: a member's fraction times their number.
 
-    A sum and its weight stay as they are: they say by themselves what they are a part of.
+    A sum and its weight stay as they are, since they contain their own normalization.
     """
 
     def __init__(self, task: Task) -> None:
@@ -57,13 +57,19 @@ class Weighted(Task):
 
 
 def share(batch: int, rank: int, world: int) -> slice:
-    """Which samples of a batch are those of a member: as many for each as can be, all of them together."""
+    """Return a member's slice of a batch, in nearly equal parts.
+
+    Args:
+        batch: Samples of the batch.
+        rank: Rank in the generation.
+        world: Number of its members.
+    """
     return slice(rank * batch // world, (rank + 1) * batch // world)
 
 
 @dataclass
 class _Round:
-    """What a member did in one generation."""
+    """A member's results in one generation."""
 
     failed: bool = False
     through: bool = False
@@ -123,20 +129,18 @@ class ElasticSynchronous:
         return self._rank == 0
 
     def run(self, memory: MemoryMeter) -> loop.Result:
-        """Take part until the training is over, or this worker shall leave.
+        """Take part until the training is over, or this worker must leave; return its results.
 
-        Return what it did in all.
-
-        Raises Over where that is before it has taken part.
+        Raises Over if that is before it has taken part.
         """
         self._tables(0)
         self._seat.say("ready")
         try:
             while True:
-                said = self._await_form()
-                if said is None:
+                message = self._await_form()
+                if message is None:
                     break
-                self._take_part(said, memory)
+                self._take_part(message, memory)
         except Gone as gone:
             print(gone, flush=True)
             if self.is_first:
@@ -152,7 +156,7 @@ class ElasticSynchronous:
 
     @property
     def checkpoint_times_s(self) -> dict[str, list[float]]:
-        """How long each checkpoint held the training up, and took to be written."""
+        """Seconds for which each checkpoint blocked the training, and took to write."""
         written = self._checkpoints
         return {"held_up_s": written.held_up_s, "written_s": written.written_s}
 
@@ -164,16 +168,16 @@ class ElasticSynchronous:
         if self._leaving.is_set() and not self.generations:
             self._seat.say("left")
             return None
-        said = self._seat.next()
-        return None if said["what"] == "leave" else said
+        message = self._seat.next()
+        return None if message["what"] == "leave" else message
 
-    def _take_part(self, said: dict[str, Any], memory: MemoryMeter) -> None:
+    def _take_part(self, message: dict[str, Any], memory: MemoryMeter) -> None:
         """Be in one generation, from its forming to its stop."""
-        self._epochs_done, self._generation = said["epochs_done"], said["generation"]
+        self._epochs_done, self._generation = message["epochs_done"], message["generation"]
         self._entries = [e for e in self._entries if e["epoch"] > self._epochs_done]
         done = _Round()
         try:
-            self._go_through(done, said, memory)
+            self._go_through(done, message, memory)
             self._report(done)
         except Gone:
             self._end_clock(done)
@@ -182,10 +186,10 @@ class ElasticSynchronous:
             self.worker.folder.write_unheard(self._number, last | {"epochs": self._untold(done)})
             raise
 
-    def _go_through(self, done: _Round, said: dict[str, Any], memory: MemoryMeter) -> None:
+    def _go_through(self, done: _Round, message: dict[str, Any], memory: MemoryMeter) -> None:
         """Meet the others, and train with them until the generation stops or breaks."""
         try:
-            self._meet(said)
+            self._meet(message)
             if not self.generations:
                 memory.start()
             self.generations += 1
@@ -196,14 +200,14 @@ class ElasticSynchronous:
                 sign in str(error).lower() for sign in _OF_PEERS
             ):
                 raise
-            print(f"generation {said['generation']} is broken: {_first(error)}", flush=True)
+            print(f"generation {message['generation']} is broken: {_first(error)}", flush=True)
             done.failed = True
             self._checkpoints.settle()  # it is known now whether the one that is written counts
         self._end_clock(done)
         self._stopped_s = time.monotonic()
 
     def _untold(self, done: _Round) -> dict[int, list[float]]:
-        """Of each epoch with steps that are not told yet: sum and number of losses, members, seconds."""
+        """Return unreported steps by epoch: sum and number of losses, members, seconds."""
         # A device may have computed anything before the host knew that its group is broken.
         garbage = done.failed and self._initial is not None
         sums = {
@@ -232,24 +236,24 @@ class ElasticSynchronous:
 
     # ------------------------------------------------------------ meeting
 
-    def _meet(self, said: dict[str, Any]) -> None:
-        """Form the group, and have the state of its first rank."""
+    def _meet(self, message: dict[str, Any]) -> None:
+        """Form the group, and receive the state of its first rank."""
         with self._phases("rendezvous"):
-            self._group.form(said["meeting"], said["rank"], said["world"])
+            self._group.form(message["meeting"], message["rank"], message["world"])
         worker, strategy = self.worker, self.strategy
-        self._rank, self._world = said["rank"], said["world"]
+        self._rank, self._world = message["rank"], message["world"]
         worker.rank, worker.world_size, worker.mesh = self._rank, self._world, Mesh(self._world)
         strategy.optimizer.zero_grad(set_to_none=True)
-        state = strategy.state_tensors() if said["load"] or self._rank else []
+        state = strategy.state_tensors() if message["load"] or self._rank else []
         # Its first rank may be lost while others have half of its state.
         with self._phases("join"), self._undone_if_it_fails(state):
-            if said["load"]:
-                with checkpoints.deleted_if_damaged(worker.folder.path, said["step"]):
-                    checkpoints.read_into(worker.folder.path, said["step"], state)
+            if message["load"]:
+                with checkpoints.deleted_if_damaged(worker.folder.path, message["step"]):
+                    checkpoints.read_into(worker.folder.path, message["step"], state)
             # DDP sends rank 0's weights and buffers to all.
             strategy.module = strategy.compiled = strategy.wrap(strategy.model, worker)
             broadcast(self._optimizer_tensors())
-        self._step = strategy.steps = said["step"]
+        self._step = strategy.steps = message["step"]
         batch = worker.settings.global_batch
         self._share = share(batch, self._rank, self._world)
         self._weighted.weight = self._world * (self._share.stop - self._share.start) / batch
@@ -257,10 +261,7 @@ class ElasticSynchronous:
 
     @contextmanager
     def _undone_if_it_fails(self, tensors: list[Tensor]) -> Iterator[None]:
-        """Give tensors back what they hold now if a collective fails.
-
-        A device begins anew then.
-        """
+        """Restore tensors if a collective fails. A device then starts from scratch."""
         before = [t.clone() for t in tensors] if self._initial is None else []
         try:
             yield
@@ -273,7 +274,7 @@ class ElasticSynchronous:
         return self.strategy.state_tensors()[len(self.strategy.weights_and_buffers()) :]
 
     def _begin(self) -> None:
-        """Line up, and say how long nobody took a step."""
+        """Synchronise the start, and report for how long no step was taken."""
         loop.settle_garbage()
         dist.barrier()
         pause_s = self._stopped_s and time.monotonic() - self._stopped_s
@@ -369,14 +370,14 @@ class ElasticSynchronous:
         self._kept_s = time.monotonic()
 
     def _keep_for_others(self) -> None:
-        """Keep the state for whoever comes next, if anybody does: at its time limit a cell has ended."""
+        """Save the state for later members, if there will be any: at its time limit a cell has ended."""
         if self._step and not self.worker.folder.ended.exists():
             self._keep(wait=True)
 
     # ------------------------------------------------------------ evaluation
 
     def _evaluate_where_due(self) -> None:
-        """At the end of an epoch that nobody has evaluated yet, do so together."""
+        """Evaluate together at the end of an epoch that has no result yet."""
         epoch, rest = divmod(self._step, self._steps_per_epoch)
         s = self.worker.settings
         if rest or s.steps or epoch <= self._epochs_done:

@@ -1,4 +1,4 @@
-"""What a coordinator and its members say to each other: JSON in frames of the parameter servers' wire."""
+"""Messages between a coordinator and its members: JSON in frames of the parameter servers' wire."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def hear(connection: Connection) -> dict[str, Any]:
         text = connection.read(frame.length)
         if frame.kind is Kind.ERR:
             raise Closed(text.decode(errors="replace"))
-        said = json.loads(text) if frame.kind is Kind.TALK else None
-        if not isinstance(said, dict) or "what" not in said:
+        message = json.loads(text) if frame.kind is Kind.TALK else None
+        if not isinstance(message, dict) or "what" not in message:
             raise ProtocolError(f"unexpected {frame.kind.name}")
-        return said
+        return message
 
 
 def send_heartbeats_until(stopped: threading.Event, to: Callable[[], list[Connection]]) -> None:
-    """Say to each of the connections that this side lives, until `stopped` is set."""
+    """Send a heartbeat on each of the connections, until `stopped` is set."""
     while not stopped.wait(HEARTBEAT_S):
         for connection in to():
             with suppress(Closed):  # its reader notices

@@ -41,9 +41,12 @@ from stratbench.train.locks import scratch
 
 
 def main(job_file: str, number: int, local_rank: int = 0) -> None:
-    """Entry point of the process.
+    """Run the process.
 
-    `local_rank`: of the GPUs that it sees, the one that it uses.
+    Args:
+        job_file: File of the job.
+        number: Number of the worker.
+        local_rank: Which of the visible GPUs it uses.
     """
     began_unix_s = time.time()
     leaving = threading.Event()
@@ -64,7 +67,7 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
 def leave_on(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
     """Set `leaving` when one of the signals comes: SLURM's warning, or the end of a job's time.
 
-    At once, by a thread of its own: the main one may compute for seconds without looking.
+    A separate thread does it at once: the main one may compute for seconds.
     """
     reading, writing = socket.socketpair()
     writing.setblocking(False)
@@ -97,9 +100,16 @@ def _run(job: Job, number: int, local_rank: int, leaving: threading.Event) -> in
 
 
 def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event) -> dict[str, Any]:
-    """Train as a member of a split synchronous cell; returns what the worker measured.
+    """Train as a member of an elastic synchronous cell; return the worker's results.
 
-    Raises Over where nobody lets it in.
+    Args:
+        job: The cell's.
+        number: Number of the worker.
+        local_rank: Which of the visible GPUs it uses.
+        leaving: Set when this worker must leave.
+
+    Raises:
+        Over: If it is not admitted.
     """
     s, start = job.settings, worker.begin(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
@@ -130,10 +140,18 @@ def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event
 def train_served(
     job: Job, number: int, local_rank: int, leaving: threading.Event
 ) -> dict[str, Any]:
-    """Train as a worker of a cell with parameter servers; returns what the worker measured.
+    """Train as a worker of a cell with parameter servers; return the worker's results.
 
-    Raises RunOver where the training is over before it has joined, Left where it leaves before that, and
-    ServerLost where the servers are gone for good.
+    Args:
+        job: The cell's.
+        number: Number of the worker.
+        local_rank: Which of the visible GPUs it uses.
+        leaving: Set when this worker must leave.
+
+    Raises:
+        RunOver: If the training is over before it has joined.
+        Left: If it leaves before that.
+        ServerLost: If the servers are gone for good.
     """
     s, start = job.settings, worker.begin(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
@@ -161,7 +179,13 @@ def train_served(
 def returning(
     folder: RunFolder, leaving: threading.Event, connect: Callable[[int, float], Channel]
 ) -> ReturningChannel:
-    """Return a channel to whichever life of the servers there is."""
+    """Return a channel to the current incarnation of the servers.
+
+    Args:
+        folder: Run folder of the cell.
+        leaving: Set when this worker must leave.
+        connect: Connects to an incarnation within a deadline.
+    """
     return ReturningChannel(
         lambda incarnation: connect(incarnation, ATTEMPT_S),
         folder.rendezvous,

@@ -1,4 +1,4 @@
-"""The chosen cell as a target reads it: each setting is either taken into the file or named in a comment."""
+"""The chosen cell for a target: each setting is used in the file or named in a comment."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OFF = (None, False, 0, "none")
 
 
 class Choice:
-    """A record's settings, of which it is known which ones a file has said.
+    """A record's settings, with those that the file already contains.
 
     Attributes:
-        cell, settings, record: What was chosen.
+        cell, settings, record: The chosen cell.
         options: The strategy's options.
-        mesh: How the workers divide the work.
+        mesh: Division of the workers.
     """
 
     def __init__(self, record: Record) -> None:
@@ -48,23 +48,20 @@ class Choice:
         self._notes: list[str] = []
 
     def take(self, key: str) -> Any:
-        """Return a setting that the file says from now on."""
+        """Return a setting, and mark it as contained in the file."""
         self._said.add(key)
         return self._values[key]
 
     def take_option(self, key: str, default: Any = None) -> Any:
-        """Return an option of the strategy that the file says from now on.
-
-        `default` if it has none.
-        """
+        """Return an option of the strategy or `default`, and mark it as contained in the file."""
         self._said.add(key)
         return self.options.get(key, default)
 
     def note(self, text: str, *keys: str) -> None:
-        """Say `text` in a comment, and with it the settings or options `keys`, with their values."""
+        """Add `text` as a comment, with the settings or options `keys` and their values."""
         self._said.update(keys)
-        stated = ", ".join(f"{key} = {self._value(key)}" for key in keys)
-        self._notes.append(f"{stated}: {text}" if stated else text)
+        values = ", ".join(f"{key} = {self._value(key)}" for key in keys)
+        self._notes.append(f"{values}: {text}" if values else text)
 
     def _value(self, key: str) -> str:
         value = self.options[key] if key in self.options else self._values[key]
@@ -72,7 +69,7 @@ class Choice:
 
     @property
     def comments(self) -> list[str]:
-        """What the file says beside its values: notes, and each setting that nothing else says."""
+        """Comments of the file: notes, and each setting that it does not contain."""
         everything: Mapping[str, Any] = self.options | self._values
         left = [
             f"{key} = {self._value(key)}: this file has no name for it"
@@ -132,7 +129,7 @@ class Choice:
 
     @property
     def title(self) -> list[str]:
-        """What was chosen and measured, in lines."""
+        """Lines on the chosen cell and its measurements."""
         s, time, memory = self.settings, self.record.get("time") or {}, self.record.get("memory")
         lines = [
             f"{self.cell.strategy} ({s.strategy}), {s.model} on {s.dataset}, "

@@ -1,7 +1,7 @@
-"""One cell as a file for a trainer of the user's own: a module per target, and a table of who says what."""
+"""One cell as a file for another trainer: a module per target, and a table of supported strategies."""
 
 from __future__ import annotations
 
 
 class EmitError(Exception):
-    """The reason, in one sentence, why a cell cannot be written for a target."""
+    """A cell cannot be written for a target; the message is one sentence."""

@@ -1,4 +1,4 @@
-"""Which record is meant: by its path, by a cell's name in the results, or as what `decide` chose."""
+"""Finds a record: by its path, by a cell's name in the results, or as the choice of `decide`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ NAME = "EXPERIMENT/STRATEGY/MODEL/Ngpu[/repK]"
 
 
 def find_record(results: Path, study: str | None, cell: str | None) -> record.Record:
-    """Return the record of `cell`: a path, or a name; None: what `decide` chose.
+    """Return the record of `cell`: a path, or a name; None: the choice of `decide`.
 
     Args:
         results: The folder with the results of all studies.
         study: The study's name; None: the only one that has the cell.
-        cell: A path or a name; None: what `decide` chose.
+        cell: A path or a name; None: the choice of `decide`.
 
     Raises:
-        EmitError: It is not there, or several are meant.
+        EmitError: It does not exist, or the name is ambiguous.
     """
     path = named_path(results, study, cell) if cell else chosen_path(results, study)
     try:
@@ -31,12 +31,18 @@ def find_record(results: Path, study: str | None, cell: str | None) -> record.Re
 
 
 def named_path(results: Path, study: str | None, cell: str) -> Path:
-    """Return the record's path of a cell that is given as a path or by its name."""
-    given = Path(cell).expanduser()
-    for path in (given, given / "record.json"):
+    """Return the path of a record from a path or a cell's name.
+
+    Args:
+        results: The folder with the results of all studies.
+        study: The study's name; None: the only one that has the cell.
+        cell: A path or a name.
+    """
+    named = Path(cell).expanduser()
+    for path in (named, named / "record.json"):
         if path.is_file():
             return path
-    is_name = not given.is_absolute() and ".." not in given.parts  # else all of a disk is searched
+    is_name = not named.is_absolute() and ".." not in named.parts  # else all of a disk is searched
     matches = {
         folder.parent.name: sorted((folder / cell).glob("**/record.json"))
         for folder in sorted(results.glob(f"{study or '*'}/cells"))

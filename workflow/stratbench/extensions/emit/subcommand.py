@@ -35,7 +35,7 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
     emit.add_argument("--study", help="the study, where several have the cell")
 
 
-def run_emit(given: argparse.Namespace, others: list[str]) -> int:
+def run_emit(args: argparse.Namespace, others: list[str]) -> int:
     """Print the file or write it; returns the exit code."""
     from stratbench.extensions.emit.choice import Choice
     from stratbench.extensions.emit.find import find_record
@@ -44,13 +44,13 @@ def run_emit(given: argparse.Namespace, others: list[str]) -> int:
     try:
         if others:
             raise EmitError(f"unknown: {' '.join(others)}; see stratbench emit --help")
-        text = emit(Choice(find_record(given.results, given.study, given.cell)), given.to)
+        text = emit(Choice(find_record(args.results, args.study, args.cell)), args.to)
     except EmitError as error:
         print(f"stratbench emit: {error}", file=sys.stderr)
         return 2
-    if given.output is None:
+    if args.output is None:
         print(text, end="")
     else:
-        write_atomic(given.output, text)
-        print(given.output)
+        write_atomic(args.output, text)
+        print(args.output)
     return 0

@@ -1,4 +1,4 @@
-"""Which target can say which strategy, and what it calls it."""
+"""Table of the strategies that each target supports, and their names there."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CALLED: dict[str, dict[str, str]] = {
 
 
 def targets_of(strategy: str) -> list[str]:
-    """Return the targets that can say a strategy."""
+    """Return the targets that support a strategy."""
     called = CALLED.get(strategy, {})
     return [target for target in TARGETS if target in called or target == "variant"]
 
@@ -55,7 +55,7 @@ def emit(choice: Choice, target: str) -> str:
     """Return the cell as the text of a file for `target`.
 
     Raises:
-        EmitError: The target cannot say the strategy; the message names those that can.
+        EmitError: The target does not support the strategy; the message names those that do.
     """
     strategy, known = choice.settings.strategy, targets_of(choice.settings.strategy)
     if target not in known:

@@ -1,4 +1,4 @@
-"""What a cell trains, for the script that `--to pytorch` writes: its network, its loss, its batches."""
+"""The workload of a cell for the script of `--to pytorch`: its model, its loss, its batches."""
 
 from __future__ import annotations
 

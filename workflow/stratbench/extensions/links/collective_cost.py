@@ -255,14 +255,14 @@ def fitted_links(times: Sequence[Time]) -> list[FittedLink]:
     """
     rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
-        alike = [t for t in times if (t.library, t.kind) == (library, kind)]
-        fit = _best_fit(library, kind, alike)
-        sizes = [t.n_bytes for t in alike]
+        same_kind = [t for t in times if (t.library, t.kind) == (library, kind)]
+        fit = _best_fit(library, kind, same_kind)
+        sizes = [t.n_bytes for t in same_kind]
         rows += [
             FittedLink(
                 library, kind, level, fit.algorithm, link.alpha_s, link.bytes_per_s,
                 link.alpha_s * link.bytes_per_s, fit.log_sd,
-                max(t.workers for t in alike), min(sizes), max(sizes), len(alike),
+                max(t.workers for t in same_kind), min(sizes), max(sizes), len(same_kind),
             )
             for level, link in fit.links.items()
         ]  # fmt: skip
@@ -302,7 +302,7 @@ def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorith
         fitted = [seconds for seconds, _ in fastest]
         misfit = math.sqrt(statistics.fmean(map(off, medians, fitted)))
         each = zip(fitted, repeats.values(), strict=True)
-        log_sd = math.sqrt(statistics.fmean(off(t, f) for f, found in each for t in found))
+        log_sd = math.sqrt(statistics.fmean(off(t, f) for f, of_fit in each for t in of_fit))
         fits.append(_Fit(misfit, log_sd, links, first.__name__))
         before, chosen = chosen, [a for _, a in fastest]
         if chosen == before:

@@ -27,9 +27,9 @@ COLOURS = ("replicas", "bad", "averaging-servers", "wait", "ink", "muted")
 TRUSTED_SD = 0.35
 
 
-def make_links_sections(given: ReportInput) -> Iterator[Section]:
+def make_links_sections(inputs: ReportInput) -> Iterator[Section]:
     """Make the section where links were measured."""
-    if links := links_section(given.study_dir / "links"):
+    if links := links_section(inputs.study_dir / "links"):
         yield Section("links", render_section(TEMPLATE, links=links), "Links")
 
 
@@ -55,7 +55,7 @@ def links_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _line(r: dict[str, str]) -> dict[str, Any]:
-    rate, knee, off = (float(r[name]) for name in ("bytes_per_s", "knee_bytes", "log_sd"))
+    rate, knee, log_sd = (float(r[name]) for name in ("bytes_per_s", "knee_bytes", "log_sd"))
     return {
         "name": _name(r["library"], r["kind"]),
         "level": "between nodes" if r["level"] == "between" else "in a node",
@@ -63,8 +63,8 @@ def _line(r: dict[str, str]) -> dict[str, Any]:
         "alpha": short_time(float(r["alpha_s"])),
         "rate": f"{bytes_text(rate)}/s" if math.isfinite(rate) else "not seen",
         "knee": bytes_text(knee) if math.isfinite(knee) else "–",
-        "off": f"{100 * (math.exp(off) - 1):.0f} %",
-        "doubtful": off > TRUSTED_SD,
+        "off": f"{100 * (math.exp(log_sd) - 1):.0f} %",
+        "doubtful": log_sd > TRUSTED_SD,
         "workers": r["workers"],
         "largest": bytes_text(float(r["largest_bytes"])),
         "times": r["times"],
@@ -93,9 +93,9 @@ def _chart(
             at.setdefault(int(t["n_bytes"]), []).append(float(t["seconds"]))
     algorithms = algorithms_of(fitted[0]["algorithm"], library, kind)
     series = []
-    for i, ((workers, nodes), found) in enumerate(sorted(measured.items())):
+    for i, ((workers, nodes), points) in enumerate(sorted(measured.items())):
         layout = LinkLayout(workers, nodes)
-        sizes = sorted(found)
+        sizes = sorted(points)
         line = [
             (size, min(a(kind, size, layout).seconds(levels) for a in algorithms)) for size in sizes
         ]
@@ -104,11 +104,11 @@ def _chart(
             ChartSeries(
                 f"{workers} worker{'s' * (workers > 1)}{on}",
                 COLOURS[i % len(COLOURS)],
-                dots=[(size, statistics.median(found[size])) for size in sizes],
+                dots=[(size, statistics.median(points[size])) for size in sizes],
                 full=[p for p in line if p[1] > 0],
             )
         )
-    every = sorted({size for found in measured.values() for size in found})
+    every = sorted({size for points in measured.values() for size in points})
     name = _name(library, kind)
     return {
         "name": name,

@@ -75,9 +75,9 @@ class DiLoCo(Local):
         self.average(self.exchanged)
         lr, mu = self.options.outer_lr, self.options.outer_momentum
         for i, (flat, outer) in enumerate(zip(self.weights, self.outer, strict=True)):
-            moved = flat.sub_(outer).neg_()
+            movement = flat.sub_(outer).neg_()
             if mu:
-                momentum = self.momenta[i].mul_(mu).add_(moved)
-                moved.add_(momentum, alpha=mu)
-            outer.sub_(moved, alpha=lr)
+                momentum = self.momenta[i].mul_(mu).add_(movement)
+                movement.add_(momentum, alpha=mu)
+            outer.sub_(movement, alpha=lr)
             flat.copy_(outer)

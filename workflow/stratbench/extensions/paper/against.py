@@ -44,28 +44,28 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
     in points instead of ratios (`kind` is `difference`).
     """
     ours = our_medians(cells, findings)
-    found = published.published_tables().rename(columns={"value": "published"})
-    theirs = found[["version", "table", *PLACE, "published"]]
-    found = found.merge(ours, how="left", on=PLACE).fillna({"experiment": ""})
-    is_points = found["measure"] == "accuracy_percent"
-    found["kind"] = np.where(is_points, "difference", "ratio")
+    tables = published.published_tables().rename(columns={"value": "published"})
+    theirs = tables[["version", "table", *PLACE, "published"]]
+    tables = tables.merge(ours, how="left", on=PLACE).fillna({"experiment": ""})
+    is_points = tables["measure"] == "accuracy_percent"
+    tables["kind"] = np.where(is_points, "difference", "ratio")
     line = ["version", "table", *PLACE[:-1]]
     fewest = theirs.dropna(subset=["published"]).groupby(line)["gpus"].min().rename("fewest")
-    fewest = found.join(fewest, on=line)["fewest"]
+    fewest = tables.join(fewest, on=line)["fewest"]
     for name, baseline in {
-        "strategy": found["strategy"].map(REFERENCES),
-        "gpus": fewest.where(fewest < found["gpus"]),
+        "strategy": tables["strategy"].map(REFERENCES),
+        "gpus": fewest.where(fewest < tables["gpus"]),
     }.items():
-        against = found[["version", "table", *PLACE]].assign(**{name: baseline})
+        against = tables[["version", "table", *PLACE]].assign(**{name: baseline})
         against = against.merge(theirs, how="left").merge(ours, how="left", on=PLACE)
-        found[f"against_{name}"] = baseline
+        tables[f"against_{name}"] = baseline
         theirs_to, ours_to = (
-            ratio_or_difference(is_points, found[whose], against[whose])
+            ratio_or_difference(is_points, tables[whose], against[whose])
             for whose in ("published", "ours")
         )
-        found[f"published_to_{name}"], found[f"our_to_{name}"] = theirs_to, ours_to
-        found[f"ratio_to_{name}"] = ratio_or_difference(is_points, ours_to, theirs_to)
-    return found[list(PUBLISHED_COLUMNS)]
+        tables[f"published_to_{name}"], tables[f"our_to_{name}"] = theirs_to, ours_to
+        tables[f"ratio_to_{name}"] = ratio_or_difference(is_points, ours_to, theirs_to)
+    return tables[list(PUBLISHED_COLUMNS)]
 
 
 def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:

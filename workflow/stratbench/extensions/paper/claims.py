@@ -127,23 +127,23 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for claim in published.published_claims().to_dict("records"):
         metric = METRICS[claim["metric"]]
-        found, elsewhere, theirs = (
+        on_gpus, elsewhere, theirs = (
             with_intervals([figure for figure in metric(groups) if is_about(claim, figure)])
             for groups in (ours, others, own[claim["version"]])
         )
         limits = (claim["low"], claim["high"])
-        agrees, theirs_agree = verdict_on(found, *limits), verdict_on(theirs, *limits)
+        agrees, theirs_agree = verdict_on(on_gpus, *limits), verdict_on(theirs, *limits)
         note = notes.get(claim["id"])
         in_the_paper = f"{theirs_agree}: {describe_figures(theirs)}" if theirs else ""
         if rest := describe_weak_figures(metric, claim) if theirs else "":
             in_the_paper += f" ({rest})"
         if theirs_agree == HOLDS and note:
             in_the_paper += f". But: {note['explanation']}"
-        told = {
+        texts = {
             "holds": agrees,
-            "figures": describe_figures(found) + describe_single_repeats(found),
+            "figures": describe_figures(on_gpus) + describe_single_repeats(on_gpus),
             "elsewhere": describe_figures(elsewhere),
             "in_the_paper": in_the_paper,
         }
-        rows.append(claim | told | (note if note and agrees == FAILS else {}))
+        rows.append(claim | texts | (note if note and agrees == FAILS else {}))
     return pd.DataFrame(rows, columns=list(CLAIM_COLUMNS))

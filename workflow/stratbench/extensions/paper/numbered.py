@@ -95,7 +95,7 @@ def numbered_table(
     if table.largest_only and len(rows):
         rows = rows[rows["gpus"] == rows.groupby("experiment")["gpus"].transform("max")]
     counts = sorted(rows["gpus"].unique())
-    found = []
+    lines = []
     keys = ["experiment", "strategy", "model", "measure"]
     for key, line in rows.groupby(keys, sort=False):
         by_count = {row.gpus: text_as_in_the_paper(row) for row in line.itertuples()}
@@ -103,9 +103,9 @@ def numbered_table(
         place = dict(zip(keys, key, strict=True)) | {
             "measure": measures[str(key[0])][key[3]].heading
         }
-        found.append(place | cells)
+        lines.append(place | cells)
     columns = [*keys, *(f"{n} workers" for n in counts)]
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(lines, columns=columns)
 
 
 def text_as_in_the_paper(row: object) -> str:
@@ -123,7 +123,7 @@ def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     Columns: experiment, strategy, workers, property, text (the range over models), models, records (the cells
     behind it), outcomes (of cells that did not finish).
     """
-    found, measures = [], measures_by_experiment(cells)
+    lines, measures = [], measures_by_experiment(cells)
     most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
     largest = summary[summary["gpus"] == most]
     for (experiment, strategy), rows in largest.groupby(["experiment", "strategy"], sort=False):
@@ -133,7 +133,7 @@ def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
         for measure, quality in QUALITIES.items():
             line = [row for row in listed if row["measure"] == measure]
             known = [row for row in line if pd.notna(row["value"])]
-            found.append(
+            lines.append(
                 {
                     "experiment": experiment,
                     "strategy": strategy,
@@ -150,7 +150,7 @@ def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
                     "flags": "; ".join(sorted({row["flags"] for row in known if row["flags"]})),
                 }
             )
-    return pd.DataFrame(found)
+    return pd.DataFrame(lines)
 
 
 def describe_range(values: list[float], measure: Measure) -> str:

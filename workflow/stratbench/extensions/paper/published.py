@@ -55,13 +55,13 @@ def cells_of_version(version: str) -> pd.DataFrame:
     tables = tables[tables["version"] == version]
     setups = pd.read_csv(REFERENCE / "experiments.csv").set_index(["version", "dataset"])
     rows = []
-    for (strategy, model, dataset, gpus), found in tables.groupby(
+    for (strategy, model, dataset, gpus), printed in tables.groupby(
         ["strategy", "model", "dataset", "gpus"], sort=False
     ):
-        if (found.groupby("measure")["value"].nunique() > 1).any():
+        if (printed.groupby("measure")["value"].nunique() > 1).any():
             raise ValueError(f"{version}: tables disagree on {strategy}, {model}, {gpus} GPUs")
         setup = setups.loc[(version, dataset)]
-        values = found.groupby("measure")[["value", "limit_s"]].first()
+        values = printed.groupby("measure")[["value", "limit_s"]].first()
         time_s = values["value"].get("training_time_s")
         accuracy = values["value"].get("accuracy_percent")
         per_epoch = setup["train_samples"] // setup["global_batch"] * setup["global_batch"]

@@ -16,11 +16,11 @@ from stratbench.extensions.paper.numbered import read_paper_tables
 TEMPLATE = Path(__file__).parent / "templates" / "paper.html.j2"
 
 
-def make_paper_sections(given: ReportInput) -> Iterator[Section]:
+def make_paper_sections(inputs: ReportInput) -> Iterator[Section]:
     """Make the section where a cell has a counterpart in the paper."""
-    paper = paper_section(given.folder)
+    paper = paper_section(inputs.folder)
     if paper["with_counterpart"]:
-        numbered = list(read_paper_tables(given.folder / "paper_tables"))
+        numbered = list(read_paper_tables(inputs.folder / "paper_tables"))
         html = render_section(TEMPLATE, paper=paper, numbered=numbered)
         yield Section("paper", html, "Against the paper")
 
@@ -41,14 +41,14 @@ def published_table_sections(compared: pd.DataFrame) -> Iterator[dict[str, Any]]
     """Yield each published table: the number of cells with a counterpart, these cells, and explanations."""
     notes = published.explanations().set_index("about")["explanation"].to_dict()
     for (version, name), rows in compared.groupby(["version", "table"], sort=False):
-        found = rows[rows["ours"].notna()]
+        ours = rows[rows["ours"].notna()]
         yield {
             "title": f"Table {name} of {version}",
             "measure": "accuracy, %"
             if rows["kind"].iloc[0] == "difference"
             else "training time, s",
             "total": len(rows),
-            "rows": [published_cell_line(row) for row in found.to_dict("records")],
+            "rows": [published_cell_line(row) for row in ours.to_dict("records")],
             "note": notes.get(f"{version} {name}", ""),
         }
 

@@ -59,12 +59,12 @@ def main(argv: list[str] | None = None) -> int:
                 print(folded([mixed]))
             return 1 if checked.refused else 0
         if checked.refused:
-            told = (
+            text = (
                 f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would end as "
                 "unsupported"
             )
             more = "" if args.model else ", and `check`"
-            print(f"{told}: see below{more}", flush=True)
+            print(f"{text}: see below{more}", flush=True)
         records = records_by_cell(study, config["results"])
         timed = timed_records(records, cluster["gpu"])
         projected = list_projected(config, study, timed)

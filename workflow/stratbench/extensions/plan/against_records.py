@@ -29,9 +29,9 @@ CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start
 def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return one finished cell's row of prediction.csv.
 
-    An error is how far the prediction lies above the measurement, in percent. The measured peak is
-    that of the rank that used most (`measured_peak_bytes`). The predicted time is the one from the
-    device alone, without records.
+    An error is how far the prediction is above the measurement, in percent. The measured peak is that of the
+    rank that used most (`measured_peak_bytes`). The predicted time is the one from the device alone, without
+    records.
     """
     s, footprint, predicted = c.subject, c.footprint, c.fit.peak
     base_bytes = bytes_before_steps(footprint, predicted)
@@ -73,7 +73,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for every cell that has a record with a measured peak, and a prediction."""
+    """Return a row for every cell with a prediction and a record with a measured peak."""
     return [
         prediction_row(c, records[c.cell])
         for c in plan.cells
@@ -89,12 +89,12 @@ def bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
 
 
 def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | None:
-    """Peak bytes of training, by what a record says of the rank that used most.
+    """Return peak bytes of training, from the record of the rank that used most.
 
-    On a GPU: what the framework had asked of its allocator, less cuBLAS's workspaces; in records that
-    do not say so, what it had allocated, with both. On a CPU a process also holds its libraries, and more
-    of them over time. There the peak is `base_bytes` (model states and data set, known exactly) plus
-    what a step added to the resident memory.
+    On a GPU it is the memory requested of the allocator, less cuBLAS's workspaces. In records without it, it
+    is the allocated memory, with both. On a CPU a process also has its libraries, and more of them over time.
+    There the peak is `base_bytes` (model states and data set, known exactly) plus the growth of resident
+    memory in a step.
     """
     if memory["method"] not in CPU_METHODS:
         peak_bytes = memory.get("requested_peak_bytes", memory["peak_bytes"])
@@ -104,7 +104,7 @@ def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | Non
 
 
 def measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
-    """What a step added to the memory of that rank, less cuBLAS's workspaces."""
+    """Return the growth of that rank's memory in a step, less cuBLAS's workspaces."""
     added_bytes = memory["peak_over_base_bytes"]
     return None if added_bytes is None else added_bytes - memory.get("cublas_bytes", 0)
 
@@ -123,10 +123,10 @@ def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
 
 
 def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
-    """Return bytes that a worker sends in a step, counted as records count them.
+    """Return bytes that a worker sends per step, as counted in records.
 
-    Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is
-    one push. The loss scaler's flag is left out, but where a step's collectives were counted one by one.
+    Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is one push.
+    The loss scaler's flag is left out, unless a step's collectives were counted one by one.
     """
     if s.served:
         return sent_bytes(s, footprint) / s.steps_per_batch
@@ -160,7 +160,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def main() -> None:
-    """Command line; makes the footprints that are not kept, as `snakemake plan` does."""
+    """Run the command line; make missing footprints, as `snakemake plan` does."""
     parser = argparse.ArgumentParser(
         prog="stratbench.extensions.plan.against_records", description=__doc__
     )

@@ -1,8 +1,8 @@
-"""Checks every network of a study: `snakemake check`, and first of all in `snakemake plan`.
+"""Checks every model of a study, for `snakemake check` and before `snakemake plan`.
 
-Each is tried as a job tries it, and takes steps of every strategy on fake tensors, in the way that the
-study's cells will: what a strategy would refuse is told before anything is trained, and what the steps take
-is planned. What fake tensors alone cannot do is no fault of a network.
+Each is tried as in a job, and takes steps of every strategy on fake tensors, as the study's cells will. What
+a strategy does not support is reported before any training, and the steps' needs are planned. A limitation of
+fake tensors is no fault of a model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_PREDICTION = "its forward asks for the values of tensors, and a prediction ha
 
 @dataclass(frozen=True)
 class Network:
-    """A network as some of the study's cells train it: what it is, its input and its task."""
+    """A model in some of the study's cells: its identity, its input and its task."""
 
     model: str
     own_model: str
@@ -63,13 +63,13 @@ class Network:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What the check found of a network, as JSON-able values.
+    """Result of the check of a model, as JSON-able values.
 
-    `fault`: why nothing can train it. `unchecked`: why it could not be tried here, if so. `unpredicted`:
-    why none of its cells has a footprint. `skipped`: what may get no gradient in a step. `parameters`,
-    `frozen`, `root`: numbers in all, of those that are not trained, and of what is in no group. `groups`:
-    (label, parameters). `trial`: what a step of it showed (`Trial`). `blocks`: path and number of equal
-    blocks that it calls in turn, if there are any.
+    `fault`: why nothing can train it. `unchecked`: why it could not be tried here, if so. `unpredicted`: why
+    none of its cells has a footprint. `skipped`: what may get no gradient in a step. `parameters`, `frozen`,
+    `root`: total number, number of those not trained, and of those in no group. `groups`: (label,
+    parameters). `trial`: result of trial steps (`Trial`). `blocks`: path and number of equal blocks that it
+    calls in turn, if there are any.
     """
 
     fault: str | None = None
@@ -100,10 +100,10 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What steps of a strategy with a network showed: why it cannot train it (`refusal`), or its footprint.
+    """Result of a strategy's dry run with a model: why it cannot train it (`refusal`), or its footprint.
 
-    `unpredicted`: why there is no footprint although nothing refuses the network. `unchecked`: why no step
-    could be tried.
+    `unpredicted`: why there is no footprint although the model is supported. `unchecked`: why no step could
+    be tried.
     """
 
     footprint: Footprint | None = None
@@ -127,10 +127,12 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Checked:
-    """The check of a study. `refused`: why cells cannot be trained.
+    """The check of a study.
 
-    `resharding`: of each kind of cell that may free gathered weights after forward and was followed both
-    ways, its footprint by the option.
+    `refused`: why cells cannot be trained.
+
+    `resharding`: footprints by the option, for kinds of cells that may free gathered weights after forward
+    and were tried both ways.
     """
 
     study: Study
@@ -142,10 +144,17 @@ class Checked:
 
 
 def check_study(config: Mapping[str, Any], study: Study, resharding: bool = False) -> Checked:
-    """Check all networks of a study, and make the footprints of its cells; prints progress.
+    """Check all models of a study, and make the footprints of its cells.
 
-    What had no fault is kept, and not done again. `resharding`: whether FSDP's cells on most workers are
-    followed with the other choice of `reshard_after_forward`, too.
+    Print progress.
+
+    Results without a fault are cached.
+
+    Args:
+        config: The validated config.
+        study: The study.
+        resharding: Whether FSDP's cells on most workers are also tried with the other value of
+            `reshard_after_forward`.
     """
     subjects = [subject_of(config, study, cell) for cell in study.cells]
     requests = [s.request for s in subjects]
@@ -181,9 +190,12 @@ def other_resharding(request: Request) -> Request:
 
 
 def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
-    """Return why a cell cannot be trained, by its network, batch or strategy.
+    """Return why a cell cannot be trained, by its model, batch or strategy, or None if it can.
 
-    Return None if it can.
+    Args:
+        s: The cell.
+        network: Check of its model.
+        rehearsal: Dry run of its strategy.
     """
     if network.fault is not None:
         return network.fault
@@ -202,7 +214,7 @@ def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> s
 def rehearsals_of(
     requests: Iterable[Request], folder: Path
 ) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
-    """What is found of the networks and then of each request: kept in `folder`, or by processes."""
+    """Return the checks of models and the dry runs, cached in `folder` or run in processes."""
     network_by_request = {request: Network.of(request) for request in requests}
     networks = networks_of(network_by_request, folder)
     jobs = {
@@ -232,7 +244,7 @@ def rehearsals_of(
 
 
 def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, CheckResult]:
-    """Return what is found of the networks of `requests`: kept in `folder`, or by processes."""
+    """Return the checks of the models of `requests`, cached in `folder` or run in processes."""
     sharing: dict[Network, list[Request]] = {}
     for request in dict.fromkeys(requests):
         sharing.setdefault(Network.of(request), []).append(request)
@@ -259,7 +271,7 @@ def _not_tried(network: CheckResult) -> Rehearsal:
 
 
 def check_network(request: Request) -> CheckResult:
-    """What is found of the network of `request`. Imports torch, and the user's code."""
+    """Return the check of the model of `request`. Imports torch, and the user's code."""
     import torch
 
     started = time.perf_counter()
@@ -267,18 +279,18 @@ def check_network(request: Request) -> CheckResult:
     try:
         with warnings.catch_warnings():  # what a network warns of here says nothing of the study
             warnings.simplefilter("ignore")
-            found = _found_of(request)
+            result = _found_of(request)
     except ModelError as error:
-        found = CheckResult(fault=str(error))
+        result = CheckResult(fault=str(error))
     except Exception as error:  # whatever a model raises
-        found = CheckResult(fault=f"{models.in_words(request.network)}: {error_text(error)}")
-    return replace(found, seconds=time.perf_counter() - started)
+        result = CheckResult(fault=f"{models.in_words(request.network)}: {error_text(error)}")
+    return replace(result, seconds=time.perf_counter() - started)
 
 
 def _found_of(request: Request) -> CheckResult:
     _, kind = request.tried_task()
-    found = _found_of_network(request)
-    return found if kind.adds_up else replace(found, remarks=[*found.remarks, NO_SUM])
+    result = _found_of_network(request)
+    return result if kind.adds_up else replace(result, remarks=[*result.remarks, NO_SUM])
 
 
 def _found_of_network(request: Request) -> CheckResult:
@@ -288,14 +300,14 @@ def _found_of_network(request: Request) -> CheckResult:
         return CheckResult(unchecked="it has a name alone: the command that trains it builds it")
     parameters = _parameters(request)
     if models.facts_of(request.network).own and parameters <= MAX_REAL_PARAMETERS:
-        found = _tried(request, on_fakes=False)
-        if found.trial["reads_values"]:  # asked here once, and not of each kind of its cells
+        result = _tried(request, on_fakes=False)
+        if result.trial["reads_values"]:  # asked here once, and not of each kind of its cells
             try:
                 _tried(request, on_fakes=True)
             except PassFailed as error:
                 if isinstance(error.__cause__, NO_VALUES):
-                    return replace(found, unpredicted=NO_PREDICTION)
-        return found
+                    return replace(result, unpredicted=NO_PREDICTION)
+        return result
     try:
         return _tried(request, on_fakes=True)
     except PassFailed as error:
@@ -339,10 +351,7 @@ def _tried(request: Request, on_fakes: bool) -> CheckResult:
 
 
 def equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
-    """Return the path and number of equal blocks that the network calls alike.
-
-    Return None if there are none.
-    """
+    """Return the path and number of equal blocks that the model calls alike, or None."""
     from stratbench.extensions.plan.footprint.equal_blocks import are_called_alike, find_blocks
     from stratbench.workload.network.trial import SAMPLES
 
@@ -374,7 +383,7 @@ def _parameters(request: Request) -> int:
 
 
 def rehearse(request: Request, network: CheckResult) -> Rehearsal:
-    """What steps of the request's strategy show, with its network, of which `network` was found."""
+    """Return the dry run of the request's strategy with its model, whose check is `network`."""
     import torch
 
     from stratbench.workload.network.trial import Trial
@@ -397,7 +406,13 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
 def try_footprint(
     request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
 ) -> Footprint | str:
-    """Return the footprint, or the error in one line: one model that fails must not stop the whole plan."""
+    """Return the footprint, or the error in one line, so that one model cannot stop the plan.
+
+    Args:
+        request: The request.
+        trial: Trial of its model.
+        blocks: Path and number of equal blocks, if any.
+    """
     from stratbench.extensions.plan.footprint.equal_blocks import Blocks
     from stratbench.workload.network.trial import NO_VALUES
 
@@ -415,7 +430,7 @@ def try_footprint(
 
 
 def _refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
-    """Why the request's strategy cannot train it: its own rules, or what a real step or evaluation raises.
+    """Return why the request's strategy cannot train it: by its rules, or by a real step's error.
 
     `by_rules`: no step is taken, and nothing is real.
     """

@@ -56,7 +56,7 @@ class Device:
     attention_utilisation: float | None = None
 
     def room_bytes(self, margin: float) -> float:
-        """Return the predicted need up to which a cell fits, although it may exceed it by `margin`."""
+        """Return the maximum predicted need that fits, although it may be exceeded by `margin`."""
         return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
 
     def tight_bytes(self, margin: float) -> float:
@@ -67,14 +67,14 @@ class Device:
         return self.memory_bytes * (1 + margin if self.is_gpu else 1)
 
     def link(self, nodes: int) -> float:
-        """Return bytes a second, in one direction, of the slowest link in a ring over `nodes` nodes."""
+        """Return one-way bytes per second of the slowest link in a ring over `nodes` nodes."""
         if nodes == 1:
             return self.link_bytes_per_s
         return min(self.link_bytes_per_s, self.network_bytes_per_s)
 
 
 def gpus_called(text: str) -> list[Datasheet]:
-    """The GPUs that `text` may mean, such as `A10G 24GB` or what nvidia-smi prints, in the table's order."""
+    """Return the GPUs that `text` may mean, such as `A10G 24GB`, in the table's order."""
     if (exact := datasheet_of(text)) is not None:
         return [exact]
     size = re.search(r"(\d+)\s*gi?b\b", text, re.IGNORECASE)
@@ -112,7 +112,13 @@ def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
 
 
 def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
-    """Return a GPU of the cluster. The speed of its link is the config's, or else the datasheet's."""
+    """Return a GPU of the cluster, with the config's link rate, or else the datasheet's.
+
+    Args:
+        peak: Datasheet of the GPU.
+        precision: Precision of the training.
+        cluster: The `cluster` block of the config.
+    """
     tflops = None if precision == "fp64" else peak.tflops(precision)
     link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
     return Device(
@@ -130,7 +136,7 @@ def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> D
 
 
 def cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
-    """This host's CPU, shared out among `workers` processes."""
+    """Return the fraction of this host's CPU for one of `workers` processes."""
     return Device(
         name="CPU",
         memory_bytes=cluster["mem_mib_per_gpu"] * MIB - CPU_PROCESS_BYTES,

@@ -1,4 +1,4 @@
-"""Predicts how long a cell will take, as a range: from the study's records or from the device's rates."""
+"""Predicts a cell's time as a range: from the study's records or from the device's rates."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ class ProjectedDuration:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What a step takes on a device at one set of rates, in seconds.
+    """Predicted parts of a step on a device at one set of rates, in seconds.
 
-    `compute_s`: None where the device's rate is not known; `link_s`: of what is sent at the link's rate;
-    `awaited_s`: of that, what the next layer waits for; `server_s`: of a server that takes longer than the
-    link; `host_s`: of states that are kept on the host. `hiding`: the share of computing that hides sending.
+    `compute_s`: None if the device's rate is unknown; `link_s`: transfers at the link's rate; `awaited_s`:
+    the part of it that the next layer waits for; `server_s`: of a server that takes longer than the link;
+    `host_s`: for states on the host. `hiding`: fraction of computation that hides communication.
     """
 
     compute_s: float | None
@@ -92,12 +92,12 @@ class PlannedStep:
 
     @property
     def sending_s(self) -> float:
-        """What it sends."""
+        """Time of communication."""
         return max(self.link_s, self.server_s)
 
     @property
     def seconds(self) -> float:
-        """The whole of it; only where the device's rate is known."""
+        """Time of the step, if the device's rate is known."""
         hidden_s = self.hiding * self.compute_s
         sends_s = max(0.0, self.sending_s - self.awaited_s - hidden_s)
         return self.compute_s + self.awaited_s + sends_s + self.host_s
@@ -112,7 +112,14 @@ class PlannedStep:
 
 
 def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep:
-    """A step by the best rates of a device (BEST), by the worst, or by those that compare cells (USUAL)."""
+    """Return a step by the best rates of a device (BEST), the worst, or those for comparison (USUAL).
+
+    Args:
+        device: The device.
+        s: The cell.
+        needs: Its needs.
+        rates: Index of the set of rates.
+    """
     utilisation = LINK_UTILISATION[rates]
 
     def sending_s(n_bytes: float, within: float = 0.0) -> float:
@@ -170,13 +177,19 @@ def _compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
 
 
 def flops_rate(device: Device, rates: int) -> float:
-    """Floating-point operations that training gets of the device in a second at one set of rates."""
+    """Return the device's floating-point operations per second in training, at one set of rates."""
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
     return device.flops_per_s * utilisation[rates]
 
 
 def overhead_span(device: Device, s: Subject, needs: Needs) -> Span:
-    """Return seconds that a cell takes beside its training: start-up and evaluations."""
+    """Return seconds of a cell besides its training: start-up and evaluations.
+
+    Args:
+        device: The device.
+        s: The cell.
+        needs: Its needs.
+    """
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
     flops = needs.slowest.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)

@@ -1,4 +1,4 @@
-"""What training of a PyTorch module takes on GPUs, for a loop of your own: `stratbench.estimate`."""
+"""Estimates the training of a PyTorch module on GPUs, for your own loop: `stratbench.estimate`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training step takes on each GPU, and how fast it is.
+    """Needs and speed of a training step on each GPU.
 
     Attributes:
         strategy: Name of the strategy.
@@ -59,12 +59,12 @@ class Estimate:
         allocated_bytes: What torch.cuda.max_memory_allocated will show.
         reserved_bytes: What PyTorch's allocator will hold, in expandable segments.
         shown_bytes: What nvidia-smi will show: with the CUDA context and NCCL's buffers.
-        parts_bytes: What the allocated bytes are for: parameters, gradients, optimizer, activations, ...
-        phase: In which part of a step the peak is.
-        largest_batch: The most samples that fit on a GPU at once; 0 if none do.
+        parts_bytes: Allocated bytes by purpose: parameters, gradients, optimizer, activations, ...
+        phase: The part of a step with the peak.
+        largest_batch: Maximum samples that fit on a GPU at once; 0 if none do.
         step_s: Seconds of a step, as one time to compare by; None if the GPU's rate is not known.
         step_range_s: Seconds of a step at best and at worst; None as `step_s`.
-        time_source: The public runs that the range comes from; empty if it is the datasheet's.
+        time_source: The public runs behind the range; empty if it is the datasheet's.
     """
 
     strategy: str
@@ -132,14 +132,14 @@ def estimate(
         )
     x, y = _checked(batch)
     name = strategy or ("single" if gpus == 1 else "fsdp")
-    given = USUAL_OPTIONS.get(name, {}) if options is None else options
+    set_options = USUAL_OPTIONS.get(name, {}) if options is None else options
     try:
         _check_word("strategy", name, REGISTRY)
-        for key in given:
+        for key in set_options:
             _check_word("options", key, option_defaults(name))
         for key, value in (("optimizer", optimizer), ("precision", precision)):
             _check_word(key, value, schema_of_given()["properties"][key]["enum"])
-        resolved = resolved_options(name, given, gpus)
+        resolved = resolved_options(name, set_options, gpus)
         mesh_of(name, resolved, gpus)
         cluster = checked_block("cluster", {"gpus_per_node": gpus_per_node})
         device = gpu_device(find_gpu(gpu, "gpu"), precision, cluster)
@@ -171,7 +171,7 @@ def estimate(
     is_text = not x.is_floating_point()
     chosen = partial(choose_batch, subject, footprint, device, cluster, reads_text=is_text)
     samples = len(x) * request.parts
-    found, largest = chosen(batch=samples), chosen()
+    typical, largest = chosen(batch=samples), chosen()
     peak = footprint.fullest(samples, device.resident_threads).training_peak(
         samples, device.resident_threads
     )
@@ -181,16 +181,16 @@ def estimate(
         gpus=gpus,
         gpu=device.name,
         batch=len(x),
-        verdict=found.verdict,
-        allocated_bytes=found.memory.allocated_bytes,
-        reserved_bytes=found.memory.reserved_bytes,
-        shown_bytes=found.memory.shown_bytes,
+        verdict=typical.verdict,
+        allocated_bytes=typical.memory.allocated_bytes,
+        reserved_bytes=typical.memory.reserved_bytes,
+        shown_bytes=typical.memory.shown_bytes,
         parts_bytes={part: n for part, n in peak.parts_bytes.items() if n},
         phase=peak.phase,
         largest_batch=largest.micro_batch if fits else 0,
-        step_s=found.step_s and found.step_s[2],
-        step_range_s=found.step_s and found.step_s[:2],
-        time_source=found.time_source,
+        step_s=typical.step_s and typical.step_s[2],
+        step_range_s=typical.step_s and typical.step_s[:2],
+        time_source=typical.time_source,
     )
 
 
@@ -205,7 +205,7 @@ def _blocks_of(request: Request) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What a caller gives: a module, an example batch on the meta device, and the loss."""
+    """A caller's input: a module, an example batch on the meta device, and the loss."""
 
     model: nn.Module
     inputs: Tensor
@@ -215,7 +215,7 @@ class Given:
 
 @dataclass(frozen=True)
 class _GivenRequest(Request):
-    """A request whose model, batch and loss are objects, in place of what a config names."""
+    """A request whose model, batch and loss are objects, in place of names from a config."""
 
     given: Given = field(kw_only=True)
 
@@ -245,7 +245,7 @@ class _GivenTask(Task):
 
 
 def copy_given(given: Given) -> nn.Module:
-    """Return a copy of a given module with tensors of no value, in the fake mode that is active."""
+    """Return a copy of a caller's module with fake tensors, in the active fake mode."""
     memo: dict[int, Any] = {}
     for p in given.model.parameters():
         empty = torch.empty(p.shape, dtype=p.dtype)

@@ -1,4 +1,4 @@
-"""The answer for one model: which strategies fit on some GPUs, with which batch, how fast, at what cost.
+"""The answer for one model: strategies that fit on some GPUs, with batch, speed and cost.
 
 `stratbench plan --model NAME --gpus N`. Nothing is trained, and no study has to name the model.
 """
@@ -92,7 +92,7 @@ class StrategyAnswer:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found of a model. `choices` are ordered: what fits and is quickest first."""
+    """Answer on a model. `choices` are sorted, with the fastest that fits first."""
 
     question: Question
     gpu: Datasheet
@@ -107,7 +107,7 @@ class Answer:
 
     @property
     def counts(self) -> str:
-        """What a throughput counts: tokens, images or waveforms."""
+        """Unit of throughput: tokens, images or waveforms."""
         return "tokens" if self.data.is_text else kind_of(self.data.shape)
 
     @property
@@ -137,12 +137,12 @@ def answer_for(
         ConfigError: The model, data set or GPU is unknown, or the config has mistakes.
     """
     sheet = _datasheet_of(question, config)
-    given = _template_for(question, config)
+    template = _template_for(question, config)
     config = dict(config) | {
         "cluster": {"gpus_per_node": NODE_GPUS} | (config.get("cluster") or {})
     }
     config, study, left_out = study_of(
-        config, question.model, question.dataset, question.sequence, given
+        config, question.model, question.dataset, question.sequence, template
     )
     cluster = config["cluster"]
     if question.price is not None:
@@ -151,18 +151,18 @@ def answer_for(
     subjects = [_unevaluated(subject_of(config, study, cell)) for cell in study.cells]
     first, data = subjects[0].settings, subjects[0].data
     _check_amount(question, data)
-    found: dict[Any, Rehearsal] = {}
+    rehearsed: dict[Any, Rehearsal] = {}
     networks: dict[Network, Any] = {}
 
     def answered(some: Iterable[Subject]) -> Answer:
         choices = [
-            _choice_of(s, networks[Network.of(s.request)], found[s.request], sheet, cluster)
+            _choice_of(s, networks[Network.of(s.request)], rehearsed[s.request], sheet, cluster)
             for s in some
         ]
         return Answer(
             question, sheet, cluster, data, first.optimizer, first.precision,
             max(n.parameters for n in networks.values()), sorted(choices, key=_rank),
-            given["variants"], list(dict.fromkeys(left_out)),
+            template["variants"], list(dict.fromkeys(left_out)),
         )  # fmt: skip
 
     folder = Path(config["results"]) / "plan-cache"
@@ -171,7 +171,7 @@ def answer_for(
         with redirect_stdout(sys.stderr):
             of_networks, of_requests = rehearsals_of([s.request for s in some], folder)
         networks |= of_networks
-        found |= of_requests
+        rehearsed |= of_requests
         if some is early and len(early) < len(subjects):
             tell(answered(early))
     return answered(subjects)
@@ -186,7 +186,7 @@ def _datasheet_of(question: Question, config: Mapping[str, Any]) -> Datasheet:
 
 
 def _check_amount(question: Question, data: Dataset) -> None:
-    """ConfigError where the length of a training is given in what the data do not have."""
+    """Raise ConfigError if the length of a training has a unit that the data lack."""
     amount, kind, other = question.samples, "texts", "tokens"
     if not data.is_text:
         amount, kind, other = question.tokens, kind_of(data.shape), "samples"
@@ -202,14 +202,14 @@ def _template_for(question: Question, config: Mapping[str, Any]) -> dict[str, An
     node = (config.get("cluster") or {}).get("gpus_per_node", NODE_GPUS)
     node = next(n for n in range(min(node, question.gpus), 0, -1) if question.gpus % n == 0)
     text = TEMPLATE.read_text(encoding="utf-8")
-    given = yaml.safe_load(text.replace("{node}", str(node)))
-    strategies = given.pop("strategies")["alone" if question.gpus == 1 else "together"]
+    template = yaml.safe_load(text.replace("{node}", str(node)))
+    strategies = template.pop("strategies")["alone" if question.gpus == 1 else "together"]
     if node == 1:
         strategies = [name for name in strategies if not name.endswith("-1")]
     # Any batch that all can divide; the largest that fits is found by the footprint.
-    given["experiment"]["global_batch"] = question.gpus
-    given["numbers"] = {"gpus": {"strategies": strategies, "gpus": [question.gpus]}}
-    return given
+    template["experiment"]["global_batch"] = question.gpus
+    template["numbers"] = {"gpus": {"strategies": strategies, "gpus": [question.gpus]}}
+    return template
 
 
 def _unevaluated(s: Subject) -> Subject:
@@ -238,15 +238,15 @@ def choose_batch(
     batch: int | None = None,
     reads_text: bool | None = None,
 ) -> StrategyAnswer:
-    """Return what a cell is on a device at the largest batch that fits, or else at the least.
+    """Return a cell on a device at the largest batch that fits, or else at the minimum.
 
     Args:
         s: The cell, with any batch.
-        footprint: Of its network and strategy.
+        footprint: Footprint of its model and strategy.
         device: One GPU.
         cluster: The config's block.
-        least: Samples that a copy of the network must compute on at once.
-        batch: Samples of a copy of the network in a step, in place of the largest that fits.
+        least: Samples that a copy of the model must compute on at once.
+        batch: Samples of a copy of the model per step, in place of the largest that fits.
         reads_text: Whether its samples are texts; None if its data set says so.
     """
     threads, parts = device.resident_threads, s.request.parts
@@ -285,7 +285,7 @@ def choose_batch(
 
 
 def _rank(choice: StrategyAnswer) -> tuple[int, float]:
-    """What fits first, the quickest of it before others; what is not predicted last."""
+    """Return the key for sorting: the fastest that fits first, unpredicted ones last."""
     order = 2 if not choice.verdict else 0 if choice.verdict == FITS else 1
     if choice.samples_per_s and order == 0:
         return order, -choice.samples_per_s[2]

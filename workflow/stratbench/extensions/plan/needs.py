@@ -64,7 +64,7 @@ class Subject:
 
     @property
     def mesh(self) -> Mesh:
-        """How the cell's workers divide its work."""
+        """Mesh of the cell's workers."""
         return self.strategy.mesh(self.cell.gpus)
 
     @property
@@ -74,7 +74,7 @@ class Subject:
 
     @property
     def slowdown(self) -> float:
-        """How many times slower the slowest worker is made on purpose."""
+        """Configured slowdown factor of the slowest worker."""
         return float((self.settings.slowdown or {}).get("factor", 1.0))
 
 
@@ -102,7 +102,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
 
 
 def sent_bytes(s: Subject, footprint: Footprint) -> float:
-    """Return bytes that a rank sends for each global batch, as a mean over the training."""
+    """Return bytes that a rank sends per global batch, as a mean over the training."""
     if s.served:
         sent, _ = servers.worker_traffic_bytes(s.settings, footprint.flat_bytes)
         return sent
@@ -113,7 +113,14 @@ def sent_bytes(s: Subject, footprint: Footprint) -> float:
 def mean_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Bytes that a rank (of a stage) sends in a step by these collectives, as a mean over the training."""
+    """Return bytes that a rank (of a stage) sends per step by these collectives, on average.
+
+    Args:
+        s: The cell.
+        footprint: Its footprint.
+        collectives: Collectives of a step.
+        on_gloo: Whether the backend is gloo.
+    """
     each = s.exchanging_share * wire_bytes(collectives, s.cell.gpus, on_gloo, s.samples_per_step)
     if not (first := min(s.strategy.plain_steps, s.steps)):
         return each
@@ -124,16 +131,26 @@ def mean_wire_bytes(
 def plain_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return bytes that a rank sends in one of the first steps in which gradients are averaged whole."""
+    """Return bytes that a rank sends in one of the initial steps of plain gradient averaging.
+
+    Args:
+        s: The cell.
+        footprint: Its footprint.
+        collectives: Collectives of a step.
+        on_gloo: Whether the backend is gloo.
+    """
     whole = [c for c in collectives if c[0] == "broadcast"]
     whole.append(("all_reduce", footprint.model_states_bytes["gradients_bytes"]))
     return wire_bytes(whole, s.cell.gpus, on_gloo)
 
 
 def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
-    """Return bytes of `sent_bytes` whose groups of workers lie within a node of so many.
+    """Return the part of `sent_bytes` within nodes of so many ranks, or 0 with servers.
 
-    Return 0 with servers.
+    Args:
+        s: The cell.
+        footprint: Its footprint.
+        node_ranks: Ranks of a node.
     """
     if s.served:
         return 0.0
@@ -146,9 +163,12 @@ def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
 
 
 def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -> float:
-    """Return bytes of activations that a rank sends in a step and that its next layer waits for.
+    """Return bytes of activations that a rank sends per step and the next layer waits for.
 
-    `within`: count only groups that lie within a node of so many ranks.
+    Args:
+        s: The cell.
+        footprint: Its footprint.
+        within: Count only groups within a node of so many ranks, unless None.
     """
     if not s.strategy.waits_for_activations:
         return 0.0
@@ -158,9 +178,9 @@ def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -
 
 
 def data_bytes_of(s: Subject, samples: int | None = None) -> int:
-    """Bytes on the device: of the whole data set, or of the batches of `samples` (or the cell's) that wait.
+    """Return bytes on the device of the data set, or of waiting batches of `samples` samples.
 
-    On a CPU what is mapped from files becomes resident as it is read, so that it counts whole.
+    On a CPU mapped files become resident as they are read, so that they count completely.
     """
     if s.settings.data_placement == "host" and s.request.on_cuda:
         each = s.samples_per_step if samples is None else samples
@@ -170,7 +190,7 @@ def data_bytes_of(s: Subject, samples: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a cell takes wherever it runs. What only cells with servers have is None or 0 for others."""
+    """Needs of a cell on any device. Entries for servers are None or 0 in other cells."""
 
     nodes: int
     data_bytes: int  # of a worker's device
@@ -199,7 +219,13 @@ class Needs:
 
 
 def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
-    """Return the needs of a cell on so many nodes, by its footprint."""
+    """Return the needs of a cell by its footprint.
+
+    Args:
+        s: The cell.
+        footprint: Its footprint.
+        n_nodes: Number of nodes.
+    """
     data_bytes, node_ranks = data_bytes_of(s), -(-s.cell.gpus // n_nodes)
     host_bytes = node_ranks * _worker_host_bytes(s, footprint, data_bytes)
     served: dict[str, Any] = {}
@@ -208,10 +234,10 @@ def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
         server_bytes = sum(servers.server_needs(s.settings, flat, n_nodes).values())
         process_bytes = CPU_PROCESS_BYTES + server_bytes
         host_bytes += -(-n_servers // n_nodes) * process_bytes
-        moved = servers.worker_traffic_bytes(s.settings, flat)
+        traffic_bytes = servers.worker_traffic_bytes(s.settings, flat)
         served = {
             "link_bytes": servers.busiest_link_bytes(s.settings, flat, n_nodes),
-            "served_bytes": s.cell.gpus * sum(moved) / n_servers,
+            "served_bytes": s.cell.gpus * sum(traffic_bytes) / n_servers,
             "server_bytes": server_bytes,
             "servers_host_bytes": n_servers * process_bytes,
             "snapshot_bytes": (s.settings.epochs or 0) * sum(flat.values()),
@@ -246,9 +272,9 @@ def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int
     flat = footprint.flat_bytes
     mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
     # With gradients as large as the parameters, and what the warm-up keeps, to put it back.
-    kept = footprint.host_bytes
-    kept_bytes = 3 * kept.get("parameters", 0) + 2 * kept.get("optimizer", 0)
-    kept_bytes -= 2 * footprint.frozen_bytes if kept else 0
+    host_bytes = footprint.host_bytes
+    kept_bytes = 3 * host_bytes.get("parameters", 0) + 2 * host_bytes.get("optimizer", 0)
+    kept_bytes -= 2 * footprint.frozen_bytes if host_bytes else 0
     n_bytes += GPU_HOST_PROCESS_BYTES + footprint.saved_bytes + mirror_bytes + kept_bytes
     if s.settings.data_placement == "host":  # pinned; mapped files are the kernel's to keep or drop
         n_bytes += data_bytes

@@ -27,41 +27,46 @@ def study_of(
     model: str,
     dataset: str | None = None,
     sequence: int | None = None,
-    given: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Study, list[str]]:
-    """Return the validated config and the study of `model` alone, and why strategies are left out of it.
+    """Return the validated config and study of `model` alone, and why strategies are left out.
 
-    `config`: not validated, for its models, data sets and cluster; it may be empty. `dataset`: what the
-    network is trained on; None: data of a usual size and shape, or for a network of the config's own that
-    of the first experiment that has it. `sequence`: tokens of a text; None: as the data set has them.
-    `given`: the content of a template in place of TEMPLATE. ConfigError where the model or data set is
-    unknown.
+    Args:
+        config: Not validated, for its models, data sets and cluster; it may be empty.
+        model: Name of the model.
+        dataset: Data set for the model. None: data of a usual size and shape, or for a model of the
+            config's own that of its first experiment.
+        sequence: Tokens of a text. None: as the data set has them.
+        overrides: Content of a template in place of TEMPLATE.
+
+    Raises:
+        ConfigError: If the model or data set is unknown.
     """
-    given = given or yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
+    overrides = overrides or yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     whole = {key: config[key] for key in KEPT if key in config}
-    whole["datasets"] = given["datasets"] | (whole.get("datasets") or {})
+    whole["datasets"] = overrides["datasets"] | (whole.get("datasets") or {})
     known = (*DATASETS, *whole["datasets"])
     if dataset is not None and dataset not in known:
         raise ConfigError(
             f"--dataset {dataset}: is not a data set.{did_you_mean(dataset, known)} Allowed: "
             f"{', '.join(known)}; your own go to `datasets` of config.yaml"
         )
-    block = given["experiment"] | {"models": [model]}
-    block |= _trained_on(config, model, given) | ({"dataset": dataset} if dataset else {})
+    block = overrides["experiment"] | {"models": [model]}
+    block |= _trained_on(config, model, overrides) | ({"dataset": dataset} if dataset else {})
     if "dataset" not in block:
         raise ConfigError(
             f"--model {model}: takes images or texts, and no experiment of config.yaml has it; name its "
             f"data by --dataset, one of {', '.join(known)}"
         )
     if vocabulary := libraries.stated_vocabulary((config.get("models") or {}).get(model) or {}):
-        for usual in given["trained_on"].values():
+        for usual in overrides["trained_on"].values():
             if "vocabulary" in (values := whole["datasets"][usual["dataset"]]):
                 values["vocabulary"] = vocabulary
     if sequence is not None:
         _set_sequence(whole["datasets"], block["dataset"], sequence)
 
     def loaded(experiments: Mapping[str, Any]) -> tuple[dict[str, Any], Study]:
-        study = {"variants": given["variants"], "experiments": experiments}
+        study = {"variants": overrides["variants"], "experiments": experiments}
         name = f"model-{model}"
         return load_config(whole | {"study": name, "studies": {name: study}})
 
@@ -72,14 +77,16 @@ def study_of(
             return str(error).partition(".experiments.network")[2] or str(error)
         return None
 
-    first = next(iter(given["numbers"].values()))["strategies"][:1]
+    first = next(iter(overrides["numbers"].values()))["strategies"][:1]
     _, alone = loaded(
         {"network": block | {"strategies": first, "gpus": [1]}}
     )  # tells what is wrong with all
     if "optimizer" not in block and alone.dataset(block["dataset"]).is_text:
-        block |= {"optimizer": given["trained_on"]["next-token"]["optimizer"]}
+        block |= {"optimizer": overrides["trained_on"]["next-token"]["optimizer"]}
     experiments, left_out = {}, []
-    for (kind, change), (group, matrix) in product(given["each"].items(), given["numbers"].items()):
+    for (kind, change), (group, matrix) in product(
+        overrides["each"].items(), overrides["numbers"].items()
+    ):
         name, values = f"{kind}-{group}", block | matrix | change
         if refusal(values) is not None:
             reason = {s: refusal(values | {"strategies": [s]}) for s in values["strategies"]}
@@ -91,7 +98,7 @@ def study_of(
 
 
 def _set_sequence(datasets: dict[str, Any], name: str, sequence: int) -> None:
-    """Give the texts of a data set so many tokens. ConfigError where their length is given."""
+    """Set the tokens per text of a data set. ConfigError if its length is fixed."""
     values = datasets.get(name) or {}
     if "sequence" not in values:
         made = ", ".join(key for key, entry in datasets.items() if "sequence" in entry)
@@ -102,8 +109,10 @@ def _set_sequence(datasets: dict[str, Any], name: str, sequence: int) -> None:
     datasets[name] = {**values, "sequence": sequence}
 
 
-def _trained_on(config: Mapping[str, Any], model: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the network is trained on and how; nothing if that is not known. ConfigError if it is none."""
+def _trained_on(
+    config: Mapping[str, Any], model: str, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the data and settings for the model, empty if unknown. ConfigError if invalid."""
     own = config.get("models") or {}
     known = [*models.MODELS, *own]
     if model not in known and model not in torchvision_names():
@@ -121,10 +130,10 @@ def _trained_on(config: Mapping[str, Any], model: str, given: Mapping[str, Any])
     except ValueError as error:
         raise ConfigError(f"config: models.{model}{error}") from None
     if task is not None:
-        return given["trained_on"][task]
+        return overrides["trained_on"][task]
     spec = models.spec_of(model, own)
     named = models.named_model(model, spec and {"kwargs": {}, "wrap_classes": None} | spec)
     reads_text = (models.MODELS[named] if isinstance(named, str) else named).reads_text
     if reads_text is None:
         return {}
-    return given["trained_on"]["next-token" if reads_text else "classification"]
+    return overrides["trained_on"]["next-token" if reads_text else "classification"]

@@ -1,4 +1,4 @@
-"""The range of time from public runs: measured steps over the plan's one time for each of them.
+"""The range of time from public runs: measured steps over the plan's time for each of them.
 
 The runs are in workflow/reference/public_runs.csv, restated from the source that each row names.
 benchmarks/prediction/public_steps.py makes that file, and holds each run to the range of other models' runs.
@@ -23,9 +23,9 @@ MAX_WAITING_SHARE = 0.05
 
 
 class Band(NamedTuple):
-    """The least and the most that measured times are of the plan's one time, and from what, in words.
+    """Minimum and maximum of measured times over the plan's time, and their source.
 
-    `least_s`: the shortest step of the runs by the plan's one time; of shorter ones they say nothing.
+    `least_s`: the shortest step of the runs by the plan's time; of shorter ones nothing is known.
     """
 
     low: float
@@ -35,7 +35,7 @@ class Band(NamedTuple):
 
 
 def is_like(s: Settings, reads_text: bool) -> bool:
-    """Whether a cell is like the runs: of decoders that read texts, in bf16, sharded by FSDP's policy."""
+    """Return whether a cell is like the runs: a text decoder in bf16, sharded by FSDP's policy."""
     if not reads_text or s.task is not None or s.precision != "bf16" or s.compile:
         return False
     return s.options.get("mixed_precision") == "policy" and s.options["offload"] == "none"

@@ -78,16 +78,16 @@ def _sources(sources: Iterable[str]) -> str:
 
 
 def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
-    """Return the cells that share these coordinates, by their values, in the order of the first of each."""
+    """Return the cells by their values of coordinates, in order of first occurrence."""
     value_of = attrgetter(*coordinates)
-    found: dict[Any, list[Planned]] = {}
+    by_key: dict[Any, list[Planned]] = {}
     for c in cells:
-        found.setdefault(value_of(c.cell), []).append(c)
-    return found
+        by_key.setdefault(value_of(c.cell), []).append(c)
+    return by_key
 
 
 def in_order(cells: Iterable[Planned]) -> list[Planned]:
-    """Return the cells of each experiment, model and number of workers by their usual time, the unknown last.
+    """Return the cells of each experiment, model and worker count by usual time, unknown last.
 
     Groups, and cells of equal times, keep their order.
     """
@@ -116,7 +116,7 @@ def span_text(span: Span) -> str:
 
 
 def compared_text(usual_s: float, span: Span) -> str:
-    """The time by which cells are compared before its range, in the range's unit: `20.5 (12-45 min)`."""
+    """Return the comparison time and its range, in the range's unit: `20.5 (12-45 min)`."""
     if span.high_s < 1:
         return span_text(span)
     unit_s, digits = (1, 0) if span.high_s < 100 else (60, 1) if span.high_s < 6000 else (3600, 1)

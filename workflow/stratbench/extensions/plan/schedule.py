@@ -1,4 +1,4 @@
-"""Makes the plan of a study: for each cell its state, memory, time, cost and request to the scheduler."""
+"""Makes the plan of a study: each cell's state, memory, time, cost and scheduler request."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ class DeviceFit:
 
     @property
     def may_run(self) -> bool:
-        """Whether it fits, with or without room for what the plan cannot know."""
+        """Whether it fits, with or without reserve for unknown memory."""
         return self.verdict != DOES_NOT_FIT
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One cell's part of the plan. Without a footprint nothing is known of it; `reason` says why.
+    """One cell's part of the plan; without a footprint nothing is known, and `reason` has the cause.
 
-    `recorded`: whether it has a record, whatever that says, and so is not trained again.
-    `least_samples`: that a worker must compute on at once.
+    `recorded`: whether it has any record, and so is not trained again. `least_samples`: samples that a worker
+    must compute on at once.
     """
 
     subject: Subject
@@ -104,7 +104,7 @@ class Planned:
 
     @property
     def fit(self) -> DeviceFit | None:
-        """On the plan's device, or the CPU for a cell that trains there."""
+        """Its fit on the plan's device, or the CPU for a cell that trains there."""
         return next(iter(self.fits_on.values()), None)
 
 
@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def named(self) -> bool:
-        """Whether `device` is what the cells will run on, as far as the config says."""
+        """Whether the cells will run on `device`, according to the config."""
         return self.gpu is not None or self.device == "CPU"
 
 
@@ -158,8 +158,12 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a study that was checked and has these records.
 
-    `partition`: of SLURM, where cells will run (several: `a,b`; None: the default one; `*`: any).
-    `projected`: the times of trainings that records were projected to.
+    Args:
+        config: The validated config.
+        checked: Check of the study.
+        records: Its records.
+        partition: Partition of SLURM (several: `a,b`; None: the default one; `*`: any).
+        projected: Projected times of trainings.
     """
     cluster, projected = config["cluster"], projected or {}
     named, gpus = cluster["gpu"], named_gpus(cluster)
@@ -199,7 +203,7 @@ def make_plan(
 
 def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
     """Return the study's usable records by cell. Prints which are left out: also those of other settings."""
-    found, others = {}, []
+    records, others = {}, []
     for cell in study.cells:
         path = cell.record_path(results)
         if os.path.lexists(path):
@@ -211,20 +215,20 @@ def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
             if reason := record.describe_other_settings(of_cell, study.settings(cell)):
                 others.append(f"{path} {reason}")
             else:
-                found[cell] = of_cell
+                records[cell] = of_cell
     if others:
         n = len(others) - 1
         more = f" (and {counted(n, 'more record')} of other settings)" if n else ""
         print(f"left out: {others[0]}{more}")
-    return found
+    return records
 
 
 def timed_records(records: Records, gpu: str | None) -> Records:
-    """Return those whose times say something of cells on `gpu` (None: on the GPU that they are of)."""
+    """Return records whose times apply to cells on `gpu` (None: on their own GPU)."""
     named = gpus_called(gpu) if gpu else None
 
     def is_of_another(record: Mapping[str, Any]) -> bool:
-        """Return whether it says that it is; those on CPUs say nothing of a GPU."""
+        """Return whether it names another GPU; one on CPUs names none."""
         known = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
         sheets = [datasheet_of(gpu.get("name") or "") for gpu in known]
         return named is not None and any(sheet and sheet not in named for sheet in sheets)
@@ -240,7 +244,7 @@ def _planned(
     measured: Span | None,
     config: Mapping[str, Any],
 ) -> Planned:
-    """Return a cell judged on `devices`, the plan's own first, to which the time by records applies."""
+    """Return a cell's fit on `devices`, the first of which is the plan's, for times by records."""
     cluster = config["cluster"]
     footprint = None if s.cell in checked.refused else checked.rehearsals[s.request].footprint
     needs, fits_on = None, {}
@@ -334,7 +338,13 @@ def _fit(
 
 
 def verdict_of(needed_bytes: float, device: Device, margin: float) -> str:
-    """Return FITS, TIGHT or DOES_NOT_FIT for a need that may be predicted wrong by a share `margin`."""
+    """Return FITS, TIGHT or DOES_NOT_FIT.
+
+    Args:
+        needed_bytes: Predicted need.
+        device: The device.
+        margin: Fraction by which the prediction may be wrong.
+    """
     if needed_bytes <= device.room_bytes(margin):
         return FITS
     return TIGHT if needed_bytes <= device.tight_bytes(margin) else DOES_NOT_FIT
@@ -350,7 +360,14 @@ def _cut_off(total: Span | None, limit_s: float | None) -> str:
 def cost_of(
     low_h: float, high_h: float, cluster: Mapping[str, Any], on_gpu: bool
 ) -> tuple[float, float] | None:
-    """What GPU-hours cost, or None where no price is known."""
+    """Return the cost of GPU-hours, or None if no price is known.
+
+    Args:
+        low_h: Hours at best.
+        high_h: Hours at worst.
+        cluster: The `cluster` block of the config.
+        on_gpu: Whether the cell trains on GPUs.
+    """
     price = cluster["price_per_gpu_hour"]
     return None if price is None or not on_gpu else (low_h * price, high_h * price)
 
@@ -363,7 +380,7 @@ def _state(
     measured: Span | None,
     results: str,
 ) -> tuple[str, str]:
-    """Return the state of a cell and why it is so."""
+    """Return the state of a cell and its reason."""
     if found is not None:
         if found["status"] == "ok":
             return "done", ""
@@ -389,7 +406,7 @@ def _state(
 
 
 def _share_of_data(s: Subject, fit: DeviceFit) -> str:
-    """What keeps the data off the device, where they are a tenth or more of what a cell needs there."""
+    """Return the setting that takes data off the device, if they are a tenth or more of the need."""
     n_bytes = fit.peak.parts_bytes["data"]
     if (
         s.settings.data_placement == "host"
@@ -402,8 +419,5 @@ def _share_of_data(s: Subject, fit: DeviceFit) -> str:
 
 
 def longest_time_s(fit: DeviceFit | None) -> int | None:
-    """Return the longest time that a cell is expected to take, in whole seconds.
-
-    Return None if not known.
-    """
+    """Return the maximum expected time of a cell, in whole seconds, or None if unknown."""
     return None if fit is None or fit.total is None else round(fit.total.high_s)

@@ -14,13 +14,17 @@ _STREAM_SHARDS = 3
 
 
 def server_needs(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> dict[str, int]:
-    """Bytes of host memory by what they are for, of server 0, which alone keeps BatchNorm's statistics.
+    """Return bytes of host memory of server 0, by purpose; it alone has BatchNorm's statistics.
 
-    `flat_bytes`: the flat weights and buffers of a worker. The policy says how many weight-sized
-    tensors it keeps, and how many of them only momentum needs; in the place of each stand as many as the
-    optimizer has moments (SGD without momentum 0, with it 1, AdamW 2). An epoch's end is copied to be
-    written. A push in fp16 may overflow: what came over TCP is held until the worker says that it has
-    not. Memory that workers share with the server counts as the workers'.
+    The policy has a number of weight-sized tensors, some of which only momentum needs; each of these counts
+    as many times as the optimizer has moments (SGD without momentum 0, with it 1, AdamW 2). An epoch's end is
+    copied to be written. A push in fp16 may overflow: data over TCP are held until the worker confirms.
+    Memory that workers share with the server counts as the workers'.
+
+    Args:
+        s: Settings of the cell.
+        flat_bytes: Flat weights and buffers of a worker.
+        n_nodes: Number of nodes.
     """
     own, workers = strategy_class(s.strategy).Options(**s.options), s.gpus
     moments = 2 if s.optimizer == "adamw" else int(s.momentum > 0)
@@ -43,10 +47,15 @@ def server_needs(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> di
 def worker_traffic_bytes(
     s: Settings, flat_bytes: Mapping[str, int], between_nodes: bool = False
 ) -> tuple[int, int]:
-    """Return bytes that a worker sends and receives for each of its batches.
+    """Return bytes that a worker sends and receives per batch.
 
-    It sends gradients and buffers (BatchNorm's statistics) and receives weights. On the wire, which is
-    always taken `between_nodes`, the gradients may have half the size; in shared memory they never do.
+    It sends gradients and buffers (BatchNorm's statistics) and receives weights. On the wire the gradients
+    may have half the size; in shared memory they never do.
+
+    Args:
+        s: Settings of the cell.
+        flat_bytes: Flat weights and buffers of a worker.
+        between_nodes: Whether all traffic is on the wire.
     """
     gradients_bytes = flat_bytes["weights"]
     over_tcp = between_nodes or s.options["transport"] == "tcp"
@@ -57,14 +66,17 @@ def worker_traffic_bytes(
 
 
 def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
-    """Return bytes a global batch, one way, over the busiest link of a node to the others.
+    """Return one-way bytes per global batch over the busiest link of a node, or 0 on one node.
 
-    Return 0 on one node.
-
-    With w of all W workers on a node, and a share p of the weights P (bytes) served there, the node's link
+    With w of all W workers on a node, and a fraction p of the weights P (bytes) served there, the node's link
     carries w (1 - p) P for its workers and (W - w) p P for its servers, each way; buffers go to server 0
-    alone. With a machine for each worker: at that of a single server (W - 1) P; with a server beside each
-    worker 2 (W - 1) / W P at every one (Jiang et al., BytePS, OSDI 2020).
+    alone. With a machine for each worker it is (W - 1) P at a single server. With a server next to each
+    worker it is 2 (W - 1) / W P at every one (Jiang et al., BytePS, OSDI 2020).
+
+    Args:
+        s: Settings of the cell.
+        flat_bytes: Flat weights and buffers of a worker.
+        n_nodes: Number of nodes.
     """
     workers, servers = s.gpus, s.options["servers"]
     a_node = -(-workers // n_nodes)

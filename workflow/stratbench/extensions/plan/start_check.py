@@ -30,7 +30,7 @@ MAY_BE_MACHINES = re.compile(r"cuda|gpu|nvidia|triton|'CPU' backend|\w*OSError|F
 def faults_of_networks(
     config: Mapping[str, Any], study: Study, cells: Iterable[Cell], elsewhere: bool
 ) -> list[str]:
-    """Return why networks and tasks of the user's cannot be trained, one sentence per fault.
+    """Return why a user's models and tasks cannot be trained, one sentence per fault.
 
     A fault that another machine may not have is printed, and not returned.
 
@@ -40,14 +40,14 @@ def faults_of_networks(
         cells: The cells that are to be trained.
         elsewhere: Whether other machines than this one train them.
     """
-    asked = {_network_key(study, cell): cell for cell in cells}
-    asked.pop(None, None)
-    if not asked or find_spec("torch") is None:
+    by_key = {_network_key(study, cell): cell for cell in cells}
+    by_key.pop(None, None)
+    if not by_key or find_spec("torch") is None:
         return []
-    given = {"config": config, "cells": [cell.as_dict() for cell in asked.values()]}
+    request = {"config": config, "cells": [cell.as_dict() for cell in by_key.values()]}
     command = [sys.executable, "-m", __name__]
     done = subprocess.run(
-        command, input=json.dumps(given), stdout=subprocess.PIPE, text=True, check=False
+        command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False
     )
     if done.returncode != 0:  # the jobs check again, and say it
         print("the user's networks could not be checked before the start", file=sys.stderr)
@@ -87,14 +87,14 @@ def main() -> int:
     from stratbench.extensions.plan.check import Network, networks_of
     from stratbench.extensions.plan.needs import subject_of
 
-    given = json.load(sys.stdin)
-    config = given["config"]
+    content = json.load(sys.stdin)
+    config = content["config"]
     study = Study(config, config["study"])
     with redirect_stdout(sys.stderr):
-        subjects = [subject_of(config, study, Cell(**cell)) for cell in given["cells"]]
+        subjects = [subject_of(config, study, Cell(**cell)) for cell in content["cells"]]
         requests = {s.request: s.settings.device != "cpu" for s in subjects}
-        found = networks_of(requests, Path(config["results"]) / "plan-cache")
-    faults = {found[Network.of(request)].fault: on_gpus for request, on_gpus in requests.items()}
+        networks = networks_of(requests, Path(config["results"]) / "plan-cache")
+    faults = {networks[Network.of(request)].fault: on_gpus for request, on_gpus in requests.items()}
     print(json.dumps({fault: on_gpus for fault, on_gpus in faults.items() if fault is not None}))
     return 0
 

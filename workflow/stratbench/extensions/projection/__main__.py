@@ -1,4 +1,4 @@
-"""Projects a study's records to counts that nobody has: writes projection.csv, and says so in sentences.
+"""Projects a study's records to other worker counts: writes projection.csv, and prints sentences.
 
 `python -m stratbench.extensions.projection --config JSON` is what `snakemake project` calls, and with
 `--most 256 --out FILE` what `snakemake decide` does.
@@ -49,40 +49,50 @@ def main(argv: list[str] | None = None) -> int:
         config, study = load_config(json.loads(args.config))
         out = args.out or Path(config["results"]) / study.name / "projection.csv"
         evidences = evidence_of(records_by_cell(study, config["results"]))
-        found = [(e, *projected(config, study, e, args.most)) for e in each_shown(evidences)]
+        by_evidence = [(e, *projected(config, study, e, args.most)) for e in each_shown(evidences)]
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    write_csv(out, [row for _, rows, _ in found for row in rows])
+    write_csv(out, [row for _, rows, _ in by_evidence for row in rows])
     if args.most:  # who asked tells what it says
         return 0
-    if not found:
+    if not by_evidence:
         print(
             "error: the study has no record of a finished cell; train some first", file=sys.stderr
         )
         return 1
-    for evidence, _, made in found:
+    for evidence, _, made in by_evidence:
         print(text_of(evidence, made))
     print(f"Written: {out}")
     return 0
 
 
 def projected(
-    config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, asked: int | None = None
+    config: Mapping[str, Any],
+    study: Study,
+    evidence: ProjectionInputs,
+    max_workers: int | None = None,
 ) -> tuple[list[Row], list[Projection]]:
-    """Return the rows of a strategy and what they are made from: doublings up to `asked`, and that itself."""
+    """Return the rows of a strategy and their projections: doublings up to `max_workers`, and it.
+
+    Args:
+        config: The validated config.
+        study: The study.
+        evidence: Measurements of the strategy.
+        max_workers: Largest worker count, if configured.
+    """
     base = study.base_strategy(evidence.strategy)[0]
     if evidence.unfit:
-        return unfit_rows(evidence, base, [asked] if asked else []), []
+        return unfit_rows(evidence, base, [max_workers] if max_workers else []), []
     measured = [p.workers for p in evidence.points]
-    counts = counts_after(measured[-1], asked or MAX_WORKERS)
-    if asked and asked not in {*counts, *measured}:
-        counts.append(asked)
+    counts = counts_after(measured[-1], max_workers or MAX_WORKERS)
+    if max_workers and max_workers not in {*counts, *measured}:
+        counts.append(max_workers)
     made = projections_of(config, study, evidence, counts)
-    said = [p.workers for p in made if p.interval]
-    at = {n: subject_at(config, study, evidence, n) for n in (*measured, *said)}
+    workers = [p.workers for p in made if p.interval]
+    at = {n: subject_at(config, study, evidence, n) for n in (*measured, *workers)}
     peaks = peaks_at(
-        [at[n] for n in said],
+        [at[n] for n in workers],
         [(at[n], r) for n, r in zip(measured, evidence.records, strict=True)],
         device_of(config, at[measured[-1]]).resident_threads,
         Path(config["results"]) / "plan-cache",
@@ -90,20 +100,20 @@ def projected(
     target = share_to_target(study.target_scores().get(evidence.experiment), evidence)
     price = None if evidence.on_cpu else price_of(config)
     whole = Whole({n: s.steps for n, s in at.items()}, *target, price)
-    rows = rows_of(evidence, base, made, dict(zip(said, peaks, strict=True)), whole)
+    rows = rows_of(evidence, base, made, dict(zip(workers, peaks, strict=True)), whole)
     return rows, made
 
 
 def price_of(config: Mapping[str, Any]) -> float | None:
-    """Of a GPU for an hour: what the decision goes by, else what the plan does."""
-    given = config["decide"]["price_per_gpu_hour"]
-    return config["cluster"]["price_per_gpu_hour"] if given is None else given
+    """Return the price of a GPU per hour: the decision's, else the plan's."""
+    price = config["decide"]["price_per_gpu_hour"]
+    return config["cluster"]["price_per_gpu_hour"] if price is None else price
 
 
 def text_of(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
     """Return the sentences of one strategy.
 
-    Of refused counts beyond all projected ones the first one's.
+    Of unsupported counts beyond all projected ones, only the first has a sentence.
     """
     title = f"{evidence.experiment}, {evidence.model}, {evidence.strategy}"
     if evidence.unfit:

@@ -1,4 +1,4 @@
-"""What a study's records and its `links.csv` say of a strategy on a model: its counts, and a replay."""
+"""Measurements of a strategy on a model, from records and `links.csv`: its counts, and a replay."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from stratbench.telemetry.collectives import CollectiveCall
 
 @dataclass(frozen=True)
 class ProjectionInputs:
-    """One strategy on one model of an experiment, on all counts that have a usable record.
+    """One strategy on one model of an experiment, on all counts with a usable record.
 
     `step_s` of the points: of a global batch, by the throughput of the whole training. `unfit`: why nothing
-    can be projected from it; "" where something can.
+    can be projected from it, or "".
     """
 
     experiment: str
@@ -55,37 +55,31 @@ class ProjectionInputs:
 
     @property
     def stragglers(self) -> Stragglers | None:
-        """How the workers' computing lies apart on the largest count.
-
-        None where that is not recorded.
-        """
+        """Distribution of the workers' computation time on the largest count, or None if not recorded."""
         return stragglers_of(self.records[-1])
 
     @property
     def host_s(self) -> float | None:
-        """Seconds in which the host issues a step on the largest count: of the slowest worker, by the median
-        of repeats.
+        """Seconds in which the slowest worker's host issues a step on the largest count.
 
-        None where that is not recorded, and where the host waits within a step: it is slowed, or holds the
-        states.
+        It is the median of repeats. None if not recorded, and if the host waits within a step: it is slowed,
+        or has the states.
         """
-        found = []
+        host_times = []
         for record in self.records[-1]:
             issue_ms = [worker.get("issue_ms") for worker in record["workers"]]
             waits = record["settings"].get("slowdown") or record["strategy"]["traits"].get(
                 "states_on_host"
             )
             if issue_ms and None not in issue_ms and not waits:
-                found.append(max(issue_ms) / 1e3)
-        return statistics.median(found) if found else None
+                host_times.append(max(issue_ms) / 1e3)
+        return statistics.median(host_times) if host_times else None
 
     @property
     def repeats_reach(self) -> float:
-        """How far, in ln, 80 of 100 repeats lie from the middle one at most.
+        """Half-width, in ln, around the middle repeat that contains 80 of 100; 0 without repeats.
 
-        0 without repeats.
-
-        By Student's t from the variance within counts, which are taken to scatter alike.
+        By Student's t from the variance within counts, which are assumed to have equal variance.
         """
         from scipy.special import stdtrit
 
@@ -114,12 +108,12 @@ def _evidence(
     counts: Mapping[int, list[tuple[Cell, Mapping[str, Any]]]],
 ) -> ProjectionInputs:
     points, cells, timed = [], [], []
-    for workers, found in sorted(counts.items()):
-        if times := step_times(r for _, r in found):
-            points.append(Measured(workers, statistics.median(times), _nodes(found[0][1])))
-            cells.append(found[0][0])
-            timed.append(tuple(r for _, r in found))
-    records = [r for found in counts.values() for _, r in found]
+    for workers, cells_of_count in sorted(counts.items()):
+        if times := step_times(r for _, r in cells_of_count):
+            points.append(Measured(workers, statistics.median(times), _nodes(cells_of_count[0][1])))
+            cells.append(cells_of_count[0][0])
+            timed.append(tuple(r for _, r in cells_of_count))
+    records = [r for cells_of_count in counts.values() for _, r in cells_of_count]
     scaling = _scaling(records)
     first = min(records, key=lambda r: r["cell"]["gpus"])
     unfit = ""
@@ -144,7 +138,7 @@ def _evidence(
 
 
 def step_times(records: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Return seconds of a global batch in each of some records, as far as they have a throughput."""
+    """Return seconds per global batch in each record that has a throughput."""
     return [
         r["batch"]["global_batch"] / r["time"]["throughput_samples_per_s"]
         for r in records
@@ -165,7 +159,7 @@ def _nodes(record: Mapping[str, Any]) -> int | None:
 
 
 def _node(provenance: Mapping[str, Any]) -> str | None:
-    """Of a worker: SLURM's name of it, else the host's."""
+    """Return a worker's node: SLURM's name of it, else the host's."""
     named = (provenance.get("slurm") or {}).get("SLURMD_NODENAME")
     return named or (provenance.get("host") or {}).get("name")
 
@@ -208,13 +202,17 @@ def on_measured_links(
     path: Path,
     nodes_of: Callable[[int], int],
 ) -> OnLinks | None:
-    """Return the replay of a strategy's step on any count.
+    """Return the replay of a strategy's step on any count, or None without `links.csv`.
 
-    Return None where there is no `links.csv`.
-
-    `at`: the strategy's cell on so many workers; `nodes_of`: on how many nodes a count lies. None, too, of a
-    strategy that does not exchange in every step. Raises ValueError for a file that is no such table, and
+    None, too, for a strategy that does not exchange in every step. Raises ValueError for an invalid file, and
     Unmeasured (also on a call) for a link that is not in it.
+
+    Args:
+        at: Returns the strategy's cell on a number of workers.
+        evidence: Measurements of the strategy.
+        device: The device.
+        path: The file links.csv.
+        nodes_of: Returns the number of nodes of a count.
     """
     if not path.exists():
         return None
@@ -239,8 +237,8 @@ def on_measured_links(
         layout = LinkLayout(workers, nodes_of(workers))
 
         def seconds(call: CollectiveCall) -> float:
-            off = max((link.log_sd for link in links.of(call.kind).values()), default=0.0)
-            return links.chosen(call, layout, samples)[0] * math.exp(spreads * off)
+            log_sd = max((link.log_sd for link in links.of(call.kind).values()), default=0.0)
+            return links.chosen(call, layout, samples)[0] * math.exp(spreads * log_sd)
 
         slowest_s = compute_s * slowest(workers, spreads)
         return replay(scheduled(there.request, samples), slowest_s, seconds, links.kappa)
@@ -260,7 +258,7 @@ def on_measured_links(
 
 
 def _slowest(stragglers: Stragglers | None) -> Callable[[int, float], float]:
-    """How many times the mean computing the slowest of some workers takes, so many spreads off."""
+    """Return the factor of the slowest worker's computation over the mean, shifted by some spreads."""
     if stragglers is None:
         return lambda workers, spreads: 1.0
     return cache(stragglers.slowest)
@@ -273,10 +271,10 @@ def _on_servers(
     path: Path,
     nodes_of: Callable[[int], int],
 ) -> OnLinks | None:
-    """By a queue at the servers, which hold equal parts of the weights and are asked side by side.
+    """Return the replay by a queue at the servers, which have equal parts of the weights.
 
-    None where the number of parameters is not recorded. A call raises Unmeasured for workers of several
-    nodes.
+    Workers access them concurrently. None if the number of parameters is not recorded. A call raises
+    Unmeasured for workers of several nodes.
     """
     parameters = evidence.parameters
     if not parameters:

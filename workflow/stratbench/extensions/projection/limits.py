@@ -1,4 +1,4 @@
-"""Where a projection is refused: too far, over links that nobody has measured, past what servers can take."""
+"""Limits of a projection: too far, over unmeasured links, or past the servers' capacity."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ def refusal(
     by_links: bool = True,
     served: bool = False,
 ) -> str | None:
-    """Why nothing is said about `workers` on `nodes`, or None where something can be.
+    """Return why nothing is projected to `workers`, or None if something can be.
 
-    `measured_levels`: of `links.csv`, "within" and "between"; `by_links`: whether the projection uses them.
-    `queue`: of a strategy with servers, on so many workers; its knee cannot be seen at counts below it.
-    `served`: whether the strategy has servers, if nobody has measured how long they take.
+    Args:
+        points: Measured counts.
+        workers: Worker count.
+        nodes: Number of nodes, if known.
+        measured_levels: Levels in `links.csv`, "within" and "between".
+        queue: Queue of the servers by worker count; its knee cannot be seen at counts below it.
+        by_links: Whether the projection uses the links.
+        served: Whether the strategy has servers without measured times.
     """
     largest = max(p.workers for p in points)
     if workers > MAX_TIMES * largest:
@@ -67,9 +72,12 @@ def refusal(
 
 
 def refusal_of_two(points: Sequence[Measured], scaling: Scaling, workers: int) -> str | None:
-    """Why a + b/N through so few counts says nothing about `workers`.
+    """Return why a + b/N through so few counts gives nothing for `workers`, or None.
 
-    None if it does.
+    Args:
+        points: Measured counts.
+        scaling: Weak or strong scaling.
+        workers: Worker count.
     """
     largest = max(p.workers for p in points)
     if scaling == "strong" and len(points) < 3 and workers > MAX_TIMES_OF_TWO * largest:

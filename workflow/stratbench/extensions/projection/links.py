@@ -1,4 +1,4 @@
-"""The measured links of a place (`links.csv`), and seconds of a collective on any layout by them."""
+"""A site's measured links (`links.csv`), and the time of a collective on any layout."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ MAX_LARGER, RATE_RULES_BYTES = 8, 64 << 20
 
 
 class Unmeasured(LookupError):
-    """A collective over a link that nobody has measured, or not that large; the message names it."""
+    """A collective over an unmeasured link, or with an unmeasured size; the message names it."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """The measured links of a place: for each kind of collective the levels that it was measured on.
+    """The measured links of a site: for each kind of collective its measured levels.
 
-    `library`: nccl or gloo. `kappa`: how many times slower computing is beside a collective. `largest`: bytes
-    of the largest tensor that was measured, by kind. `algorithms`: by which its links were
-    fitted.
+    `library`: nccl or gloo. `kappa`: slowdown of computation during a collective. `largest`: bytes of the
+    largest measured tensor, by kind. `algorithms`: those of the fit.
     """
 
     library: str
@@ -56,10 +55,16 @@ class Links:
     def chosen(
         self, call: CollectiveCall, layout: LinkLayout, samples: int = 0
     ) -> tuple[float, str]:
-        """Seconds of a collective, and its algorithm: that of the fit, or the one that takes the least.
+        """Return seconds of a collective, and its algorithm: that of the fit, or the fastest.
 
-        Raises Unmeasured where the kind was not measured on a level that the layout needs, and KeyError
-        for a kind that the library has no algorithm for.
+        Args:
+            call: The collective.
+            layout: Ranks per node, and nodes.
+            samples: Samples that a worker computes on.
+
+        Raises:
+            Unmeasured: If the kind was not measured on a level of the layout.
+            KeyError: For a kind without an algorithm of the library.
         """
         n_bytes = call.n_bytes + samples * call.sample_bytes
         layout, together = _of_group(layout, call)
@@ -88,9 +93,9 @@ class Links:
 
 
 def _of_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
-    """Return the layout of the group that a call is of, and how many such groups share a node's connection.
+    """Return the layout of a call's group, and how many such groups share a node's connection.
 
-    Groups of neighbours that do not divide a node lie on two of them, which sets the pace for all.
+    Groups of neighbours that do not divide a node are on two of them, which sets the pace for all.
     """
     ranks, a_node = call.ranks, layout.a_node
     if ranks is None or ranks == layout.workers:

@@ -1,4 +1,4 @@
-"""The peak memory of a worker on counts that nobody has: the plan's, times what the plan was off so far."""
+"""Projected peak memory of a worker: the plan's, corrected by its error on measured counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ def peaks_at(
     resident_threads: int,
     kept_in: Path,
 ) -> list[Peak | None]:
-    """The peak of each wanted cell, or None where the plan has none. `measured`: cells with their records."""
+    """Return the peak of each wanted cell, or None if the plan has none.
+
+    Args:
+        wanted: Cells.
+        measured: Measured cells with their records.
+        resident_threads: Threads that a GPU runs at once.
+        kept_in: Folder of the cache.
+    """
     subjects = [*wanted, *(s for s, _ in measured)]
     _, rehearsals = rehearsals_of([s.request for s in subjects], kept_in)
 
@@ -53,10 +60,10 @@ def peaks_at(
             continue
         peaks = [measured_peak_bytes(r["memory"], made[1]) for r in records]
         off += [p / made[0].n_bytes for p in peaks if p]
-    found: list[Peak | None] = []
+    predicted: list[Peak | None] = []
     for s in wanted:
         made = planned(s) if off else None
-        found.append(
+        predicted.append(
             made and Peak(*(made[0].n_bytes * r for r in (min(off), median(off), max(off))))
         )
-    return found
+    return predicted

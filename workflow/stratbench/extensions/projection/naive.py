@@ -1,4 +1,4 @@
-"""The naive rules that every projection is held to, and how much better than the best of them it is."""
+"""Naive projection rules as a baseline, and the skill of a rule over the best of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Scaling = Literal["weak", "strong"]
 
 @dataclass(frozen=True)
 class Measured:
-    """A step's time on a count of workers. `nodes`: over how many nodes; None: not stated."""
+    """A step's time on a worker count. `nodes`: number of nodes, or None if unknown."""
 
     workers: int
     step_s: float
@@ -25,17 +25,35 @@ Rule = Callable[[Sequence[Measured], Scaling, int], float]
 
 
 def ideal(point: Measured, scaling: Scaling, workers: int) -> float:
-    """Return seconds of a step on `workers` if nothing is lost from `point` on."""
+    """Return seconds of a step on `workers` with perfect scaling from `point`.
+
+    Args:
+        point: Measured count.
+        scaling: Weak or strong scaling.
+        workers: Worker count.
+    """
     return point.step_s * (point.workers / workers if scaling == "strong" else 1.0)
 
 
 def perfect(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-    """Return nothing is lost beyond the largest count."""
+    """Return the step time with perfect scaling from the largest count.
+
+    Args:
+        points: Measured counts.
+        scaling: Weak or strong scaling.
+        workers: Worker count.
+    """
     return ideal(points[-1], scaling, workers)
 
 
 def same_loss_per_doubling(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-    """Return each doubling loses the share that was lost between the two largest counts."""
+    """Return the step time if each doubling loses as much as that of the two largest counts.
+
+    Args:
+        points: Measured counts.
+        scaling: Weak or strong scaling.
+        workers: Worker count.
+    """
     if len(points) < 2:
         return perfect(points, scaling, workers)
     before, last = points[-2:]
@@ -45,12 +63,15 @@ def same_loss_per_doubling(points: Sequence[Measured], scaling: Scaling, workers
 
 
 def a_plus_b_over_n(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-    """T = a + b/N by least squares of relative errors.
-
-    Through both points where there are two.
+    """Return T = a + b/N by least squares of relative errors, exact for two points.
 
     In strong scaling this is Amdahl's law, in weak scaling the volume of a ring, (N-1)/N. The result may be
     negative far beyond the counts.
+
+    Args:
+        points: Measured counts.
+        scaling: Weak or strong scaling.
+        workers: Worker count.
     """
     if len(points) < 2:
         return perfect(points, scaling, workers)
@@ -79,7 +100,13 @@ def log_error(projected_s: float, measured_s: float) -> float:
 
 
 def forward_errors(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> dict[int, float]:
-    """Errors at each count from the third on, projected from the smaller ones alone: count -> ln ratio."""
+    """Return the log error at each count from the third on, projected from the smaller ones.
+
+    Args:
+        rule: The rule.
+        points: Measured counts.
+        scaling: Weak or strong scaling.
+    """
     return {
         points[k].workers: log_error(rule(points[:k], scaling, points[k].workers), points[k].step_s)
         for k in range(2, len(points))
@@ -88,10 +115,10 @@ def forward_errors(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> 
 
 @dataclass(frozen=True)
 class Skill:
-    """How a rule did on the study's own counts beside the best naive one.
+    """Skill of a rule on the study's own counts over the best naive one.
 
-    `value`: 1 is no error at all, 0 as good as the best naive rule, below 0 worse; None where fewer than
-    three counts leave nothing to hold it to.
+    `value`: 1 is no error at all, 0 as good as the best naive rule, below 0 worse. It is None for fewer than
+    three counts, which cannot test it.
     """
 
     value: float | None
@@ -100,12 +127,18 @@ class Skill:
 
     @property
     def has_any(self) -> bool:
-        """Whether it is no worse than the best naive rule, as far as that is known."""
+        """Whether it is no worse than the best naive rule, as far as known."""
         return self.value is None or self.value >= 0
 
 
 def skill_of(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> Skill:
-    """Return the skill of `rule` over the best of RULES, by `forward_errors`."""
+    """Return the skill of `rule` over the best of RULES, by `forward_errors`.
+
+    Args:
+        rule: The rule.
+        points: Measured counts.
+        scaling: Weak or strong scaling.
+    """
     if len(points) < 3:
         return Skill(None, "a + b/N", {})
     errors = {name: _mean(forward_errors(r, points, scaling)) for name, r in RULES.items()}

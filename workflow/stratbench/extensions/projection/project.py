@@ -27,7 +27,7 @@ Replayed = Callable[[int, float], float]
 
 @dataclass(frozen=True)
 class Interval:
-    """`low_s` to `high_s` hold the step's time in 80 of 100 cases; `middle_s` is the projection."""
+    """Interval of the step's time with 80 % coverage; `middle_s` is the projection."""
 
     low_s: float
     middle_s: float
@@ -38,8 +38,8 @@ class Interval:
 class Projection:
     """The projection to a count: an interval by `rule`, or why there is none (`refused`).
 
-    `skill`: of `rule` on the measured counts, over the best naive rule there. `host_s`: in which the host
-    issues a step, where that is the limit; else 0.
+    `skill`: that of `rule` on the measured counts, over the best naive rule there. `host_s`: time in which
+    the host issues a step, if that is the limit; else 0.
     """
 
     workers: int
@@ -100,7 +100,7 @@ def project(
             name, rule, skill = BY_LINKS, by_replay, its_skill
     by_links = name == BY_LINKS
     more = on_links(replayed, slowed, host_s) if by_links and slowed else rule
-    found = []
+    projections = []
     for workers, nodes in targets:
         beside = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
         reason = unsuited(workers) or refusal(
@@ -116,20 +116,19 @@ def project(
             interval = _widened(interval, repeats_reach)
             if not skill.has_any:
                 interval = _holding(interval, beside[skill.best])
-        found.append(Projection(workers, nodes, reason, interval, name, beside, skill, limit_s))
-    return found
+        projections.append(
+            Projection(workers, nodes, reason, interval, name, beside, skill, limit_s)
+        )
+    return projections
 
 
 def _is_telling(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> bool:
-    """Return whether the interval of the next doubling says anything."""
+    """Return whether the interval of the next doubling is informative."""
     return 2 * _reach(rule, points, scaling, 1.0) <= math.log(MAX_SPREAD)
 
 
 def _why_not_by_counts(points: Sequence[Measured], scaling: Scaling, workers: int) -> str | None:
-    """Why a + b/N of the measured counts says nothing about `workers`.
-
-    None if it does.
-    """
+    """Return why a + b/N of the measured counts gives nothing for `workers`, or None."""
     if reason := refusal_of_two(points, scaling, workers):
         return reason
     if not _is_telling(naive.a_plus_b_over_n, points, scaling):
@@ -143,7 +142,7 @@ def _why_not_by_counts(points: Sequence[Measured], scaling: Scaling, workers: in
 
 
 def _widened(interval: Interval, reach: float) -> Interval:
-    """The interval of one more repeat: what is not known of the middle one, and how far repeats lie apart."""
+    """Return the interval of a single repeat: the middle one's uncertainty, and that of repeats."""
     if not reach:
         return interval
     low, middle, high = (math.log(t) for t in (interval.low_s, interval.middle_s, interval.high_s))
@@ -155,10 +154,7 @@ def _widened(interval: Interval, reach: float) -> Interval:
 
 
 def _holding(interval: Interval, step_s: float) -> Interval:
-    """Return the interval, made as wide as holds a time.
-
-    One that is not above zero says nothing.
-    """
+    """Return the interval, widened to contain a time above zero."""
     if step_s <= 0:
         return interval
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
@@ -167,17 +163,21 @@ def _holding(interval: Interval, step_s: float) -> Interval:
 def _apart(
     one: Rule, other: Rule, points: Sequence[Measured], scaling: Scaling, workers: int
 ) -> float:
-    """Ln of the ratio of what two rules say."""
+    """Return the log ratio of two rules' times."""
     return naive.log_error(one(points, scaling, workers), other(points, scaling, workers))
 
 
 def on_links(replayed: Replayed, shown: Replayed | None = None, host_s: float = 0.0) -> Rule:
-    """Return a rule that takes the communication from the replay, and only the computing from the counts.
+    """Return a rule with communication from the replay, and only computation from the counts.
 
-    Each measured step gives its computing, as the replay needs it to come to the measured time. In weak
-    scaling that is the same at all counts, in strong scaling it goes as a + b/N. `shown`: replays the wanted
-    count, if not `replayed`. A step takes at least `host_s`: the host issues one after the other, and as it
-    waits for none of them, the device's steps follow one another in the longer of both times.
+    Each measured step gives its computation, such that the replay gives the measured time. In weak scaling
+    that is the same at all counts, in strong scaling it is a + b/N. A step takes at least `host_s`: the host
+    issues steps asynchronously, so that the device's steps follow one another in the longer of both times.
+
+    Args:
+        replayed: Replays a count.
+        shown: Replays the wanted count, if not `replayed`.
+        host_s: Time in which the host issues a step.
     """
 
     def rule(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
@@ -190,10 +190,15 @@ def on_links(replayed: Replayed, shown: Replayed | None = None, host_s: float = 
 def computing_at(
     replayed: Replayed, points: Sequence[Measured], scaling: Scaling, host_s: float = 0.0
 ) -> Callable[[int], float]:
-    """Return seconds of computing on any count, as the measured steps have it.
+    """Return a function for seconds of computation on any count, from the measured steps.
 
-    A step that the host may limit shows only that computing takes less than that. It is left out if there
-    are others.
+    A step that the host may limit gives only an upper bound. It is left out if there are others.
+
+    Args:
+        replayed: Replays a count.
+        points: Measured counts.
+        scaling: Weak or strong scaling.
+        host_s: Time in which the host issues a step.
     """
     full = [p for p in points if p.step_s > NEAR_HOST * host_s] or points
     computing = [
@@ -206,9 +211,12 @@ def computing_at(
 
 
 def computing_of(replayed: Replayed, workers: int, step_s: float) -> float:
-    """Seconds of computing with which the replay takes `step_s`.
+    """Return seconds of computation with which the replay takes `step_s`, at least 0.
 
-    0 if its collectives alone take longer.
+    Args:
+        replayed: Replays a count.
+        workers: Worker count.
+        step_s: Time of a step.
     """
     low, high = 0.0, step_s
     if replayed(workers, low) >= step_s:
@@ -222,24 +230,28 @@ def computing_of(replayed: Replayed, workers: int, step_s: float) -> float:
 def left_out_errors(
     rule: Rule, points: Sequence[Measured], scaling: Scaling
 ) -> list[tuple[float, float]]:
-    """Each count projected from all others: ln(projected / measured), and the doublings between it and the
-    nearest of them.
+    """Return the log error of each count projected from all others, and its distance in doublings.
+
+    Args:
+        rule: The rule.
+        points: Measured counts.
+        scaling: Weak or strong scaling.
     """
-    found = []
+    errors = []
     for i, point in enumerate(points):
         others = [*points[:i], *points[i + 1 :]]
         if not others:
             continue
         distance = min(abs(math.log2(point.workers / p.workers)) for p in others)
         projected_s = rule(others, scaling, point.workers)
-        found.append((naive.log_error(projected_s, point.step_s), distance))
-    return found
+        errors.append((naive.log_error(projected_s, point.step_s), distance))
+    return errors
 
 
 def _about(
     rule: Rule, points: Sequence[Measured], scaling: Scaling, workers: int, more_sd: float
 ) -> Interval:
-    """Return the rule's time with an interval of 80 % from its errors at counts that were left out."""
+    """Return the rule's time with an 80 % interval from its errors at left-out counts."""
     middle_s = rule(points, scaling, workers)
     doublings = max(1.0, math.log2(workers / points[-1].workers))
     reach = _reach(rule, points, scaling, doublings, more_sd)
@@ -253,12 +265,10 @@ def _reach(
     doublings: float,
     more_sd: float = 0.0,
 ) -> float:
-    """How far, in ln, the step's time lies from what the rule says in 80 of 100 cases.
+    """Return the 80 % half-width, in ln, of the step's time around the rule's; infinite for one count.
 
-    Infinite for one.
-
-    An error is taken to grow as the root of the doublings (a random walk). With few counts Student's t says
-    how little is known.
+    Errors are assumed to grow as the root of the doublings (a random walk). Few counts widen it by Student's
+    t.
     """
     from scipy.special import stdtrit
 
@@ -270,44 +280,47 @@ def _reach(
     return float(stdtrit(len(errors), 0.9)) * sd
 
 
-def basis_of(found: Projection, points: Sequence[Measured]) -> str:
-    """From what it was projected, in words: the measured counts, and by what."""
+def basis_of(projection: Projection, points: Sequence[Measured]) -> str:
+    """Return a text on the basis of a projection: the measured counts, and the rule."""
     *some, last = [str(p.workers) for p in points]
     counts = f"{', '.join(some)} and {last}" if some else last
-    told = f"steps measured on {counts} workers, by {_by(found)}"
-    if found.skill.value is None:
-        told += "; fewer than three measured counts cannot show its skill"
-    elif not found.skill.has_any:
-        told += f", though {found.skill.best} did better on the measured counts"
-    return told
+    text = f"steps measured on {counts} workers, by {_by(projection)}"
+    if projection.skill.value is None:
+        text += "; fewer than three measured counts cannot show its skill"
+    elif not projection.skill.has_any:
+        text += f", though {projection.skill.best} did better on the measured counts"
+    return text
 
 
-def _by(found: Projection) -> str:
+def _by(projection: Projection) -> str:
     """Return the rule, and the host where it is the limit."""
-    if not found.host_s:
-        return found.rule
-    return (
-        f"{found.rule}, limited by the host, which takes {short_time(found.host_s)} to issue a step"
-    )
+    if not projection.host_s:
+        return projection.rule
+    host = short_time(projection.host_s)
+    return f"{projection.rule}, limited by the host, which takes {host} to issue a step"
 
 
-def sentence(found: Projection, unit: str = "GPUs") -> str:
-    """What is known of a count, in words."""
-    if found.refused:
-        return f"{found.workers} {unit}: not projected: {found.refused}."
+def sentence(projection: Projection, unit: str = "GPUs") -> str:
+    """Return a sentence on a count."""
+    if projection.refused:
+        return f"{projection.workers} {unit}: not projected: {projection.refused}."
     low, middle, high = (
         short_time(t)
-        for t in (found.interval.low_s, found.interval.middle_s, found.interval.high_s)
+        for t in (
+            projection.interval.low_s,
+            projection.interval.middle_s,
+            projection.interval.high_s,
+        )
     )
-    said = f"{found.workers} {unit}: {middle} per step (80 %: {low} to {high}), by {_by(found)}"
-    if found.skill.value is None:
-        return f"{said}; fewer than three measured counts cannot show its skill."
-    best = found.skill.best
-    if found.skill.has_any and found.rule == BY_COUNTS:
-        return f"{said}; no naive rule did better on the measured counts."
-    if found.skill.has_any:
-        ratio = f"{1 - found.skill.value:.2f} times that of {best}"
-        return f"{said}; on the measured counts its error is {ratio}."
-    naive_s = found.naive_s[best]
-    told = short_time(naive_s) if naive_s > 0 else "less than nothing here"
-    return f"{said}. On the measured counts it has no skill: {best} did better there, which says {told}."
+    text = f"{projection.workers} {unit}: {middle} per step (80 %: {low} to {high}), by {_by(projection)}"
+    if projection.skill.value is None:
+        return f"{text}; fewer than three measured counts cannot show its skill."
+    best = projection.skill.best
+    if projection.skill.has_any and projection.rule == BY_COUNTS:
+        return f"{text}; no naive rule did better on the measured counts."
+    if projection.skill.has_any:
+        ratio = f"{1 - projection.skill.value:.2f} times that of {best}"
+        return f"{text}; on the measured counts its error is {ratio}."
+    naive_s = projection.naive_s[best]
+    naive = short_time(naive_s) if naive_s > 0 else "less than nothing here"
+    return f"{text}. On the measured counts it has no skill: {best} did better there, which says {naive}."

@@ -1,7 +1,7 @@
-"""Replays a traced step: when each collective starts, how long it takes, and what computing waits for.
+"""Replays a traced step: when each collective starts, its duration, and what waits for it.
 
-Overlap follows from the schedule, not from a factor. As in dPRO (Hu et al., MLSys 2022), but from the
-trace of one rank on fake tensors: all ranks do the same.
+Overlap follows from the schedule, not from a factor. As in dPRO (Hu et al., MLSys 2022), but from the trace
+of one rank on fake tensors: all ranks do the same.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAX_QUEUED = 512
 
 @dataclass(frozen=True)
 class Started:
-    """A collective, and the share of the step's computing (0 to 1) that is done when it starts.
+    """A collective, and the fraction of the step's computation (0 to 1) done when it starts.
 
-    `needed`: computing goes on only with its result; the optimizer waits for the others. `ahead`: it may
-    start while what comes before it is still computed.
+    `needed`: computation continues only with its result; the optimizer waits for the others. `ahead`: it may
+    start while the preceding part is still computed.
     """
 
     call: CollectiveCall
@@ -53,10 +53,15 @@ def replay(
 ) -> float:
     """Return the seconds of the step.
 
-    `compute_s`: of a step without any collective; `kappa`: how many times slower it is while one runs. Each
-    group of workers has a channel, whose collectives run one after the other (a communicator of NCCL). That
-    two groups at once may share a link is not counted. What is reduced goes in its order, over whatever
-    groups: one may reduce what another has.
+    Each group of workers has a channel, whose collectives run one after the other (a communicator of NCCL).
+    Sharing of a link by two groups is left out. Reductions run in their order, over all groups: one may
+    reduce what another has.
+
+    Args:
+        schedule: The schedule.
+        compute_s: Time of a step without any collective.
+        seconds: Returns the time of a collective.
+        kappa: Slowdown of computation during one.
     """
     now, done = 0.0, 0.0  # the computing's clock, and the share computed
     free: dict[tuple[int | None, int], float] = {}  # when each group's channel is
@@ -98,18 +103,23 @@ def replay(
 
 
 def is_unhindered(operations: int, issue_s: float, step_s: float) -> bool:
-    """Return whether the host issued a step in `issue_s` without waiting for room in the device's queue.
+    """Return whether the host issued a step without waiting for space in the device's queue.
 
-    If all operations take equally long, the device has `operations` (1 - issue_s / step_s) left to do when
-    the host has issued the last one. They must fit into CUDA's queue of about 1024 kernels; MAX_QUEUED is
-    half of that, since an operation may be several kernels. `step_s` is the mean step. The host issues each
-    step in at most that time: if `issue_s` is much longer, something else held the host up.
+    If all operations take equally long, the device has `operations` (1 - issue_s / step_s) left when the host
+    has issued the last one. They must fit into CUDA's queue of about 1024 kernels; MAX_QUEUED is half of
+    that, since an operation may be several kernels. The host issues each step in at most the mean step time:
+    if `issue_s` is much longer, something else delayed the host.
+
+    Args:
+        operations: Operations of a step.
+        issue_s: Time in which the host issued it.
+        step_s: Mean time of a step.
     """
     return issue_s <= NEAR_HOST * step_s and operations * (1 - issue_s / step_s) <= MAX_QUEUED
 
 
 def _computed(now: float, work_s: float, busy_until: float, kappa: float) -> float:
-    """When work of `work_s` is done that begins now and is `kappa` times slower until `busy_until`."""
+    """Return the end of work that is `kappa` times slower until `busy_until`."""
     slow_s = max(0.0, busy_until - now)
     if work_s * kappa <= slow_s:
         return now + work_s * kappa
@@ -117,14 +127,14 @@ def _computed(now: float, work_s: float, busy_until: float, kappa: float) -> flo
 
 
 def schedule_of(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
-    """Return the schedule of a traced step, its computing timed by each phase's seconds as traced.
+    """Return the schedule of a traced step, with computation timed by each phase's seconds.
 
     On CUDA a collective that its stream waits for is in a stream of its own (FSDP2's), before the optimizer:
     there parameters are gathered ahead, and gradients are waited for by the optimizer. On a CPU the host
     waits.
     """
     total_s = sum(p.seconds for p in phases) or 1.0
-    began_s, found, backward_ends = 0.0, [], 1.0
+    began_s, events, backward_ends = 0.0, [], 1.0
     for phase in phases:
         updates = phase.name == "optimizer"
         if updates:
@@ -134,16 +144,16 @@ def schedule_of(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
             waited = call.waiter != "none" and not apart
             needed = waited or updates or call.kind in NEEDED
             ahead = apart and call.kind == "all_gather"
-            found.append(Started(call, (began_s + reached_s) / total_s, needed, ahead))
+            events.append(Started(call, (began_s + reached_s) / total_s, needed, ahead))
         began_s += phase.seconds
-    return Schedule(tuple(found), backward_ends, sum(p.operations for p in phases))
+    return Schedule(tuple(events), backward_ends, sum(p.operations for p in phases))
 
 
 @dataclass(frozen=True)
 class TracedPhase:
-    """A phase of a step: its seconds on a device, its collectives, and how far it was at each of them.
+    """A phase of a step: its seconds on a device, its collectives, and their positions in it.
 
-    `operations`: how many, but for views.
+    `operations`: number of operations, without views.
     """
 
     name: str

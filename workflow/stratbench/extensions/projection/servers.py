@@ -1,4 +1,4 @@
-"""Steps with parameter servers as a queue, and the count of workers at which the servers are full."""
+"""Steps with parameter servers as a queue, and the worker count at which they are saturated."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerQueue:
-    """A closed queue: each of the workers is elsewhere for `think_s`, then each server serves it in turn.
+    """A closed queue: each worker thinks for `think_s`, then each server serves it in turn.
 
-    `think_s`: its computing, and the latency of what it sends, for which no other worker waits.
-    `demands_s`: seconds of each server for one push and pull of one worker (bytes over its rate, and what
-    it applies).
+    `think_s`: its computing, and the latency of what it sends, for which no other worker waits. `demands_s`:
+    seconds of each server for one push and pull of one worker (bytes over its rate, and what it applies).
     """
 
     think_s: float
@@ -19,7 +18,7 @@ class ServerQueue:
 
     @property
     def knee(self) -> float:
-        """Workers above which the busiest server is the limit: (Z + sum D) / max D."""
+        """Number of workers above which the busiest server is the limit: (Z + sum D) / max D."""
         return (self.think_s + sum(self.demands_s)) / max(self.demands_s)
 
 
@@ -38,5 +37,5 @@ def asynchronous(queue: ServerQueue, workers: int) -> float:
 
 
 def synchronous(queue: ServerQueue, workers: int) -> float:
-    """Return seconds of a step that waits for all: workers are alike, then each server takes all pushes."""
+    """Return seconds of a step that waits for all: equal workers, then each server takes all pushes."""
     return queue.think_s + workers * max(queue.demands_s)

@@ -1,4 +1,4 @@
-"""What waiting for the slowest of N workers costs, from the workers' own times in measured steps."""
+"""The cost of waiting for the slowest of N workers, from the workers' own step times."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Stragglers:
     series: NDArray
 
     def slowest(self, workers: int, spreads: float = 0.0) -> float:
-        """How many times the mean computing the slowest of `workers` takes, in the mean of steps.
+        """Return the mean factor of the slowest of `workers` workers over the mean computation.
 
-        Of each a step of any measured worker counts, all as likely: for how long a slow worker stays slow
-        makes no difference to the mean step. `spreads`: so many standard deviations are added, in ln.
+        Each has a step of any measured worker, with equal probability: the duration of slow periods makes no
+        difference to the mean step. `spreads` standard deviations are added, in ln.
         """
         more = spreads * self._log_sd(workers) if spreads else 0.0
         return math.exp(_log_slowest(self.series, workers) + more)
 
     def _log_sd(self, workers: int) -> float:
-        """How sure that is: from the times, by leaving out each worker in turn, and from what stays.
+        """Return the standard deviation of that, by a jackknife over workers, and from their levels.
 
-        That few workers were measured matters as far as each has a level of its own: others may have other
-        levels. A standard deviation of few values is widened as Student's t is.
+        Few measured workers matter as far as each has a level of its own: others may have other levels. A
+        standard deviation of few values is widened as Student's t is.
         """
         import numpy as np
         from scipy.special import ndtri, stdtrit
@@ -47,7 +47,7 @@ class Stragglers:
         return float(stdtrit(n - 1, 0.9) / ndtri(0.9)) * math.hypot(jackknife, of_levels)
 
     def _log_of_levels(self, workers: int) -> float:
-        """What levels that are log-normal, as far apart as the measured ones, add to ln of the slowest."""
+        """Return the contribution of log-normal levels to ln of the slowest."""
         import numpy as np
         from scipy.special import ndtri
 
@@ -76,11 +76,11 @@ def _log_slowest(times: NDArray, workers: int) -> float:
 
 
 def own_shares(times: NDArray) -> NDArray:
-    """Times (workers x steps, above zero) over their mean, without what a step's workers have in common.
+    """Return times (workers x steps, above zero) over their mean, without a step's common part.
 
-    None waits for what makes all of them slow. ln of a time is the worker's level, the step's common part and
-    the worker's own. The covariance of workers is the common part's variance, and its best linear prediction
-    (Henderson 1975) is taken from each step. What is left is scaled to the own part's variance.
+    A delay common to all makes none wait. ln of a time is the worker's level, the step's common part and the
+    worker's own. The covariance of workers is the common part's variance, and its best linear prediction
+    (Henderson 1975) is subtracted from each step. The rest is scaled to the own part's variance.
     """
     import numpy as np
 
@@ -99,13 +99,10 @@ def own_shares(times: NDArray) -> NDArray:
 
 
 def stragglers_of(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
-    """Of the repeats of one count.
-
-    None where their workers have no series, or too short ones.
-    """
+    """Return the stragglers of one count's repeats, or None without long enough series."""
     import numpy as np
 
-    found = []
+    factors = []
     for record in records:
         series = [w.get("own_ms") or [] for w in record["workers"]]
         steps = min(map(len, series), default=0)
@@ -114,6 +111,6 @@ def stragglers_of(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
         own = np.array([s[-steps:] for s in series])
         if not own.all():  # below what the clock can tell
             return None
-        found.append(own_shares(own))
-    steps = min((own.shape[1] for own in found), default=0)
-    return Stragglers(np.concatenate([own[:, -steps:] for own in found])) if found else None
+        factors.append(own_shares(own))
+    steps = min((own.shape[1] for own in factors), default=0)
+    return Stragglers(np.concatenate([own[:, -steps:] for own in factors])) if factors else None

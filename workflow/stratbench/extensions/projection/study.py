@@ -1,4 +1,4 @@
-"""The projection of a study's strategy on other counts: from its records, on its links if it has any."""
+"""The projection of a study's strategy to other counts: from its records, and links if measured."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ from stratbench.study.resources import node_count
 def projections_of(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, counts: Sequence[int]
 ) -> list[Projection]:
-    """What is said of a strategy on each of the counts, in ascending order."""
+    """Return the projections of a strategy, in ascending order of worker counts.
+
+    Args:
+        config: The validated config.
+        study: The study.
+        evidence: Measurements of the strategy.
+        counts: Worker counts.
+    """
 
     @cache
     def at(workers: int) -> Subject:
@@ -82,8 +89,14 @@ def projections_of(
 def projected_trainings(
     config: Mapping[str, Any], study: Study, records: Mapping[Cell, Mapping[str, Any]]
 ) -> dict[Cell, ProjectedDuration]:
-    """Trainings that these records are projected to, on counts of the study and beyond: first repeats."""
-    found = {}
+    """Return the trainings projected from records, on counts of the study and beyond: first repeats.
+
+    Args:
+        config: The validated config.
+        study: The study.
+        records: Its records.
+    """
+    trainings = {}
     for evidence in each_shown(evidence_of(records)):
         if evidence.unfit:
             continue
@@ -101,17 +114,14 @@ def projected_trainings(
                 there = subject_of(config, study, cell)
                 low_s, high_s = (s * there.steps for s in (p.interval.low_s, p.interval.high_s))
                 source = f"projected, 80 %: {basis_of(p, evidence.points)}"
-                found[cell] = ProjectedDuration(
+                trainings[cell] = ProjectedDuration(
                     Span(low_s, high_s, source), there.settings.global_batch
                 )
-    return found
+    return trainings
 
 
 def each_shown(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInputs]:
-    """Yield each of them.
-
-    A bar says how many are through, since a trace takes seconds.
-    """
+    """Yield each of them, with a progress bar, since a trace takes seconds."""
     with progress_bar(len(evidences), " strategies", "projected") as bar:
         for evidence in evidences:
             yield evidence
@@ -121,7 +131,14 @@ def each_shown(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInpu
 def subject_at(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> Subject:
-    """Return the strategy's cell on so many workers."""
+    """Return the strategy's cell on a number of workers.
+
+    Args:
+        config: The validated config.
+        study: The study.
+        evidence: Measurements of the strategy.
+        workers: Worker count.
+    """
     return subject_of(config, study, replace(evidence.last, gpus=workers))
 
 
@@ -140,9 +157,15 @@ def device_of(config: Mapping[str, Any], subject: Subject) -> Device:
 def why_unsuited(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> str | None:
-    """Why a strategy's cell on so many workers could not be trained, or would be of no use.
+    """Return why a strategy's cell on so many workers could not be trained, or would be useless.
 
-    Else None.
+    Otherwise, return None.
+
+    Args:
+        config: The validated config.
+        study: The study.
+        evidence: Measurements of the strategy.
+        workers: Worker count.
     """
     if reason := study.why_refused(config, replace(evidence.last, gpus=workers)):
         return reason
@@ -165,7 +188,7 @@ def _on_links(
     counts: Sequence[int],
     nodes_of: Callable[[int], int],
 ) -> tuple[OnLinks | None, Callable[[int], ServerQueue] | None, set[int]]:
-    """The replay on measured links where all measured counts have theirs, and the counts that have, too."""
+    """Return the replay if all measured counts have measured links, and all counts that have them."""
     points, path = evidence.points, Path(config["results"]) / study.name / "links" / "links.csv"
     able: set[int] = set()
     try:

@@ -1,4 +1,4 @@
-"""projection.csv: a row for each measured and each projected count of a strategy; what reads it is elsewhere.
+"""projection.csv: a row for each measured and each projected count of a strategy.
 
 Intervals hold 80 of 100 cases. Measured rows have the range of their repeats.
 """
@@ -100,18 +100,26 @@ def rows_of(
     peaks: Mapping[int, Peak | None],
     whole: Whole,
 ) -> list[Row]:
-    """Return the rows of one strategy: measured counts, then the others."""
+    """Return the rows of one strategy: measured counts, then the others.
+
+    Args:
+        evidence: Measurements of the strategy.
+        base: Its strategy, if a variant.
+        projections: Its projections.
+        peaks: Peak memory by count.
+        whole: Its trainings.
+    """
     common = {
         "experiment": evidence.experiment, "model": evidence.model, "strategy": evidence.strategy,
         "base": base, "scaling": evidence.scaling, "device": evidence.gpu or "CPU",
         "why_no_target": whole.why_no_target,
     }  # fmt: skip
-    found = []
+    rows = []
     for point, records in zip(evidence.points, evidence.records, strict=True):
         times = step_times(records)
         used = sorted(r["memory"]["peak_bytes"] for r in records if r["memory"]["peak_bytes"])
         memory = (used[0], used[len(used) // 2], used[-1]) if used and not evidence.on_cpu else None
-        found.append(
+        rows.append(
             Row(
                 **common, workers=point.workers, nodes=point.nodes, kind="measured",
                 **_times(evidence, whole, point.workers, min(times), point.step_s, max(times)),
@@ -122,7 +130,7 @@ def rows_of(
         i, peak = p.interval, peaks.get(p.workers)
         times = _times(evidence, whole, p.workers, i.low_s, i.middle_s, i.high_s) if i else {}
         memory = (peak.low, peak.middle, peak.high) if peak and i else None
-        found.append(
+        rows.append(
             Row(
                 **common, workers=p.workers, nodes=p.nodes, kind="refused" if p.refused else "projected",
                 **times, **_three("memory", "_bytes", memory),
@@ -132,14 +140,15 @@ def rows_of(
                 host_s=p.host_s or None,
             )
         )  # fmt: skip
-    return found
+    return rows
 
 
 def _times(
     evidence: ProjectionInputs, whole: Whole, workers: int, *step_s: float
 ) -> dict[str, float | None]:
-    """Step, efficiency, time and cost of the training and to the target, from the step's low, middle and high
-    time.
+    """Return step, efficiency, time and cost of the training and to the target.
+
+    They follow from the step's low, middle and high time.
     """
     ideal_s = ideal(evidence.points[0], evidence.scaling, workers)
     trained = [t * whole.steps[workers] for t in step_s]
@@ -174,7 +183,13 @@ def _three(name: str, unit: str, values: Sequence[float] | None) -> dict[str, fl
 
 
 def unfit_rows(evidence: ProjectionInputs, base: str, counts: Sequence[int]) -> list[Row]:
-    """Of a strategy from which nothing can be projected: a refusal for each of the counts."""
+    """Return an unsupported row per count, for a strategy that cannot be projected.
+
+    Args:
+        evidence: Measurements of the strategy.
+        base: Its strategy, if a variant.
+        counts: Worker counts.
+    """
     return [
         Row(
             evidence.experiment, evidence.model, evidence.strategy, base, "", evidence.gpu or "CPU",

@@ -1,4 +1,4 @@
-"""How much of a training reaches the score that the config asks for, where counts can be compared at all."""
+"""Fraction of a training until the configured score, if it does not depend on the count."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from stratbench.extensions.projection.evidence import ProjectionInputs
 def share_to_target(
     target: float | None, evidence: ProjectionInputs
 ) -> tuple[tuple[float, float] | None, str]:
-    """The least and the largest share of the training time that the records took to `target`, or why none.
+    """Return the range of the fraction of training time until the target, or why there is none.
 
-    It holds on other counts where updates stay the same: with DDP's arithmetic and one global batch.
+    It holds on other counts if updates stay the same: with DDP's arithmetic and one global batch.
     """
     if target is None:
         return None, ""

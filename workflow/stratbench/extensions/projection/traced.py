@@ -1,4 +1,4 @@
-"""A step's schedule from its trace on fake tensors: the collectives, and what is computed between them."""
+"""A step's schedule from its trace on fake tensors: the collectives, and computation between."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ CPU_MEMORY_BYTES_PER_S = 8e9
 
 
 def traced_schedule(request: Request, samples: int, device: Device) -> Schedule:
-    """Return the schedule of one training step of rank 0 with `samples`; takes seconds.
+    """Return the schedule of one training step of rank 0 with `samples` samples; takes seconds.
 
-    Only shares of the step's computing are taken from the device's rates. How long it takes as a whole
-    is measured.
+    Only fractions of the step's computation come from the device's rates. Its total is measured.
+
+    Args:
+        request: The request.
+        samples: Samples of the step.
+        device: The device.
     """
     from stratbench.extensions.plan.footprint import fake  # imports PyTorch
 

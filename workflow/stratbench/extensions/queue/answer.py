@@ -1,4 +1,4 @@
-"""The answer to `decide.queue`: time to result with the queue in it, by mode, in words and as numbers."""
+"""The answer to `decide.queue`: time to result including the queue, by mode."""
 
 from __future__ import annotations
 
@@ -51,11 +51,17 @@ def answer(
     margin: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """What queue.json holds: `headline`, `lines` and `refused` in words, `modes` and `even` as numbers.
+    """Return the content of queue.json: `headline`, `lines`, `refused`, and numbers in `modes` and `even`.
 
-    `margin`: the share by which modes may differ and still count as equal; of equals the one that is
-    simplest to run is named. `progress(done, of)` is called at each moment. ValueError, with a
-    remedy, if the history does not do.
+    Args:
+        request: The queue and the training.
+        gpus_per_node: GPUs of a node.
+        margin: Fraction by which modes may differ and still count as equal; of equals the simplest is
+            named.
+        progress: Called with the done and total number of submission times.
+
+    Raises:
+        ValueError: With a remedy, if the history is insufficient.
     """
     history = None
     if request.history is not None:
@@ -115,24 +121,24 @@ def answer(
         progress(done, BLOCKS * MOMENTS)
 
     times = paired_times(queue, work, worths, tick=tick)
-    told = _Told(request, times, margin)
+    report = _Told(request, times, margin)
     basis = (
         f"From {BLOCKS * MOMENTS} moments in {'made' if history is None else 'recorded'} queues of "
         f"{counted(nodes, 'node')} of {counted(gpus_per_node, 'GPU')}, load {load:.2f} (GPUs in use until "
         f"then: {times.busy:.0%}); at each moment all modes met the same queue. Intervals are of means, 95 %."
     )
     return {
-        "headline": told.headline(),
-        "lines": [*told.lines(), basis, *known, NOT_MODELLED],
+        "headline": report.headline(),
+        "lines": [*report.lines(), basis, *known, NOT_MODELLED],
         "refused": None,
-        "mode": told.choice,
-        "modes": told.rows(),
-        "even": {rival: _worth(told.even(rival)) for rival in MODES[:-1]},
+        "mode": report.choice,
+        "modes": report.rows(),
+        "even": {rival: _worth(report.even(rival)) for rival in MODES[:-1]},
     }
 
 
 def _nodes_of(history: AccountingHistory, gpus_per_node: int) -> int:
-    """As few nodes as held its jobs."""
+    """Return the minimum number of nodes that could hold its jobs."""
     widest = max(e.gpus for e in history.entries)
     return -(-max(history.most_gpus, widest) // gpus_per_node)
 
@@ -161,27 +167,33 @@ def _refusal(history: AccountingHistory | None, load: float, capacity: int) -> s
 def _against_record(
     history: AccountingHistory, arrivals: list[Arrival], queue: TrainingQueue
 ) -> str:
-    """How the simulated waits of the history's own jobs compare with those that it states."""
+    """Return a comparison of the simulated waits of the history's jobs with the recorded ones."""
     sim = Cluster(queue.nodes, queue.gpus_per_node, arrivals, queue.rules)
     sim.run_until(arrivals[-1].submit_s)
     simulated = [wait_s for _, wait_s in sim.waits]
     begun = [e for e in history.entries if e.start_s is not None]
     recorded = [max(0.0, e.start_s - history.came_s(e)) for e in begun]
     ours, theirs = sum(simulated) / len(simulated) / 3600, sum(recorded) / len(recorded) / 3600
-    said = (
+    text = (
         f"The history's jobs waited {hours_text(theirs)} h on average within it; simulated, "
         f"{hours_text(ours)} h"
     )
     if max(ours, theirs) > 0.1 and not 1 / NEAR <= (ours + 1e-9) / (theirs + 1e-9) <= NEAR:
         return (
-            f"{said}: the simulator does not know this queue well (its size, priorities or limits), so "
+            f"{text}: the simulator does not know this queue well (its size, priorities or limits), so "
             "that the answer is a rough one."
         )
-    return f"{said}."
+    return f"{text}."
 
 
 def history_lines(history: AccountingHistory, nodes: int, gpus_per_node: int) -> list[str]:
-    """What a history says by itself, in sentences."""
+    """Return sentences on a history alone.
+
+    Args:
+        history: The history.
+        nodes: Number of nodes.
+        gpus_per_node: GPUs of a node.
+    """
     capacity = nodes * gpus_per_node
     lines = [
         f"History of {history.days:.1f} days: {counted(len(history.entries), 'job')} with GPUs; on average "
@@ -223,15 +235,15 @@ class _Told:
         return self.times.break_even(rival)
 
     def key(self, mode: str) -> str:
-        """The mode among the simulated ones: asynchronous workers count at the low end of their worth."""
+        """Return the simulated mode: asynchronous workers count at the low end of sample efficiency."""
         if mode != ASYNCHRONOUS:
             return mode
         return at_worth(min(self.request.sample_efficiency or (1.0,)))
 
     def _choice(self) -> str:
-        """Return the simplest of those that no other one beats by more than the margin.
+        """Return the simplest mode that no other one beats by more than the margin.
 
-        Asynchronous workers are among them only where their samples are surely worth enough.
+        Asynchronous workers are considered only if their sample efficiency is surely sufficient.
         """
         allowed = MODES if self._is_worth() else MODES[:-1]
         mean = {mode: self.times.mean(self.key(mode)).value for mode in allowed}
@@ -258,17 +270,17 @@ class _Told:
             mean, ratio = self.times.mean(self.key(mode)), self.times.ratio(self.key(mode), GANG)
             others.append(f"{mode} {_h(mean.value)}, {_ratio(ratio)}")
         worth = f"at a worth of {min(self.request.sample_efficiency or (1.0,)):g}"
-        found = [
+        texts = [
             f"Mean time, and over a gang's: gang {_h(self.times.mean(GANG).value)}; "
             f"{'; '.join(others)} ({worth}).",
             self._on_worth(),
         ]
         if self.request.preemptible:
-            found.append("Split workers are preempted by all others here; gangs are not.")
-        return found
+            texts.append("Split workers are preempted by all others here; gangs are not.")
+        return texts
 
     def _is_worth(self) -> bool | None:
-        """Whether asynchronous samples are worth more than split synchronous ones; None: that is open."""
+        """Return whether asynchronous samples suffice against elastic synchronous ones; None if open."""
         sync, worth = self.even(SYNCHRONOUS), self.request.sample_efficiency
         if worth and sync.high is not None and worth[0] >= sync.high:
             return True
@@ -287,31 +299,31 @@ class _Told:
                 f"{text}; what their samples are worth was not given, so they are not recommended."
             )
         low, high = worth
-        given = f"{low:g} to {high:g}" if low < high else f"{low:g}"
-        found = {
+        tested = f"{low:g} to {high:g}" if low < high else f"{low:g}"
+        ranges = {
             True: "enough: of the split ones, asynchronous",
             False: "too little: of the split ones, synchronous",
             None: "which leaves it open: measure the worth more closely",
         }[self._is_worth()]
-        return f"{text}; they are worth {given}, {found}."
+        return f"{text}; they are worth {tested}, {ranges}."
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each mode, for queue.json."""
-        found = []
+        table = []
         for mode in MODES:
             mean = self.times.mean(self.key(mode))
             ratio = self.times.ratio(self.key(mode), GANG)
             names = ("hours", "hours_low", "hours_high", "ratio", "ratio_low", "ratio_high")
-            found.append(
+            table.append(
                 {"mode": mode, "chosen": mode == self.choice}
                 | dict(zip(names, (*mean, *ratio), strict=True))
                 | {"late_hours": self.times.late_h(self.key(mode))}
             )
-        return found
+        return table
 
 
 def _stop_text(request: QueueRequest) -> str:
-    """How synchronous workers stop when one joins or leaves."""
+    """Return a text on how synchronous workers stop when one joins or leaves."""
     return f"pause {request.pause_s:g} s, {SOURCES[request.recovery]}"
 
 

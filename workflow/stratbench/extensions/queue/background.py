@@ -16,14 +16,20 @@ MEDIAN_S, SIGMA, MIN_S, MAX_S = 1800.0, 1.4, 60.0, 86400.0
 
 
 def requested_s(duration_s: float, factor: float) -> float:
-    """`factor` times the duration, in whole minutes, as SLURM counts; at least one."""
+    """Return `factor` times the duration in whole minutes, at least one, as SLURM counts."""
     return max(1, math.ceil(duration_s * factor / 60)) * 60.0
 
 
 def poisson(jobs: int, load: float, capacity: int, seed: int) -> list[Arrival]:
-    """So many jobs that ask, together and exactly, for `load` of `capacity` GPUs over their time.
+    """Return jobs that use, with exact wall times, a fraction `load` of `capacity` GPUs.
 
     Poisson arrivals, lognormal durations. Widths beyond the capacity are left out.
+
+    Args:
+        jobs: Number of jobs.
+        load: Fraction of the capacity.
+        capacity: GPUs of the cluster.
+        seed: Seed of the random numbers.
     """
     rng = random.Random(seed)
     usable = {width: share for width, share in WIDTHS.items() if width <= capacity}

@@ -1,7 +1,6 @@
-"""Gang or elastic: time to result of a training's modes, all of which meet the same queue at the same
-moments.
+"""Gang or elastic: time to result of a training's modes, in the same queue at the same times.
 
-Also what samples of asynchronous workers must be worth to break even with another mode.
+Also the sample efficiency at which asynchronous workers break even with another mode.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ class QueuedTraining:
         return self.width * Scaling(self.loss).of_each(self.width) * self.hours * 3600
 
     def request_s(self, workers: int, worth: float = 1.0) -> float:
-        """Return the wall time that a job of so many workers, or one of them, asks for, in whole minutes."""
+        """Return the requested wall time of a job with so many workers, or of one worker, in minutes."""
         alone_s = self.work_s / (workers * Scaling(self.loss).of_each(workers))
         return math.ceil((STARTUP_S + REQUEST_FACTOR * alone_s) / 60) * 60.0 / worth
 
     def makers(self, worths: Sequence[float]) -> dict[str, Callable[[], Training]]:
-        """What makes the training anew, by mode; the asynchronous ones are `split asynchronous 0.8`, ..."""
+        """Return functions that create the training, by mode; asynchronous ones have their efficiency."""
         scaling = Scaling(self.loss)
 
         def gang(workers: int) -> Callable[[], Training]:
@@ -84,13 +83,13 @@ class QueuedTraining:
 
 
 def at_worth(worth: float) -> str:
-    """Return the name of the asynchronous mode at this worth."""
+    """Return the name of the asynchronous mode at this sample efficiency."""
     return f"{ASYNCHRONOUS} {worth:g}"
 
 
 @dataclass(frozen=True)
 class TrainingQueue:
-    """The cluster that the training comes to: one stream of others' jobs for each block of moments."""
+    """The cluster that the training is submitted to: a stream of others' jobs per block."""
 
     nodes: int
     gpus_per_node: int
@@ -112,7 +111,7 @@ class Times:
         return jackknife(lambda kept: float(self.hours[mode][kept].mean()), len(self.hours[mode]))
 
     def ratio(self, mode: str, other: str) -> IntervalEstimate:
-        """Return the ratio of the mean times at the same moments, with a 95 % interval."""
+        """Return the ratio of the mean times at equal submission times, with a 95 % interval."""
 
         def ratio(kept: np.ndarray) -> float:
             return float(self.hours[mode][kept].mean() / self.hours[other][kept].mean())
@@ -126,14 +125,14 @@ class Times:
     def worths(self) -> list[float]:
         """Return at which the asynchronous mode was simulated, the highest first."""
         prefix = f"{ASYNCHRONOUS} "
-        found = [float(a.removeprefix(prefix)) for a in self.hours if a.startswith(prefix)]
-        return sorted(found, reverse=True)
+        efficiencies = [float(a.removeprefix(prefix)) for a in self.hours if a.startswith(prefix)]
+        return sorted(efficiencies, reverse=True)
 
     def break_even(self, rival: str) -> IntervalEstimate:
-        """Return the worth at which asynchronous workers take the rival's mean time, with a 95 % interval.
+        """Return the sample efficiency at which asynchronous workers tie with a mode, with a 95 % interval.
 
-        Beyond the worths that were simulated: infinite where even the highest is too slow, 0 where the
-        lowest still is faster; then without an interval.
+        Beyond the simulated range, it is infinite if even the highest is too slow, and 0 if the lowest is
+        still faster, both without an interval.
         """
         worths = self.worths()
 
@@ -150,10 +149,10 @@ class Times:
 
 
 def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> IntervalEstimate:
-    """Return a positive value of all blocks, with a 95 % interval by leaving out one block at a time.
+    """Return a positive value of all blocks, with a 95 % jackknife interval.
 
-    On logarithms, by t (Tukey 1958; Miller 1974). `value`: of the numbers of the blocks that are kept.
-    Without an interval where a value is 0 or infinite.
+    On logarithms, by t (Tukey 1958; Miller 1974). `value`: function of the numbers of the retained blocks.
+    There is no interval if a value is 0 or infinite.
     """
     every = np.arange(blocks)
     whole = value(every)
@@ -173,9 +172,14 @@ def paired_times(
     modes: Sequence[str] | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Times:
-    """Simulate every mode (or only `modes`, as `Work.makers` names them) at every moment of the queue.
+    """Simulate every mode (or only `modes`) at every submission time of the queue.
 
-    `tick` is called at each moment.
+    Args:
+        queue: The queue.
+        work: The training.
+        worths: Sample efficiencies of asynchronous workers.
+        modes: Modes as `Work.makers` names them.
+        tick: Called at each submission time.
     """
     made = work.makers(worths)
     made = {name: made[name] for name in modes or made}
@@ -202,7 +206,14 @@ def paired_times(
 def moments_in(
     last_s: float, count: int, first: float = 0.25, end: float = 0.85
 ) -> Iterator[float]:
-    """So many moments, evenly, in the middle of a stream of jobs that ends at `last_s`."""
+    """Yield evenly spaced submission times in the middle of a stream of jobs.
+
+    Args:
+        last_s: End of the stream.
+        count: Number of times.
+        first: Fraction of the stream before.
+        end: Fraction of the stream at the last one.
+    """
     for i in range(count):
         yield last_s * (first + (end - first) * i / count)
 
@@ -216,19 +227,28 @@ def poisson_queue(
     blocks: int,
     moments: int,
 ) -> TrainingQueue:
-    """A made stream of `load` for each block.
+    """Return a queue with a synthetic stream of `load` per block.
 
-    Others still come while a training of `hours` is done.
+    Others still come while a training of `hours` runs.
+
+    Args:
+        nodes: Number of nodes.
+        gpus_per_node: GPUs of a node.
+        rules: Behaviour of the cluster.
+        load: Fraction of the capacity.
+        hours: Duration of the training.
+        blocks: Number of blocks.
+        moments: Submission times per block.
     """
     capacity = nodes * gpus_per_node
     with_moments = math.ceil(JOBS_PER_GPU * capacity)
     jobs = math.ceil(with_moments * max(1.0, hours / 6))
-    found = []
+    drawn = []
     for seed in range(blocks):
         arrivals = poisson(jobs, load, capacity, seed)
         end_s = arrivals[with_moments - 1].submit_s
-        found.append((arrivals, list(moments_in(end_s, moments))))
-    return TrainingQueue(nodes, gpus_per_node, rules, found)
+        drawn.append((arrivals, list(moments_in(end_s, moments))))
+    return TrainingQueue(nodes, gpus_per_node, rules, drawn)
 
 
 def recorded_queue(
@@ -241,13 +261,22 @@ def recorded_queue(
     moments: int,
     settled_s: float = 0.0,
 ) -> TrainingQueue:
-    """Return one recorded stream, cut into blocks of moments.
+    """Return one recorded stream, cut into blocks of submission times.
 
     Its end is left to the trainings.
 
-    `settled_s`: from when all jobs are in it.
+    Args:
+        nodes: Number of nodes.
+        gpus_per_node: GPUs of a node.
+        rules: Behaviour of the cluster.
+        arrivals: Recorded jobs.
+        hours: Duration of the training.
+        blocks: Number of blocks.
+        moments: Submission times per block.
+        settled_s: Time from which all jobs are recorded.
 
-    ValueError if the stream is too short for a training of `hours`.
+    Raises:
+        ValueError: If the stream is too short for a training of `hours`.
     """
     last_s = arrivals[-1].submit_s
     whole_s = last_s - settled_s

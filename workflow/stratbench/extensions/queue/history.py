@@ -1,6 +1,6 @@
-"""A cluster's own history, from SLURM's accounting: who waited how long, and others' jobs for the simulator.
+"""A cluster's history, from SLURM's accounting: waiting times, and others' jobs for the simulator.
 
-    sacct -a -X -P -D -S now-30days -o FIELDS > history.txt
+sacct -a -X -P -D -S now-30days -o FIELDS > history.txt
 
 With `-D` a job that was queued again has a line for each run. A file without the line of names (`-n`) is read
 in the order of FIELDS. Times are SLURM's own, to the second, without a time zone.
@@ -36,7 +36,7 @@ UNKNOWN_FACTOR = 3.0
 
 
 class HistoryError(ValueError):
-    """A file that is no accounting, or one that says too little: which, and what to do."""
+    """A file is no accounting, or has too little data; the message has the remedy."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def queued_s(self) -> float:
-        """From when it could have run: a dependency, a begin time or a hold is no queue."""
+        """Seconds in the queue since it could have run: a dependency, begin time or hold is no queue."""
         return max(self.submit_s, self.eligible_s or 0.0)
 
     @property
@@ -72,9 +72,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class WidthRow:
-    """What jobs of similar width met: `jobs` of them, and the waits in seconds of those that started.
+    """Jobs of similar width: the number `jobs`, and the waits in seconds of those that started.
 
-    None where nothing says.
+    None if unknown.
     """
 
     label: str
@@ -97,7 +97,7 @@ class AccountingHistory:
 
     @cached_property
     def window_s(self) -> tuple[float, float]:
-        """Between which times all jobs are in the file: sacct lists who had not ended when it begins."""
+        """Times between which all jobs are in the file: sacct lists those not ended at its begin."""
         times = [t for e in self.entries for t in (e.submit_s, e.start_s, e.end_s) if t is not None]
         ends = [e.end_s for e in self.entries if e.end_s is not None]
         if not ends or max(times) <= min(ends):
@@ -137,11 +137,10 @@ class AccountingHistory:
 
     @cached_property
     def growth_gpus(self) -> float:
-        """The GPUs that the work which came to wait in the window would have kept busy.
+        """Equivalent busy GPUs of the work that was queued in the window, at least 0.
 
-        At least 0.
-
-        Work is GPUs times the duration, of jobs that have not run the one that their limits let expect.
+        Work is GPUs times the duration, or for jobs that have not run, the duration expected from their
+        limits.
         """
         begin_s, end_s = self.window_s
         known = [e.ran_s for e in self.entries if e.ran_s]
@@ -164,22 +163,20 @@ class AccountingHistory:
 
     @property
     def request_factors(self) -> list[float]:
-        """What finished jobs asked for over what they took."""
+        """Ratios of requested to used wall time of finished jobs."""
         done = (e for e in self.entries if e.state == "COMPLETED" and e.limit_s and e.ran_s)
         return [e.limit_s / e.ran_s for e in done]
 
     @cached_property
     def _factor(self) -> float:
-        """What a job is taken to ask for over what it takes."""
+        """Assumed ratio of requested to used wall time."""
         factors = self.request_factors
         return max(1.0, statistics.median(factors)) if factors else UNKNOWN_FACTOR
 
     def node_mtbf_days(self, nodes: int) -> float | None:
-        """Days between failures of one node, from jobs that ended NODE_FAIL.
+        """Return days between failures of one node, from jobs that ended NODE_FAIL, or None.
 
-        None if there was none.
-
-        Failures of nodes that nobody used are not seen, so this is an upper bound.
+        Failures of unused nodes are not seen, so this is an upper bound.
         """
         failures = sum(e.state == "NODE_FAIL" for e in self.entries)
         return nodes * self.days / failures if failures else None
@@ -194,7 +191,7 @@ class AccountingHistory:
             used = [
                 min(1.0, e.ran_s / e.limit_s) for e in mine if e.ran_s is not None and e.limit_s
             ]
-            told = [e.backfilled for e in mine if e.backfilled is not None]
+            backfilled = [e.backfilled for e in mine if e.backfilled is not None]
             median_s, p90_s = (float(q) for q in np.percentile(waits, [50, 90]))
             yield WidthRow(
                 label=str(low) if low == high else f"{low}+" if high == 10**9 else f"{low}-{high}",
@@ -202,15 +199,15 @@ class AccountingHistory:
                 mean_s=statistics.fmean(waits),
                 median_s=median_s,
                 p90_s=p90_s,
-                backfilled=statistics.fmean(told) if told else None,
+                backfilled=statistics.fmean(backfilled) if backfilled else None,
                 used=statistics.fmean(used) if used else None,
             )
 
     def came_s(self, entry: Entry) -> float:
-        """When one that has started comes to the queue, for the simulator.
+        """Return when a started job joins the queue, for the simulator.
 
-        Who had started when the window begins comes when it started, and who waited then comes then: the
-        jobs that they had waited for are mostly not in the file.
+        A job that had started when the window begins joins at its start, and one that waited then joins at
+        the begin: the jobs that they had waited for are mostly not in the file.
         """
         begin_s, _ = self.window_s
         return entry.start_s if entry.start_s < begin_s else max(entry.queued_s, begin_s)
@@ -221,7 +218,7 @@ class AccountingHistory:
 
     @property
     def settled_s(self) -> float:
-        """From when `arrivals` has all jobs: the begin of the window, by its clock."""
+        """Time from which `arrivals` has all jobs: the begin of the window, on its clock."""
         return self.window_s[0] - self._first_s
 
     def arrivals(self) -> list[Arrival]:
@@ -231,10 +228,10 @@ class AccountingHistory:
         """
         _, end_s = self.window_s
         started = [e for e in self.entries if e.start_s is not None and e.gpus]
-        found = []
+        jobs = []
         for e in sorted(started, key=lambda e: e.queued_s):
             ran_s = max(1.0, e.ran_s if e.ran_s is not None else end_s - e.start_s)
-            found.append(
+            jobs.append(
                 Arrival(
                     self.came_s(e) - self._first_s,
                     e.gpus,
@@ -242,7 +239,7 @@ class AccountingHistory:
                     max(e.limit_s or ran_s * self._factor, ran_s),
                 )
             )
-        return sorted(found, key=lambda a: a.submit_s)
+        return sorted(jobs, key=lambda a: a.submit_s)
 
 
 def read_history(
@@ -250,22 +247,28 @@ def read_history(
 ) -> AccountingHistory:
     """Return the accounting in a file, of one partition or of all.
 
-    HistoryError for another format, naming the line, and if there is no job with GPUs. OSError if the file
-    cannot be read.
+    Args:
+        path: The file.
+        gpus_per_node: GPUs of a node.
+        partition: Name of the partition, or None for all.
+
+    Raises:
+        HistoryError: For another format, naming the line, and if there is no job with GPUs.
+        OSError: If the file cannot be read.
     """
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         lines = list(csv.reader(file, delimiter="|", quoting=csv.QUOTE_NONE))
     rows = list(_named(Path(path).name, lines))
     if partition is not None:
         # A pending job may name several partitions.
-        kept = [r for r in rows if partition in r.get("Partition", "").split(",")]
-        if not kept:
+        in_partition = [r for r in rows if partition in r.get("Partition", "").split(",")]
+        if not in_partition:
             names = sorted({r.get("Partition", "") for r in rows})
             raise HistoryError(
                 f"decide.queue.partition = {partition!r}: no job of {path} ran there; it has "
                 f"{printable(', '.join(names))}"
             )
-        rows = kept
+        rows = in_partition
     counted = any("gres/gpu" in r["AllocTRES"] + r.get("ReqTRES", "") for r in rows)
     entries = [_entry(r, gpus_per_node, counted) for r in rows]
     with_gpus = tuple(e for e in entries if e.gpus)

@@ -10,7 +10,7 @@ from stratbench.analysis.records.reading import ReportInput, Section, render_sec
 TEMPLATE = Path(__file__).parent / "templates" / "queue.html.j2"
 
 
-def make_queue_sections(given: ReportInput) -> Iterator[Section]:
+def make_queue_sections(inputs: ReportInput) -> Iterator[Section]:
     """Make the section where the study asks for the queue."""
-    if queue := given.decided["further"].get("queue"):
+    if queue := inputs.decided["further"].get("queue"):
         yield Section("queue", render_section(TEMPLATE, queue=queue), answers=True)

@@ -33,19 +33,25 @@ class Arrival:
 
 
 class Owner(Protocol):
-    """Who has jobs of its own in the queue, and is told what becomes of them."""
+    """Owner of simulated jobs, with callbacks on their events."""
 
     def started(self, sim: Cluster, job: SimulatedJob) -> None: ...
 
     def ended(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
-        """`reason`: done, limit (the wall time is over), lost (a node failed), preempted or cancelled."""
+        """Handle the end of a job.
+
+        Args:
+            sim: The cluster.
+            job: The job.
+            reason: done, limit (the wall time is over), lost (a node failed), preempted or cancelled.
+        """
 
     def woken(self, sim: Cluster, note: object) -> None: ...
 
 
 @dataclass(eq=False)
 class SimulatedJob:
-    """It lies on one node where that has so many GPUs, else in equal parts on as few nodes as hold it."""
+    """A job, on one node if it fits, else in equal parts on the fewest nodes."""
 
     gpus: int
     duration_s: float
@@ -60,7 +66,7 @@ class SimulatedJob:
 
 @dataclass(frozen=True)
 class Rules:
-    """How a cluster behaves; the delays are measured inputs."""
+    """Behaviour of a cluster; the delays are measured inputs."""
 
     #: How many waiting jobs hold a reservation: 1 is EASY, ALL is SLURM's default, 0 lets anything pass that
     #: fits, None is no backfill.
@@ -81,7 +87,7 @@ class Rules:
 
 
 class Cluster:
-    """The state at `now_s`: `run_until` moves it on, `branch` copies it."""
+    """The state at `now_s`: `run_until` advances it, `branch` copies it."""
 
     def __init__(
         self,
@@ -124,9 +130,9 @@ class Cluster:
         return len(self._free) * self.per_node
 
     def branch(self) -> Cluster:
-        """Return a copy that goes on by itself: all copies have the same arrivals and the same failures.
+        """Return an independent copy; all copies have the same arrivals and failures.
 
-        ValueError once somebody owns a job here, since the owner's state is not copied.
+        ValueError if a job has an owner, since the owner's state is not copied.
         """
         if any(job.owner for job in (*self.queue, *self.running)):
             raise ValueError("branch: a job here has an owner; branch before its training begins")
@@ -155,7 +161,13 @@ class Cluster:
             self._stop(job, "cancelled")
 
     def wake(self, owner: Owner, at_s: float, note: object) -> None:
-        """Calls `owner.woken(sim, note)` then."""
+        """Call `owner.woken(sim, note)` at a time.
+
+        Args:
+            owner: The owner.
+            at_s: The time.
+            note: Its argument.
+        """
         self._at(at_s, "wake", (owner, note))
 
     def lasts(self, job: SimulatedJob, duration_s: float) -> None:
@@ -169,7 +181,7 @@ class Cluster:
     # --- events ----------------------------------------------------------------------------------
 
     def run_until(self, at_s: float = math.inf, done: Callable[[], bool] = lambda: False) -> None:
-        """Until that time, until `done`, or until nothing can happen any more."""
+        """Run until that time, until `done`, or until nothing can happen any more."""
         rules = self.rules
         if self._changed:
             self._schedule(not rules.backfill_s)
@@ -188,9 +200,9 @@ class Cluster:
                 return
             self._pass_time(then)
             if arrival == then:
-                found = self._arrivals[self._next_arrival]
+                next_job = self._arrivals[self._next_arrival]
                 self._next_arrival += 1
-                self.submit(SimulatedJob(found.gpus, found.duration_s, found.request_s))
+                self.submit(SimulatedJob(next_job.gpus, next_job.duration_s, next_job.request_s))
             elif event == then:
                 _, _, kind, what = heapq.heappop(self._events)
                 getattr(self, f"_on_{kind}")(what)
@@ -266,7 +278,7 @@ class Cluster:
             self._start(job, at)
 
     def _room(self, free: np.ndarray, job: SimulatedJob) -> dict[int, int] | None:
-        """Where the job goes if so many GPUs are free on the nodes; None: nowhere."""
+        """Return where the job fits among the nodes' free GPUs, or None."""
         gpus = job.gpus
         if gpus > free.sum():
             return None
@@ -324,7 +336,7 @@ class Cluster:
                 plan.book(begin_s, job.request_s, at)
 
     def _leaving(self) -> Iterator[tuple[float, dict[int, int]]]:
-        """When the running jobs that hold their place end by the wall times that they have asked for."""
+        """Yield when running jobs end by their requested wall times."""
         for job in self.running:
             if not job.preemptible:
                 yield max(job.start_s + job.request_s, self.now_s + 1e-6), job.at
@@ -337,7 +349,7 @@ class Cluster:
         return math.inf, None
 
     def _fits(self, free: np.ndarray, job: SimulatedJob) -> np.ndarray:
-        """Return at which times, of free GPUs [times, nodes], there is room for the job."""
+        """Return at which times, of free GPUs [times, nodes], the job fits."""
         if job.gpus <= self.per_node:
             return free.max(1) >= job.gpus
         nodes = -(-job.gpus // self.per_node)
@@ -345,7 +357,7 @@ class Cluster:
 
 
 class _Timeline:
-    """How many GPUs of each node are free from when on: `free` [times, nodes]."""
+    """Free GPUs of each node from each time on: `free` [times, nodes]."""
 
     def __init__(
         self,
@@ -365,15 +377,18 @@ class _Timeline:
         self.free[:, ~up] = 0
 
     def least_free(self, begin_s: float, seconds: float) -> np.ndarray:
-        """Of each node, the fewest free GPUs from `begin_s` on for so long.
-
-        `begin_s` is one of `times`.
-        """
+        """Return the minimum of free GPUs of each node, from `begin_s`, one of `times`, for so long."""
         begin = bisect_left(self.times, begin_s)
         return self.free[begin : max(bisect_left(self.times, begin_s + seconds), begin + 1)].min(0)
 
     def book(self, begin_s: float, seconds: float, at: dict[int, int]) -> None:
-        """Takes the GPUs for that long."""
+        """Book the GPUs for that long.
+
+        Args:
+            begin_s: Begin.
+            seconds: Duration.
+            at: GPUs by node.
+        """
         end_s = begin_s + seconds
         begin, stop = bisect_left(self.times, begin_s), bisect_left(self.times, end_s)
         if stop == len(self.times) or self.times[stop] != end_s:

@@ -1,4 +1,4 @@
-"""Trainings in the queue of a simulated cluster: one gang, or workers that are jobs of their own.
+"""Trainings in the queue of a simulated cluster: one gang, or workers that are separate jobs.
 
 Work is counted in seconds of one GPU at full efficiency.
 """
@@ -16,7 +16,7 @@ STARTUP_S = 60.0
 
 @dataclass(frozen=True)
 class Scaling:
-    """What n workers do together: n / (1 + loss (n - 1)) times what one does, times the worth of a sample.
+    """Speed of n workers: n / (1 + loss (n - 1)) times one worker's, times sample efficiency.
 
     `worth`: the samples that DDP needs to the target, over those that this training needs.
     """
@@ -31,14 +31,14 @@ class Scaling:
 
 @dataclass(frozen=True)
 class SimulatedCheckpoints:
-    """How often a synchronous training writes one, and how long that stops it."""
+    """Period of a synchronous training's checkpoints, and the time that each blocks it."""
 
     every_s: float = 1800.0
     takes_s: float = 10.0
 
     @property
     def overhead(self) -> float:
-        """What everything takes longer by."""
+        """Relative overhead."""
         return 1 + self.takes_s / self.every_s
 
 
@@ -70,7 +70,7 @@ class Training:
 
     @property
     def time_to_result_s(self) -> float:
-        """From the submission to the end, the queue included, or NaN before it."""
+        """Time from the submission to the end, the queue included, or NaN before it."""
         return self.done_s - self.submit_s
 
     def begin(self, sim: Cluster) -> None:
@@ -89,14 +89,14 @@ class Training:
 class Gang(Training):
     """All workers in one job, at the pace of the slowest node.
 
-    After a loss it goes on from its last checkpoint, after its wall time's end from there; behind everybody.
+    After a loss, or the end of its wall time, it resumes from its last checkpoint, at the end of the queue.
     """
 
     def enqueue(self, sim: Cluster) -> None:
         sim.submit(SimulatedJob(self.workers, math.inf, self.request_s, self))
 
     def _rate(self, sim: Cluster, job: SimulatedJob) -> float:
-        """Of the GPUs that it has: a gang on equal parts of several nodes may hold more than it asked for."""
+        """Return its speed. A gang on equal parts of several nodes may have more GPUs than requested."""
         slowest = min(sim.speed[node] for node in job.at)
         each = self.scaling.of_each(self.workers)
         return self.workers * each * slowest / self.checkpoints.overhead
@@ -169,7 +169,7 @@ class ElasticTraining(Training):
             self._saved_left_s = self.left_s + (sim.now_s - self._saved_at_s) * self._rate
 
     def _pause(self, sim: Cluster) -> None:
-        """Stops to go on with others: from a checkpoint, which is written or was read, or from a peer."""
+        """Stop to continue with others: from a checkpoint, which is written or was read, or from a peer."""
         self._since_s = max(self._since_s, sim.now_s + self.pause_s)
         if not self.from_peers:
             self._saved_left_s, self._saved_at_s = self.left_s, sim.now_s

@@ -32,24 +32,25 @@ def bundle(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Write a set in formats of other tools."""
-    found = read_set(args.set, asked=collect.expected_of(args))
-    for folder in export_set(found, dict.fromkeys(args.to), args.out):
+    result_set = read_set(args.set, expected=collect.expected_of(args))
+    for folder in export_set(result_set, dict.fromkeys(args.to), args.out):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         print(f"{folder} ({size / 2**20:.1f} MiB)")
     return 0
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Compare two sets or more with the first: a page, tables and figures.
-
-    Fails if one got slower.
-    """
+    """Compare two or more sets with the first: a page, tables and figures. Fail if one got slower."""
     from stratbench.extensions.sets.comparing.compare import compare_sets
 
-    given = Constraints.from_json(args.constraints)
+    constraints = Constraints.from_json(args.constraints)
     settings = json.loads(args.compare)
     return compare_sets(
-        json.loads(args.sets), args.out, settings.get("fail_above"), settings.get("prices"), given
+        json.loads(args.sets),
+        args.out,
+        settings.get("fail_above"),
+        settings.get("prices"),
+        constraints,
     )
 
 

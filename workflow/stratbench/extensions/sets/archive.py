@@ -1,7 +1,7 @@
 """The file of a result set: a zip of known names with a hashed manifest, read without trusting it.
 
-Nothing in a file is trusted before it is checked: only the few names that a bundle has are accepted,
-sizes are counted while reading, and every fault is a `SetError` of one sentence.
+Nothing in a file is trusted before it is checked: only the few names that a bundle has are accepted, sizes
+are counted while reading, and every fault is a `SetError` of one sentence.
 """
 
 from __future__ import annotations
@@ -56,11 +56,16 @@ class SetError(ValueError):
 def write_archive(
     out: Path, files: Mapping[str, str], study: str, created: str, hosts: str
 ) -> dict[str, Any]:
-    """Write `files` (text by name) and their manifest to `out` in one step.
+    """Write `files` and their manifest to `out` in one step; return the manifest.
 
-    Return the manifest.
+    Equal arguments give equal bytes.
 
-    Equal arguments give equal bytes. `hosts` is `named` or `replaced`.
+    Args:
+        out: File to write.
+        files: Texts by name.
+        study: Name of the study.
+        created: Time of creation.
+        hosts: `named` or `replaced`.
     """
     packed = {name: text.encode() for name, text in sorted(files.items())}
     manifest: dict[str, Any] = {
@@ -91,9 +96,9 @@ def write_archive(
 
 def hash_of_all(manifest: Mapping[str, Any]) -> str:
     """Return SHA-256 of a manifest's canonical JSON, and so of everything in the set."""
-    said = {key: value for key, value in manifest.items() if key != "sha256"}
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(
-        json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
 
 
@@ -127,7 +132,7 @@ def extract(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _check_ends(path: Path) -> None:
-    """Refuse a file that is not a zip of ours, before a library reads its directory.
+    """Reject a file that is not a zip of ours, before a library reads its directory.
 
     zipfile makes an object for each entry that it finds, however many there are.
     """
@@ -197,17 +202,19 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     """Return the manifest, after a check that it has the form that `write_archive` gives it."""
     try:
-        found = parse_json(_content(path, archive, archive.getinfo(MANIFEST)).decode())
+        manifest = parse_json(_content(path, archive, archive.getinfo(MANIFEST)).decode())
     except ValueError as e:
         if isinstance(e, SetError):
             raise
         raise SetError(f"{path}: {MANIFEST} is not JSON as bundles have it: {e}") from e
-    if not isinstance(found, dict) or found.get("schema_version") != SCHEMA_VERSION:
-        version = shown_name(found.get("schema_version")) if isinstance(found, dict) else "none"
+    if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
+        version = (
+            shown_name(manifest.get("schema_version")) if isinstance(manifest, dict) else "none"
+        )
         raise SetError(
             f"{path} is a bundle of version {version}; this stratbench reads version {SCHEMA_VERSION}"
         )
-    files, product = found.get("files"), found.get("product")
+    files, product = manifest.get("files"), manifest.get("product")
     whole = (
         isinstance(files, dict)
         and all(
@@ -220,20 +227,20 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
         )
         and isinstance(product, dict)
         and product.keys() == {"name", "version"}
-        and all(isinstance(said, str) and len(said) < 100 for said in product.values())
-        and isinstance(found.get("study"), str)
-        and NAME.fullmatch(found["study"])
-        and isinstance(found.get("created"), str)
-        and len(found["created"]) < 100
-        and found.get("hosts") in ("named", "replaced")
+        and all(isinstance(text, str) and len(text) < 100 for text in product.values())
+        and isinstance(manifest.get("study"), str)
+        and NAME.fullmatch(manifest["study"])
+        and isinstance(manifest.get("created"), str)
+        and len(manifest["created"]) < 100
+        and manifest.get("hosts") in ("named", "replaced")
     )
     if not whole:
         raise SetError(
             f"{path}: {MANIFEST} lacks what a bundle's manifest says, or says it otherwise"
         )
-    if found.get("sha256") != hash_of_all(found):
+    if manifest.get("sha256") != hash_of_all(manifest):
         raise SetError(f"{path}: {MANIFEST} was changed: its hash is another one")
-    return found
+    return manifest
 
 
 def _check_listing(path: Path, manifest: Mapping[str, Any], members: list[zipfile.ZipInfo]) -> None:
@@ -263,7 +270,7 @@ def _extract_member(
 
 
 def _content(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """Return the bytes of a member; never more than allowed, whatever its header says."""
+    """Return the bytes of a member, never more than allowed, whatever its header says."""
     with archive.open(member) as file:
         content = file.read(MAX_MEMBER_BYTES + 1)
     if len(content) > MAX_MEMBER_BYTES:

@@ -28,10 +28,18 @@ ENVIRONMENT = (
 def write_bundle(
     study_dir: Path, config: Mapping[str, Any], hosts: str = "named", out: Path | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Write results/<study>/<study>.stratbench.zip; returns its path and its manifest.
+    """Write results/<study>/<study>.stratbench.zip; return its path and its manifest.
 
-    `hosts` is `named` or `replaced`. The same records give the same bytes: the time when the last cell
-    ended is used as the time of creation. SetError if there is no record, or a bad one.
+    Equal records give equal bytes: the end of the last cell is the time of creation.
+
+    Args:
+        study_dir: The folder results/<study>.
+        config: The config.
+        hosts: `named` or `replaced`.
+        out: File to write in its place.
+
+    Raises:
+        SetError: If there is no record, or an invalid one.
     """
     records = dict(read_all_records(study_dir))
     if not records:
@@ -45,19 +53,19 @@ def write_bundle(
     }
     if (study_dir / "plan.json").exists():
         extra["plan.json"] = without_secrets(_json(study_dir / "plan.json"))
-    cleaned = {name: without_secrets(found, is_record=True) for name, found in records.items()}
+    cleaned = {name: without_secrets(record, is_record=True) for name, record in records.items()}
     study = next(iter(records.values()))["cell"]["study"]
     if hosts == "replaced":
         nodes = {node for text in timelines.values() for node in nodes_in(text)}
         words = replacements_for(cleaned.values(), nodes)
-        cleaned = {name: with_words(name, found, words) for name, found in cleaned.items()}
+        cleaned = {name: with_words(name, record, words) for name, record in cleaned.items()}
         timelines = {name: replaced_timeline(text, words) for name, text in timelines.items()}
         extra = {"cells.json": extra.pop("cells.json")} | {
             k: words.value(v) for k, v in extra.items()
         }
     extra["environment.json"] = environment_of(cleaned.values())
     files = {
-        name: json.dumps(found, indent=1) + "\n" for name, found in {**cleaned, **extra}.items()
+        name: json.dumps(record, indent=1) + "\n" for name, record in {**cleaned, **extra}.items()
     }
     created = max((value_at(r, "provenance.finished") or "" for r in cleaned.values()), default="")
     out = out or study_dir / f"{study}{SUFFIX}"
@@ -65,12 +73,14 @@ def write_bundle(
 
 
 def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the records of the study's cells below results/<study>, by their paths there, in a fixed order.
+    """Yield the records of the study's cells, by path below results/<study>, in a fixed order.
 
     Cells that cells.json does not list belong to a matrix that the study no longer has.
     """
     listed = study_dir / "cells.json"
-    wanted = {Cell(**found).path for found in _json(listed)} if listed.exists() else None
+    wanted = (
+        {Cell(**listed_cell).path for listed_cell in _json(listed)} if listed.exists() else None
+    )
     pattern = CELL_PATTERN.format(experiment="*", strategy="*", model="*", gpus="*", repeat="*")
     for path in sorted(study_dir.glob(f"cells/{pattern}/record.json")):
         if (
@@ -85,7 +95,7 @@ def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
 
 
 def timeline_names(study_dir: Path, records: Mapping[str, Record]) -> list[str]:
-    """Return the names of the timelines beside the records; some records have none."""
+    """Return the names of the timelines next to the records; some records have none."""
     names = [name.replace("record.json", "timeline.csv") for name in records]
     return [name for name in names if (study_dir / name).is_file()]
 
@@ -98,16 +108,18 @@ def read_timeline(path: Path) -> str:
 
 
 def listed_cells(study_dir: Path, records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """The coordinates of the cells that the config asks for.
-
-    Without a list, of those with a record.
-    """
+    """Return the coordinates of the config's cells, or without a list, of those with a record."""
     path = study_dir / "cells.json"
-    return _json(path) if path.exists() else [found["cell"] for found in records.values()]
+    return _json(path) if path.exists() else [record["cell"] for record in records.values()]
 
 
 def with_words(name: str, found: Record, words: Replacements) -> Record:
     """Return a record with its names replaced.
+
+    Args:
+        name: Name of the record.
+        found: The record.
+        words: Replacements.
 
     Raises:
         SetError: If that fails, or makes the record invalid.
@@ -140,13 +152,13 @@ def replaced_timeline(text: str, words: Replacements) -> str:
 
 def environment_of(records: Iterable[Record]) -> dict[str, list[Any]]:
     """Return the environment of the workers of all records: the distinct values of each kind."""
-    found: dict[str, list[Any]] = {path: [] for path in ENVIRONMENT}
+    by_path: dict[str, list[Any]] = {path: [] for path in ENVIRONMENT}
     for worker in (worker for one in records for worker in one["workers"]):
-        for path, values in found.items():
-            said = value_at(worker["provenance"], path)
-            if said is not None and said not in values:
-                values.append(said)
-    return found
+        for path, values in by_path.items():
+            value = value_at(worker["provenance"], path)
+            if value is not None and value not in values:
+                values.append(value)
+    return by_path
 
 
 def _json(path: Path) -> Any:

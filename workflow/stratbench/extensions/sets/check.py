@@ -1,4 +1,4 @@
-"""Checks a result set, and says what it holds, what the audit finds, and what it compares with."""
+"""Checks a result set, and reports its content, the audit's findings, and comparable sets."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ SHARED = {
 }
 
 
-def exit_code(found: ResultSet) -> int:
-    """FINE, or UNUSABLE if the audit calls figures unusable."""
-    return UNUSABLE if (found.findings["severity"] == "unusable").any() else FINE
+def exit_code(result_set: ResultSet) -> int:
+    """Return FINE, or UNUSABLE if the audit calls values unusable."""
+    return UNUSABLE if (result_set.findings["severity"] == "unusable").any() else FINE
 
 
-def describe_set(found: ResultSet) -> Iterator[str]:
-    """Yield lines that describe a set: its origin, its cells, the audit's findings, what compares with it."""
-    for key, text in found.provenance.items():
+def describe_set(result_set: ResultSet) -> Iterator[str]:
+    """Yield lines on a set: its origin, cells, audit findings, and comparable sets."""
+    for key, text in result_set.provenance.items():
         yield f"{key}: {text}"
-    counts = found.cells["status"].value_counts()
-    told = [f"{counts[s]} {words}" for s, words in STATUS_WORDS.items() if s in counts]
-    yield f"cells: {len(found.cells)}, of which {', '.join(told)}"
-    yield f"workers: {machines(found.cells)}"
-    yield from describe_audit(found.findings)
-    for experiment, rows in found.cells.groupby("experiment", sort=False):
+    counts = result_set.cells["status"].value_counts()
+    texts = [f"{counts[s]} {words}" for s, words in STATUS_WORDS.items() if s in counts]
+    yield f"cells: {len(result_set.cells)}, of which {', '.join(texts)}"
+    yield f"workers: {machines(result_set.cells)}"
+    yield from describe_audit(result_set.findings)
+    for experiment, rows in result_set.cells.groupby("experiment", sort=False):
         yield f"compares with cells of {experiment}'s kind: {kind_of_work(rows)}"
 
 
@@ -55,11 +55,11 @@ def machines(cells: pd.DataFrame) -> str:
 
 
 def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
-    """Yield lines with the audit's tally, and with each rule that calls figures unusable or a warning."""
+    """Yield lines with the audit's tally, and each rule of severity unusable or warning."""
     tally = [format_tally(int((findings["severity"] == s).sum()), s) for s in SEVERITIES]
     yield f"audit: {', '.join(tally)}"
-    told = findings[findings["severity"] != "note"]
-    for rule, rows in told.groupby("rule", sort=False):
+    shown = findings[findings["severity"] != "note"]
+    for rule, rows in shown.groupby("rule", sort=False):
         first = rows.iloc[0]
         places = f", {counted(len(rows), 'finding')}" if len(rows) > 1 else ""
         yield f"  {first['severity']}: {rule} ({first['figures']}{places})"

@@ -1,4 +1,4 @@
-"""Plans and decides from a result set: a bundle, the folder of a study's results, the paper's tables."""
+"""Plans and decides from a result set: a bundle, a folder of results, the paper's tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(text: str) -> ResultSet:
 
 
 def check(text: str) -> int:
-    """Print what a set holds and what the audit finds.
+    """Print a set's content and the audit's findings.
 
     Returns:
         1 if the audit calls figures unusable, 2 if the set is not valid, and otherwise 0.
@@ -53,7 +53,13 @@ def check(text: str) -> int:
 
 
 def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
-    """Prints the decisions on a set's records, and writes them to a folder."""
+    """Print the decisions on a set's records, and write them to a folder.
+
+    Args:
+        text: Source of the set.
+        pairs: Constraints, as KEY=VALUE.
+        out: Folder to write, if any.
+    """
     result_set = read(text)
     folder = out or Path(f"{result_set.study}.decision")
     config = changed(result_set.config or {}, pairs)
@@ -77,7 +83,13 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
 
 
 def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
-    """Compares sets (NAME=SET); returns 1 if one fails the regression watch of `compare.fail_above`."""
+    """Compare sets; return 1 if one fails the regression watch of `compare.fail_above`.
+
+    Args:
+        sources: The sets, as NAME=SET.
+        pairs: Config values, as KEY=VALUE.
+        out: Folder to write, if any.
+    """
     from stratbench.extensions.sets.comparing.compare import compare_sets
 
     config = changed({}, pairs)
@@ -103,7 +115,13 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
 
 
 def export(text: str, formats: Sequence[str], out: Path | None) -> int:
-    """Writes a set in the formats of other tools."""
+    """Write a set in the formats of other tools.
+
+    Args:
+        text: Source of the set.
+        formats: Names of the formats.
+        out: Folder to write, if any.
+    """
     result_set = read(text)
     try:
         folders = export_set(result_set, formats, out or Path(f"{result_set.study}.export"))
@@ -114,7 +132,13 @@ def export(text: str, formats: Sequence[str], out: Path | None) -> int:
 
 
 def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
-    """Plans the study of a bundle anew, from its config and its records."""
+    """Plan the study of a bundle again, from its config and its records.
+
+    Args:
+        text: Source of the set.
+        pairs: Config values, as KEY=VALUE.
+        out: Folder to write, if any.
+    """
     from stratbench.extensions.plan.__main__ import main as make_plan
 
     result_set = read(text)
@@ -142,7 +166,7 @@ def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str,
 
 
 def refuse_foreign_code(text: str, config: Mapping[str, Any]) -> None:
-    """Raises CommandError if planning would call code that a bundle names: no code of a bundle is run."""
+    """Raise CommandError if planning would call code that a bundle names, which is never run."""
     # A value that is no mapping is refused later, like any other mistake in a config.
     models, datasets, studies = (
         value if isinstance(value := config.get(key), dict) else {}

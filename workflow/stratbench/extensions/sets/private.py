@@ -1,6 +1,6 @@
 """Removes private data from a bundle: secrets always; names of hosts, users and folders on request.
 
-A name is replaced by the same word everywhere (node1, node2, ...), so cells of one host still share it.
+A name is replaced by the same word everywhere (node1, node2, ...), so cells of one host remain recognizable.
 """
 
 from __future__ import annotations
@@ -31,38 +31,41 @@ _LISTED = {"environment": environment.of_training, "slurm": environment.of_slurm
 
 
 def without_secrets(value: Any, is_record: bool = False) -> Any:
-    """Return the JSON of a record, a config or a plan without what looks like a secret.
+    """Return the JSON of a record, a config or a plan without probable secrets.
 
-    In a record, only those of a worker's variables are kept that are on the lists. Elsewhere `slurm` or
-    `environment` may be the name of an experiment.
+    In a record, only allow-listed variables of a worker remain. Elsewhere `slurm` or `environment` may be the
+    name of an experiment.
     """
     return _cleaned(value, is_record, ())
 
 
 def _cleaned(value: Any, is_record: bool, path: tuple[str, ...], is_secret: bool = False) -> Any:
-    """`value`, which stands at `path`; `is_secret`: its name says that its texts are secrets."""
+    """Return `value`, at `path`, without secrets.
+
+    `is_secret`: its name means that its texts are secrets.
+    """
     if isinstance(value, list):
         return [_cleaned(inner, is_record, path, is_secret) for inner in value]
     if isinstance(value, str):
         return LEFT_OUT if is_secret or environment.tells_secret(value) else value
     if not isinstance(value, dict):
         return value
-    kept = {}
+    cleaned = {}
     for key, inner in value.items():
         if is_record and key in _LISTED and isinstance(inner, dict):
-            kept[key] = _LISTED[key]({k: str(v) for k, v in inner.items()})
+            cleaned[key] = _LISTED[key]({k: str(v) for k, v in inner.items()})
         elif not is_record and _holds_names(path) and isinstance(inner, dict):
-            kept[key] = _cleaned(inner, is_record, (*path, key))
+            cleaned[key] = _cleaned(inner, is_record, (*path, key))
         elif environment.hides_number(key) and inner is not None and not isinstance(inner, bool):
-            kept[key] = LEFT_OUT
+            cleaned[key] = LEFT_OUT
         else:
             secret = is_secret or environment.names_secret(key)
-            kept[key] = _cleaned(inner, is_record, (*path, key), secret)
-    return kept
+            cleaned[key] = _cleaned(inner, is_record, (*path, key), secret)
+    return cleaned
 
 
 def _holds_names(path: tuple[str, ...]) -> bool:
-    """Whether the keys at this place of a config or a plan are names of a user's: of a study, a model."""
+    """Return whether the keys at this path of a config or a plan are a user's names."""
     if len(path) == 3:
         return path[0] == "studies" and path[2] in ("experiments", "variants")
     return path in (("studies",), ("models",), ("datasets",), ("cells",))
@@ -100,8 +103,8 @@ class Replacements:
     def _gpu(self, text: str) -> str:
         return _GPU.sub(lambda found: self._gpus.get(found[0], "GPU"), text)
 
-    def _node(self, found: re.Match[str]) -> str:
-        return self._hosts[found[0].partition(".")[0].lower()]
+    def _node(self, match: re.Match[str]) -> str:
+        return self._hosts[match[0].partition(".")[0].lower()]
 
     def message(self, text: str) -> str:
         """Return a message with every name replaced.
@@ -109,12 +112,12 @@ class Replacements:
         Numbers with dots in it are addresses, not versions.
         """
 
-        def address(found: re.Match[str]) -> str:
+        def address(match: re.Match[str]) -> str:
             try:
-                ipaddress.ip_address(found[0])
+                ipaddress.ip_address(match[0])
             except ValueError:
-                return found[0]
-            return self._addresses.setdefault(found[0], f"address{len(self._addresses) + 1}")
+                return match[0]
+            return self._addresses.setdefault(match[0], f"address{len(self._addresses) + 1}")
 
         return _ADDRESS.sub(address, self.text(text))
 
@@ -126,7 +129,7 @@ class Replacements:
         return _mapped(value, self._unless_a_word)
 
     def _unless_a_word(self, text: str) -> str:
-        """`text` with names replaced, unless it is one plain word: a host may be called `ok` or `vgg16`."""
+        """Return `text` with names replaced, unless it is one plain word, as a host may be called `ok`."""
         return self._gpu(text) if _WORD.fullmatch(text) else self.text(text)
 
     def record(self, record: Record) -> Record:
@@ -134,29 +137,29 @@ class Replacements:
 
         ValueError if a host has the name of a kind of device.
         """
-        found = self.value(record) | {"cell": record["cell"]}
+        replaced = self.value(record) | {"cell": record["cell"]}
         if isinstance(record["reason"], str):
-            found["reason"] = self.message(record["reason"])
-        for old, new in zip(record["workers"], found["workers"], strict=True):
-            if not (said := old["provenance"]):
+            replaced["reason"] = self.message(record["reason"])
+        for old, new in zip(record["workers"], replaced["workers"], strict=True):
+            if not (provenance := old["provenance"]):
                 continue
-            if said.get("device") != new["provenance"].get("device"):
+            if provenance.get("device") != new["provenance"].get("device"):
                 raise ValueError(
-                    f"a host is called as the device {said.get('device')}, so that names of hosts cannot "
-                    "be replaced"
+                    f"a host is called as the device {provenance.get('device')}, so that names of hosts "
+                    "cannot be replaced"
                 )
-            if name := value_at(said, "host.name"):
+            if name := value_at(provenance, "host.name"):
                 new["provenance"]["host"]["name"] = self.text(name)
             for key in ("environment", "slurm"):
-                if key in said:
-                    new["provenance"][key] = _mapped(said[key], self.text)
-            slurm = said.get("slurm") or {}
+                if key in provenance:
+                    new["provenance"][key] = _mapped(provenance[key], self.text)
+            slurm = provenance.get("slurm") or {}
             if slurm:
                 new["provenance"]["slurm"] |= {key: w for key, w in _SITE.items() if key in slurm}
             for key in _NODES & slurm.keys():
                 names = [self.text(name) for name in expanded_nodes(slurm[key])]
                 new["provenance"]["slurm"][key] = ",".join(names)
-        return found
+        return replaced
 
 
 def replacements_for(records: Iterable[Record], nodes_of_timelines: Iterable[str]) -> Replacements:
@@ -168,28 +171,28 @@ def replacements_for(records: Iterable[Record], nodes_of_timelines: Iterable[str
         users.add(Path.home().name)
     for record in records:
         for worker in record["workers"]:
-            said = worker["provenance"] or {}
-            slurm = said.get("slurm") or {}
-            hosts |= {value_at(said, "host.name") or "", slurm.get("SLURMD_NODENAME", "")}
+            provenance = worker["provenance"] or {}
+            slurm = provenance.get("slurm") or {}
+            hosts |= {value_at(provenance, "host.name") or "", slurm.get("SLURMD_NODENAME", "")}
             hosts |= set(expanded_nodes(slurm.get("SLURM_JOB_NODELIST", "")))
         for text in _texts(record):
-            gpus |= {found[0] for found in _GPU.finditer(text)}
-            users |= {found[1] for found in _HOME.finditer(text)}
+            gpus |= {match[0] for match in _GPU.finditer(text)}
+            users |= {match[1] for match in _HOME.finditer(text)}
     return Replacements(hosts, gpus, users)
 
 
 def expanded_nodes(listed: str) -> Iterator[str]:
     """Yield the hosts in a SLURM node list: `gpu[01-03,7],login` has five."""
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
-        if not (found := re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)):
+        if not (match := re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)):
             yield part
             continue
-        for numbers in found[2].split(","):
+        for numbers in match[2].split(","):
             first, _, last = numbers.partition("-")
             last = last or first
             if first.isdigit() and last.isdigit() and int(last) - int(first) < 10_000:
                 for n in range(int(first), int(last) + 1):
-                    yield f"{found[1]}{n:0{len(first)}d}{found[3]}"
+                    yield f"{match[1]}{n:0{len(first)}d}{match[3]}"
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

@@ -1,4 +1,4 @@
-"""Reads a result set: a bundle, the folder of a study's results, or a version of the paper's tables."""
+"""Reads a result set: a bundle, a study's results folder, or a version of the paper's tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stratbench.extensions.sets.keys import PAPER, VERSIONS
 
 @dataclass(frozen=True, eq=False)
 class ResultSet:
-    """The records of one study from one place."""
+    """The records of one study from one site."""
 
     #: Its name beside other sets.
     name: str
@@ -55,13 +55,13 @@ class ResultSet:
     @functools.cached_property
     def findings(self) -> pd.DataFrame:
         """The audit's findings, like audit.csv."""
-        found = audit(self.cells, self.records, self.floors, timelines=self.timelines)
-        frame = pd.DataFrame(found, columns=list(AUDIT_COLUMNS))
+        audited = audit(self.cells, self.records, self.floors, timelines=self.timelines)
+        frame = pd.DataFrame(audited, columns=list(AUDIT_COLUMNS))
         return frame.astype({"gpus": "Int64", "repeat": "Int64"})
 
     @property
     def is_published(self) -> bool:
-        """Whether this is a published table, without records behind it."""
+        """Whether this is a published table, without records."""
         return self.source.startswith(PAPER)
 
     @property
@@ -72,23 +72,28 @@ class ResultSet:
     @property
     def provenance(self) -> dict[str, str]:
         """The origin of the set, in words."""
-        told = {"source": self.source, "study": self.study}
+        origin = {"source": self.source, "study": self.study}
         if self.manifest:
             product = self.manifest["product"]
-            told |= {
+            origin |= {
                 "made by": f"{product['name']} {product['version']}",
                 "newest record": self.manifest["created"],
                 "sha256": self.manifest["sha256"],
                 "hosts": self.manifest["hosts"],
             }
-        return told
+        return origin
 
 
-def read_set(text: str, name: str | None = None, asked: Expected | None = None) -> ResultSet:
-    """Return the set that `text` names: `paper:v1`, the path of a bundle, or a folder `results/<study>`.
+def read_set(text: str, name: str | None = None, expected: Expected | None = None) -> ResultSet:
+    """Return a set: `paper:v1`, the path of a bundle, or a folder `results/<study>`.
 
-    `asked`: what the study's config states in addition to the cells, if it is at hand. SetError, one
-    sentence, if `text` names none of these or it cannot be read.
+    Args:
+        text: Its source.
+        name: Name of the set, or None for its own.
+        expected: Expectations of the study's config, if available.
+
+    Raises:
+        SetError: If the source is none of these or cannot be read.
     """
     if text.startswith(PAPER):
         version = text.removeprefix(PAPER)
@@ -103,14 +108,14 @@ def read_set(text: str, name: str | None = None, asked: Expected | None = None) 
         )
     path = Path(text).expanduser()
     if path.is_dir():
-        return _read_folder(path, text, name, None, asked)
+        return _read_folder(path, text, name, None, expected)
     if not path.exists():
         raise SetError(
             f"{text} is not there; a set is a bundle, a folder results/<study>, or {PAPER}{VERSIONS[0]}"
         )
     with tempfile.TemporaryDirectory(prefix="stratbench-set-") as folder:
         manifest = extract(path, Path(folder))
-        return _read_folder(Path(folder), text, name, manifest, asked)
+        return _read_folder(Path(folder), text, name, manifest, expected)
 
 
 def _read_folder(
@@ -118,7 +123,7 @@ def _read_folder(
     source: str,
     name: str | None,
     manifest: dict[str, Any] | None,
-    asked: Expected | None,
+    expected: Expected | None,
 ) -> ResultSet:
     """Return the set in a folder of results.
 
@@ -142,7 +147,7 @@ def _read_folder(
         out, epochs_out = Path(work, "cells.csv"), Path(work, "epochs.csv")
         bad = [
             row
-            for row in collect(cells, folder, out, epochs_out, asked, read)
+            for row in collect(cells, folder, out, epochs_out, expected, read)
             if row["status"] == "error"
         ]
         if manifest and bad:
@@ -168,7 +173,7 @@ def _read_folder(
 
 
 def _cells_in(folder: Path, manifest: dict[str, Any] | None, told: Any) -> list[Cell]:
-    """Return the listed cells, and after them the cells that have a record but are not listed."""
+    """Return the listed cells, followed by those with a record that are not listed."""
     listed = folder / "cells.json"
     has_list = listed.exists()
     cells = list(_listed_cells(listed, told)) if has_list else []
@@ -184,8 +189,8 @@ def _cells_in(folder: Path, manifest: dict[str, Any] | None, told: Any) -> list[
         if has_list and not manifest:
             continue  # of a matrix that the study no longer has
         try:
-            found = read_json(path)
-            cell = _cell_of(found["cell"])
+            content = read_json(path)
+            cell = _cell_of(content["cell"])
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise told(f"{path} is not a record: {e}") from e
         cells.append(cell)
@@ -229,12 +234,12 @@ def _object_in(path: Path, told: Any) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = read_json(path)
+        content = read_json(path)
     except (OSError, ValueError) as e:
         raise told(f"{path} is not JSON: {e}") from e
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise told(f"{path} is no JSON object")
-    return found
+    return content
 
 
 def _check_timeline(path: Path, told: Any) -> None:

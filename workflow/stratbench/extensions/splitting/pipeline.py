@@ -361,9 +361,9 @@ class Pipeline(ModelSplit):
         o = self.options
         self._stages = [self._stage(i, samples // o.microbatches) for i in self._parts]
         kind = SCHEDULES[o.schedule]
-        given = self._stages if STAGES_A_WORKER[o.schedule] > 1 else self._stages[0]
+        stages = self._stages if STAGES_A_WORKER[o.schedule] > 1 else self._stages[0]
         # The loss is divided instead: gradients of several parts of a batch add up.
-        schedule = kind(given, o.microbatches, loss_fn=self._loss, scale_grads=False)
+        schedule = kind(stages, o.microbatches, loss_fn=self._loss, scale_grads=False)
         skip_votes(schedule)
         return schedule
 

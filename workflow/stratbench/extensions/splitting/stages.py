@@ -99,7 +99,7 @@ def balance(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
     stages = len(waiting)
     if len(units) < stages:
         raise ValueError(f"{len(units)} units cannot be {stages} stages")
-    flops, kept = (
+    flops, saved_bytes = (
         [0, *accumulate(each)] for each in zip(*((u[0], u[3]) for u in units), strict=True)
     )
     held = [0, *accumulate(STATES * u.parameter_bytes for u in units)]
@@ -112,7 +112,7 @@ def balance(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
     def memory(stage: int, start: int, end: int) -> float:
         if work(stage, start, end) > most:
             return math.inf
-        return held[end] - held[start] + waiting[stage] * (kept[end] - kept[start])
+        return held[end] - held[start] + waiting[stage] * (saved_bytes[end] - saved_bytes[start])
 
     _, ends = _split(memory, len(units), stages)
     return [end - start for start, end in pairwise((0, *ends))]

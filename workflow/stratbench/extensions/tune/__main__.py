@@ -1,6 +1,6 @@
-"""Sieves the combinations of an experiment, and writes a study of those that are worth measuring.
+"""Filters the combinations of an experiment, and writes a study of those that are worth measuring.
 
-python -m stratbench.extensions.tune --config JSON   as `snakemake tune` calls it
+python -m stratbench.extensions.tune --config JSON as `snakemake tune` calls it
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = json.loads(args.config)
         whole, _ = load_config(config)
         set_job_environment(whole, str(ROOT / "workflow"))
-        asked = question_of(whole)
-        found = combinations_of(asked["values"], asked["gpus"], whole["tune"])
-        if not found:
+        question = question_of(whole)
+        combinations = combinations_of(question["values"], question["gpus"], whole["tune"])
+        if not combinations:
             raise ConfigError(
                 "config: tune: no strategy is left; widen `include`, or shorten `exclude`"
             )
-        where = (asked["experiment"], asked["gpus"], asked["model"])
+        where = (question["experiment"], question["gpus"], question["model"])
         failed = out_of_memory_in(whole["results"], tuned_name(whole["study"]))
-        sieved = sieve(config, *where, found, whole["tune"]["baseline"], failed)
+        sieved = sieve(config, *where, combinations, whole["tune"]["baseline"], failed)
     except ConfigError as error:
         print(folded([f"error: {error}"]), file=sys.stderr)
         return 1
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     answer = read_answer(Path(whole["results"]), study, sieved, baseline)
     if answer is not None:
         path = tuned.with_name("index.html")
-        write_atomic(path, page(answer, sieved, asked["model"]))
+        write_atomic(path, page(answer, sieved, question["model"]))
         print(folded(["", *answer_lines(answer), f"{path} has it all."]))
     return 0
 
@@ -124,13 +124,13 @@ def question_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lines_of(sieved: Sequence[Sieved]) -> list[str]:
-    """What the sieves did, in numbers, and the combinations that are measured, quickest first."""
+    """Return lines on the numbers of dropped combinations, and the ones to measure, fastest first."""
     fates = Counter(s.fate for s in sieved)
-    said = [f"{fates[UNSUPPORTED]} unsupported", f"{fates[TOO_LARGE]} do not fit"]
-    said.append(f"{fates[TOO_SLOW]} cannot be among the fastest")
-    said += [f"{fates[fate]} {fate}" for fate in (LATER, OUT_OF_MEMORY) if fates[fate]]
-    said.append(f"{fates[MEASURED]} to measure")
-    lines = [f"{counted(len(sieved), 'combination')}: {', '.join(said)}.", ""]
+    texts = [f"{fates[UNSUPPORTED]} unsupported", f"{fates[TOO_LARGE]} do not fit"]
+    texts.append(f"{fates[TOO_SLOW]} cannot be among the fastest")
+    texts += [f"{fates[fate]} {fate}" for fate in (LATER, OUT_OF_MEMORY) if fates[fate]]
+    texts.append(f"{fates[MEASURED]} to measure")
+    lines = [f"{counted(len(sieved), 'combination')}: {', '.join(texts)}.", ""]
     left = [s for s in sieved if s.fate == MEASURED]
     for each in sorted(left, key=lambda s: s.time_s if s.time_s is not None else float("inf")):
         time = seconds_text(each.time_s) if each.time_s is not None else "time not planned"
@@ -181,7 +181,17 @@ def write_study(
     path: Path,
     budget_gpu_hours: float | None,
 ) -> None:
-    """Write the study of the chosen combinations, for Snakemake's --configfile beside config.yaml."""
+    """Write the study of the chosen combinations, for Snakemake's --configfile next to config.yaml.
+
+    Args:
+        config: The raw config.
+        experiment: Its experiment.
+        gpus: Number of workers.
+        model: Name of the model.
+        chosen: The combinations.
+        path: File to write.
+        budget_gpu_hours: Budget, if any.
+    """
     made = study_of(config, experiment, gpus, model, chosen)
     name = tuned_name(config["study"])
     alone = {"study": name, "studies": {name: made["studies"][name]}}

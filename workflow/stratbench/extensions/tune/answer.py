@@ -1,4 +1,4 @@
-"""The answer of `tune`, from the verdict on its study: what wins, what it gains, which choice mattered."""
+"""The answer of `tune`, from its study's verdict: the fastest, its gain, and effects of choices."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from stratbench.statistics.intervals import IntervalEstimate, paired_ratios
 
 @dataclass(frozen=True)
 class MeasuredCombination:
-    """A combination that was measured: seconds of a step by block (None: not in it), and its memory.
+    """A measured combination: seconds per step by block (None: not in it), and its memory.
 
-    `memory_bytes`: the peak of a worker; None where no segment ended. `standing`: as the verdict calls it.
+    `memory_bytes`: the peak of a worker; None where no segment ended. `standing`: its status in the verdict.
     """
 
     combination: Combination
@@ -45,9 +45,9 @@ class MeasuredCombination:
 
 @dataclass(frozen=True)
 class Effect:
-    """How much one choice changes a step's time where all else is equal: a ratio with its interval.
+    """Effect of one choice on a step's time, all else equal: a ratio with its interval.
 
-    `choice` is held against `over`; empty: against the experiment's setting or the option's default.
+    `choice` is compared with `over`; empty: with the experiment's setting or the option's default.
     """
 
     choice: str
@@ -59,7 +59,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class TuneAnswer:
-    """What the blocks of a `tune` say so far."""
+    """Results of the blocks of a `tune` so far."""
 
     verdict: Mapping[str, Any]
     comparison: Mapping[str, Any]
@@ -78,14 +78,14 @@ class TuneAnswer:
 
     @property
     def front(self) -> list[MeasuredCombination]:
-        """Those that no other beats in both time and memory, fastest first."""
-        found: list[MeasuredCombination] = []
+        """Combinations that no other beats in both time and memory, fastest first."""
+        fastest: list[MeasuredCombination] = []
         least = math.inf
         for m in sorted(self.measured, key=lambda m: (m.step_s or math.inf, m.memory_bytes or 0)):
             if m.step_s and m.memory_bytes and m.memory_bytes < least:
-                found.append(m)
+                fastest.append(m)
                 least = m.memory_bytes
-        return found
+        return fastest
 
 
 def read_answer(
@@ -128,7 +128,7 @@ def read_answer(
 
 
 def read_peaks(study: Path) -> dict[str, int]:
-    """Return the largest peak of a worker in the segments of each strategy of a study."""
+    """Return the maximum worker's peak in the segments of each strategy of a study."""
     peaks: dict[str, int] = {}
     for path in sorted((study / "blocks").glob("*/*/*gpu/block*/segments/*/record.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -142,8 +142,8 @@ def effects_of(measured: Sequence[MeasuredCombination], baseline: str) -> list[E
     """Return the effect of each choice on a step's time, over pairs that differ in nothing else.
 
     Args:
-        measured: What was measured.
-        baseline: The strategy that others are held against.
+        measured: Measured combinations.
+        baseline: The strategy to compare with.
     """
     pairs: dict[tuple[str, str], list[np.ndarray]] = {}
     for more in measured:
@@ -161,7 +161,7 @@ def effects_of(measured: Sequence[MeasuredCombination], baseline: str) -> list[E
 
 
 def _in_common(pairs: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the geometric means of pairs [2, blocks], over the blocks that have all of them."""
+    """Return the geometric means of pairs [2, blocks], over their common blocks."""
     logs = np.log(np.stack(pairs))
     whole = np.isfinite(logs).all((0, 1))
     if not whole.any():  # pairs that came back to the comparison: the one in most blocks
@@ -171,7 +171,7 @@ def _in_common(pairs: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _choice(more: Combination, less: Combination, baseline: str) -> tuple[str, str] | None:
-    """What `more` has and `less` has instead, if that is all; None otherwise."""
+    """Return the only difference between `more` and `less`, or None if there are several."""
     if more.strategy != less.strategy:
         alone = not more.options and not less.options and less.strategy == baseline
         return (more.strategy, baseline) if alone and more.settings == less.settings else None
@@ -240,13 +240,13 @@ def further_cost(answer: TuneAnswer) -> str:
     if not rivals:
         return "Every other one is slower: nothing is left to gain."
     gain = comparison["at_most"]
-    told = f"{counted(len(rivals), 'combination')} not told apart from it"
+    text = f"{counted(len(rivals), 'combination')} not told apart from it"
     blocks = comparison["blocks"]
     each = comparison["block_gpu_hours"] / max(blocks, 1)
     share = (len(rivals) + 1.5) / (len(comparison["strategies"]) + 0.5)
     cost = f"a further block of these takes about {share * each:.2g} {verdict['hours']}"
     may = "" if gain is None else f" may be up to {100 * gain:.1f} % faster"
-    return f"{told}{may}; {cost}. {counted(blocks, 'block')} were measured."
+    return f"{text}{may}; {cost}. {counted(blocks, 'block')} were measured."
 
 
 def effect_text(effect: Effect) -> str:
@@ -262,5 +262,5 @@ def evidence_text(effect: Effect) -> str:
 
 
 def time_text(m: MeasuredCombination) -> str:
-    """Return the time of a step, or why there is none."""
+    """Return the time per step, or the reason why there is none."""
     return short_time(m.step_s) if m.step_s else m.standing

@@ -1,8 +1,8 @@
-"""How far the plan's ratios of times may be off, by what two configurations differ in: from public sweeps.
+"""Errors of the plan's time ratios by the differences between configurations, from public sweeps.
 
-A sweep is one network on one kind and number of GPUs, measured in several configurations. The sweeps are in
+A sweep is one model on one kind and number of GPUs, measured in several configurations. The sweeps are in
 workflow/reference/public_sweeps.csv, restated from the source that each row names, with the plan's one time
-of each row; benchmarks/prediction/public_sweeps.py makes that file and holds each source to the others.
+of each row; benchmarks/prediction/public_sweeps.py makes that file and checks each source against the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Amounts = Mapping[str, float]
 
 
 class Margin(NamedTuple):
-    """Up to which planned ratio the slower configuration is kept, and from how many sweeps and sources."""
+    """Maximum planned ratio at which the slower configuration stays, and the evidence for it."""
 
     ratio: float
     sweeps: int
@@ -51,7 +51,7 @@ Margins = Mapping[tuple[str, bool], Margin]
 
 
 class Beaten(NamedTuple):
-    """By what a configuration is dropped: the planned ratio to `faster` is above the margin."""
+    """Reason to drop a configuration: its planned ratio to `faster` is above the margin."""
 
     faster: str
     ratio: float
@@ -59,10 +59,10 @@ class Beaten(NamedTuple):
 
 
 def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Margin]:
-    """Return the margins that the sweeps of these rows have evidence of.
+    """Return the margins for which these sweeps have evidence.
 
-    Pairs of a sweep that differ in one kind alone count. A sweep says by how much the slower one of a pair
-    was planned slower although it was measured faster, at most.
+    Only pairs of a sweep that differ in one kind count. A margin is the maximum planned ratio of a pair whose
+    slower configuration was measured faster.
     """
     worst: dict[tuple[str, bool], dict[str, float]] = {}
     sources: dict[tuple[str, bool], set[str]] = {}
@@ -102,11 +102,14 @@ def by_sweep(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[str, s
 
 
 def margin_between(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
-    """Return the planned ratio up to which `slower` may win.
+    """Return the planned ratio up to which `slower` may be faster, or None without evidence.
 
-    Return None where no evidence says so.
+    If they differ in several kinds, the plan may be wrong in each.
 
-    Where they differ in several kinds, the plan may be wrong in each.
+    Args:
+        slower: Amounts of the configuration that is planned slower.
+        faster: Amounts of the other.
+        margins: Margins by kind.
     """
     keys = [(kind, slower[kind] > faster[kind]) for kind in KINDS if slower[kind] != faster[kind]]
     if not keys or any(key not in margins for key in keys):
@@ -124,13 +127,13 @@ def beaten(
         amounts: What each has of each kind.
         margins: The evidence.
     """
-    found: dict[str, Beaten] = {}
+    by_name: dict[str, Beaten] = {}
     for slower, faster in permutations(times, 2):
         ratio = times[slower] / times[faster]
         margin = margin_between(amounts[slower], amounts[faster], margins) if ratio > 1 else None
-        if margin is not None and ratio > margin and ratio > found.get(slower, (None, 0.0))[1]:
-            found[slower] = Beaten(faster, ratio, margin)
-    return found
+        if margin is not None and ratio > margin and ratio > by_name.get(slower, (None, 0.0))[1]:
+            by_name[slower] = Beaten(faster, ratio, margin)
+    return by_name
 
 
 @cache
@@ -147,11 +150,11 @@ def public_margins() -> dict[tuple[str, bool], Margin]:
 
 
 def evidence_lines(margins: Margins) -> Iterator[str]:
-    """Yield a line for each kind: the planned ratios up to which a combination is kept, and from what."""
+    """Yield a line for each kind: the planned ratio up to which combinations stay, and its evidence."""
     for kind in KINDS:
-        said = [
+        lines = [
             f"{m.ratio:.2f} times with {words} of it ({counted(m.sweeps, 'public sweep')})"
             for more, words in ((True, "more"), (False, "less"))
             if (m := margins.get((kind, more))) is not None
         ]
-        yield f"  {kind}: {', '.join(said) or 'no evidence, nothing is dropped by it'}"
+        yield f"  {kind}: {', '.join(lines) or 'no evidence, nothing is dropped by it'}"

@@ -1,4 +1,4 @@
-"""The page of `tune`: the answer, time against memory, main effects, and what was not looked at."""
+"""The page of `tune`: the answer, time against memory, main effects, and what was left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,13 @@ FIXED = (
 
 
 def page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str) -> str:
-    """Return the page of an answer."""
+    """Return the page of an answer.
+
+    Args:
+        answer: The answer.
+        sieved: All combinations.
+        model: Name of the model.
+    """
     comparison = answer.comparison
     return render("tune.html.j2", TEMPLATES, values={
         "title": f"The fastest configuration of {model} on {comparison['workers']}",
@@ -68,7 +74,7 @@ def _by_time(measured: Sequence[MeasuredCombination]) -> list[MeasuredCombinatio
 
 
 def _chart(answer: TuneAnswer) -> Markup:
-    """Time over memory of all that was measured, by strategy, and the line of those that none beats."""
+    """Return a chart of time over memory by strategy, with the Pareto front."""
     strategies = dict.fromkeys(m.combination.strategy for m in answer.measured)
     marks = marks_by_strategy((name, name) for name in strategies)
     series = []
@@ -117,8 +123,8 @@ def _others(sieved: Sequence[Sieved]) -> Iterator[str]:
             examples = "; ".join(f"{s.combination.name} ({s.reason})" for s in own[:MAX_REASONS])
             yield f"{counted(len(own), 'combination')} {fate}, such as {examples}."
         else:
-            said = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common())
-            yield f"{counted(len(own), 'combination')} {fate}: {said}."
+            text = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common())
+            yield f"{counted(len(own), 'combination')} {fate}: {text}."
     if any(s.amounts is not None for s in sieved):
         margins = "; ".join(line.strip() for line in evidence_lines(public_margins()))
         yield f"Planned times drop what is slower by more than public sweeps let the plan err: {margins}."

@@ -1,7 +1,7 @@
-"""Three sieves: what `check` refuses, what cannot fit, and what cannot be among the fastest.
+"""Three filters: unsupported combinations, those that cannot fit, and those that are too slow.
 
-What ran out of memory in a block does not fit, whatever the plan says; what only it was faster than is then
-measured in its place. What a budget cannot pay for comes later.
+A combination that ran out of memory in a block does not fit, whatever the plan says; combinations that only
+it beat are then measured. The budget is applied last.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ MEASURED, OUT_OF_MEMORY = "measured", "out of memory"
 
 @dataclass(frozen=True)
 class Sieved:
-    """What became of a combination, and why.
+    """Outcome of the filters for a combination, with the reason.
 
-    `time_s` and `memory_bytes` are planned, of a whole training and of a worker; None where nothing is known.
-    `amounts`: what it has of each kind of difference, if public sweeps say anything of its device.
-    `segment_s` and `cell_s`: planned GPU-seconds of a segment of a block and of a whole training.
-    `device_bytes`: what a worker may hold.
+    `time_s` and `memory_bytes` are planned, of a whole training and of a worker; None if unknown. `amounts`:
+    its amount of each kind of difference, if public sweeps cover its device. `segment_s` and `cell_s`:
+    planned GPU-seconds of a segment of a block and of a whole training. `device_bytes`: memory available to a
+    worker.
     """
 
     combination: Combination
@@ -75,23 +75,26 @@ def sieve(
     experiment: str,
     gpus: int,
     model: str,
-    found: Sequence[Combination],
+    combinations: Sequence[Combination],
     baseline: str,
     out_of_memory: Set[tuple[str, str]] = frozenset(),
 ) -> list[Sieved]:
-    """What becomes of each combination, in their order. The baseline is measured wherever it fits at all.
+    """Return the outcome of each combination, in their order.
+
+    The baseline is measured if it fits.
 
     Args:
         config: The raw config of the study, as read from YAML.
-        experiment: Its experiment whose data, batch and settings hold.
+        experiment: Its experiment whose data, batch and settings apply.
         gpus: Number of workers.
-        model: Name of the network.
-        found: The combinations.
-        baseline: Name of the combination that others are held against.
-        out_of_memory: What ran out of memory in a block: its name, and a digest of its settings.
+        model: Name of the model.
+        combinations: The combinations.
+        baseline: Name of the combination to compare with.
+        out_of_memory: Combinations that ran out of memory in a block: name, and digest of settings.
     """
     by_name = {
-        c.name: Sieved(c, UNSUPPORTED, _refusal(config, experiment, gpus, model, c)) for c in found
+        c.name: Sieved(c, UNSUPPORTED, _refusal(config, experiment, gpus, model, c))
+        for c in combinations
     }
     left = [s.combination for s in by_name.values() if not s.reason]
     if left:
@@ -113,33 +116,40 @@ def drop_slow(
     keep_within: float | None,
     margins: Margins,
 ) -> None:
-    """Change those in place that are planned to take too long; the baseline is kept.
+    """Drop combinations that are planned too slow, in place, except for the baseline.
 
     Args:
         by_name: The combinations, by name.
-        baseline: The one that is kept whatever its time.
-        keep_within: From which ratio to the fastest one a combination is dropped; None: that follows from
-            what it differs in from a faster one.
-        margins: Of planned ratios, by what combinations differ in.
+        baseline: The one that stays whatever its time.
+        keep_within: Ratio to the fastest one from which a combination is dropped; None: that follows from
+            its differences from a faster one.
+        margins: Margins of planned ratios, by kind of difference.
     """
     left = (each for each in by_name.items() if each[1].fate == MEASURED)
     times = {name: s.time_s for name, s in left if s.time_s is not None}
     if keep_within is None:
-        found = beaten_of(times, by_name, margins)
+        by_combination = beaten_of(times, by_name, margins)
     else:
         fastest = min(times, key=times.__getitem__, default="")
         ratios = {name: time_s / times[fastest] for name, time_s in times.items()}
-        found = {n: Beaten(fastest, r, keep_within) for n, r in ratios.items() if r > keep_within}
-    for name, (faster, ratio, margin) in found.items():
+        by_combination = {
+            n: Beaten(fastest, r, keep_within) for n, r in ratios.items() if r > keep_within
+        }
+    for name, (faster, ratio, margin) in by_combination.items():
         if name != baseline:
             reason = f"planned {ratio:.2f} times as long as {faster} (kept up to {margin:.2f})"
             by_name[name] = replace(by_name[name], fate=TOO_SLOW, reason=reason)
 
 
 def put_off(by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None) -> None:
-    """Change those in place for which the budget does not suffice: the planned slowest.
+    """Postpone combinations beyond the budget, in place: the slowest in the plan.
 
-    The baseline, the planned fastest and what has no planned time are measured whatever the budget.
+    The baseline, the planned fastest and those without a planned time are measured whatever the budget.
+
+    Args:
+        by_name: The combinations, by name.
+        baseline: Name of the baseline.
+        budget_gpu_hours: Budget, if any.
     """
     timed = [s for s in by_name.values() if s.fate == MEASURED and s.time_s is not None]
     if budget_gpu_hours is None or not timed:
@@ -160,32 +170,38 @@ def put_off(by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float |
 
 
 def out_of_memory_in(results: str, study: str) -> set[tuple[str, str]]:
-    """Return what ran out of memory in a block of a study: its name, and a digest of its settings."""
-    found = set()
+    """Return combinations that ran out of memory in a study's block: name, and digest of settings."""
+    names = set()
     for path in block_files(results, study):
         try:
             block = read_block(path)
         except BlockError:
             continue  # it is measured again
-        found |= {
+        names |= {
             (s.strategy, block.trained[s.strategy]) for s in block.segments if s.status == "oom"
         }
-    return found
+    return names
 
 
 def beaten_of(
     times: Mapping[str, float], by_name: Mapping[str, Sieved], margins: Margins
 ) -> dict[str, Beaten]:
-    """Return what each combination is beaten by, among those with the same options of no known kind."""
+    """Return the one that beats each combination, among those with equal options of unknown kinds.
+
+    Args:
+        times: Planned times.
+        by_name: The combinations, by name.
+        margins: Margins by kind of difference.
+    """
     groups: dict[str, dict[str, Amounts]] = {}
     for name in times:
         each = by_name[name]
         if each.amounts is not None:
             groups.setdefault(_without_kind(each.combination), {})[name] = each.amounts
-    found: dict[str, Beaten] = {}
+    by_combination: dict[str, Beaten] = {}
     for group in groups.values():
-        found |= beaten({name: times[name] for name in group}, group, margins)
-    return found
+        by_combination |= beaten({name: times[name] for name in group}, group, margins)
+    return by_combination
 
 
 def _without_kind(c: Combination) -> str:
@@ -211,7 +227,7 @@ def amounts_of(s: Subject) -> dict[str, float]:
 
 
 def _stage_of(s: Subject, traits: Traits) -> int:
-    """How much is divided among replicas, counted as ZeRO's stages."""
+    """Return the ZeRO stage that corresponds to what replicas share."""
     options = s.settings.options
     if s.mesh.members > 1:  # the network itself is divided, too
         return 3 if options.get("data_parallel") == "fsdp" else 0
@@ -235,9 +251,14 @@ def study_of(
     model: str,
     chosen: Iterable[Combination],
 ) -> dict[str, Any]:
-    """The config with one study more, of the chosen combinations alone.
+    """Return the config with one more study, to be run, of the chosen combinations.
 
-    It becomes the study to run.
+    Args:
+        config: The raw config.
+        experiment: Its experiment.
+        gpus: Number of workers.
+        model: Name of the model.
+        chosen: The combinations.
     """
     name, chosen = config["study"], list(chosen)
     study = config["studies"][name]
@@ -261,7 +282,7 @@ def tuned_name(study: str) -> str:
 def _refusal(
     config: Mapping[str, Any], experiment: str, gpus: int, model: str, combination: Combination
 ) -> str:
-    """Why the config cannot have the combination; empty if it can."""
+    """Return why the config does not support the combination, or an empty text."""
     try:
         load_config(study_of(config, experiment, gpus, model, [combination]))
     except ConfigError as error:

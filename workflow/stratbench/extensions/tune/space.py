@@ -1,4 +1,4 @@
-"""The combinations that `tune` looks at: they follow from what strategies and settings say of themselves."""
+"""The search space of `tune`, from the declarations of strategies and settings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MAX_PARTS = 8
 
 @dataclass(frozen=True)
 class Combination:
-    """A strategy with options and settings that are not the experiment's own.
+    """A strategy with options and settings that differ from the experiment's.
 
-    `name` is that of its variant, or of the strategy itself where nothing else is given.
+    `name` is that of its variant, or of the strategy itself if nothing differs.
     """
 
     strategy: str
@@ -40,7 +40,7 @@ class Combination:
 
     @property
     def variant(self) -> dict[str, Any] | None:
-        """Its entry of `variants`, or None where it is a strategy as it is."""
+        """Its entry of `variants`, or None for a plain strategy."""
         if not self.options and not self.settings:
             return None
         settings = {"settings": dict(self.settings)} if self.settings else {}
@@ -103,7 +103,7 @@ def _equals_ddp(name: str, gpus: int) -> bool:
 
 
 def _options_of(name: str, gpus: int) -> Iterator[dict[str, Any]]:
-    """The default, and each value that an option of the strategy names as worth trying, one at a time."""
+    """Yield the default, and each value that an option lists as worth trying, one at a time."""
     yield {}
     for option in fields(strategy_class(name).Options):
         for value in option.metadata.get("tried", ()):

@@ -1,4 +1,4 @@
-"""`stratbench tune`: the fastest configuration of a network, sieved by the plan and measured by blocks."""
+"""`stratbench tune`: the fastest configuration of a model, filtered by plan, measured by blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
 
 
-def run_tune(given: argparse.Namespace, others: list[str]) -> int:
+def run_tune(args: argparse.Namespace, others: list[str]) -> int:
     """Sieve the combinations, then measure what is left by the rounds of a verdict.
 
     Return the exit code.
@@ -28,13 +28,13 @@ def run_tune(given: argparse.Namespace, others: list[str]) -> int:
     from stratbench.command.subcommands import pairs
 
     require("torch")
-    profile = profile_folder(given.profile)
-    sieve = command_line("tune", "-c1", "--quiet", "all", config=pairs(given), program=QUIET)
+    profile = profile_folder(args.profile)
+    sieve = command_line("tune", "-c1", "--quiet", "all", config=pairs(args), program=QUIET)
     code = subprocess.run(sieve, check=False).returncode
-    if code or given.sieve_only:
+    if code or args.sieve_only:
         return code
-    tuned = tuned_file(given.study)
-    own = [pair for pair in pairs(given) if not pair.startswith("study=")]
+    tuned = tuned_file(args.study)
+    own = [pair for pair in pairs(args) if not pair.startswith("study=")]
     arguments = (
         "verdict",
         "--profile",

@@ -32,20 +32,20 @@ def full_run_against_steps(evidence: AuditData) -> Iterator[Case]:
         if not logs or not steps:
             continue
         by_steps_s = steps * math.exp(statistics.fmean(logs))
-        off = math.log(record["time"]["train_time_s"] / by_steps_s)
-        if abs(off) > MAX_OFF:
+        deviation = math.log(record["time"]["train_time_s"] / by_steps_s)
+        if abs(deviation) > MAX_OFF:
             yield (
                 record["cell"],
                 f"{record['time']['train_time_s']:.4g} s; {steps} steps of "
                 f"{1e3 * by_steps_s / steps:.4g} ms in {len(logs)} blocks make {by_steps_s:.4g} s: "
-                f"{math.expm1(off):+.1%}",
+                f"{math.expm1(deviation):+.1%}",
             )
 
 
 def steps_of(record: Record) -> int:
     """Return the number of steps that a cell trained."""
-    given = record["settings"].get("steps")
-    return given or record["batch"]["steps_per_epoch"] * len(record["time"]["epoch_times_s"])
+    steps = record["settings"].get("steps")
+    return steps or record["batch"]["steps_per_epoch"] * len(record["time"]["epoch_times_s"])
 
 
 def logs_of_steps(timed: list[PairedBlock], record: Record) -> list[float]:

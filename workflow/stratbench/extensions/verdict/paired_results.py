@@ -90,10 +90,10 @@ def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
     return by_group
 
 
-def traits_from(said: Mapping[str, Any]) -> Traits:
+def traits_from(values: Mapping[str, Any]) -> Traits:
     """Return the traits in a verdict, without those unknown to this version."""
     known = {field.name for field in fields(Traits)}
-    return Traits(**{name: value for name, value in said.items() if name in known})
+    return Traits(**{name: value for name, value in values.items() if name in known})
 
 
 class BlocksEvidence(Evidence):
@@ -104,26 +104,26 @@ class BlocksEvidence(Evidence):
 
     def measure(self, candidate: Candidate, group: Group) -> None:
         """Give a candidate its times in blocks, and exclude it if it left the comparison."""
-        found = self.paired.get(group)
-        if found is None:
+        result = self.paired.get(group)
+        if result is None:
             return
-        if found.excluded is not None:
-            candidate.exclude(*found.excluded)
-        if not len(found.times_s):
+        if result.excluded is not None:
+            candidate.exclude(*result.excluded)
+        if not len(result.times_s):
             return
-        candidate.times = found.times_s
-        candidate.time_s = float(np.exp(np.log(found.times_s).mean()))
+        candidate.times = result.times_s
+        candidate.time_s = float(np.exp(np.log(result.times_s).mean()))
         candidate.basis, candidate.unit = PAIRED_BLOCKS, "block"
-        candidate.hosts, candidate.on_cpu = found.hosts, found.on_cpu
-        candidate.traits, candidate.served = found.traits, found.served
-        candidate.claim = found.claim
+        candidate.hosts, candidate.on_cpu = result.hosts, result.on_cpu
+        candidate.traits, candidate.served = result.traits, result.served
+        candidate.claim = result.claim
         candidate.repeats_fixed = False  # a verdict looks after every block
 
-    def exclude(self, question: Question, found: Sequence[Candidate]) -> None:
+    def exclude(self, question: Question, candidates: Sequence[Candidate]) -> None:
         """Exclude strategies that the verdict found slower than a remaining candidate on as many workers."""
         experiment, model = question
-        left = {(c.strategy, c.gpus) for c in found if not c.kind}
-        for c in found:
+        left = {(c.strategy, c.gpus) for c in candidates if not c.kind}
+        for c in candidates:
             paired = self.paired.get(Group(experiment, c.strategy, model, c.gpus))
             if (
                 c.projected
@@ -137,7 +137,7 @@ class BlocksEvidence(Evidence):
                 c.exclude("slower", reason)
 
 
-def read_blocks(path: str, given: Constraints) -> Evidence:
+def read_blocks(path: str, constraints: Constraints) -> Evidence:
     """Return the evidence of the verdict.json that counts; none without one."""
     verdict = read_verdict(path)
     return Evidence() if verdict is None else BlocksEvidence(paired_results(verdict))

@@ -11,14 +11,14 @@ from stratbench.extensions.verdict.paired_results import read_blocks, read_verdi
 TEMPLATE = Path(__file__).parent / "templates" / "verdict.html.j2"
 
 
-def make_verdict_sections(given: ReportInput) -> Iterator[Section]:
+def make_verdict_sections(inputs: ReportInput) -> Iterator[Section]:
     """Make the report's section where a verdict counts."""
-    verdict = read_verdict(given.evidence.get("verdict", ""))
+    verdict = read_verdict(inputs.evidence.get("verdict", ""))
     if verdict is not None:
         # It draws, and matplotlib takes 0.5 s to import.
         from stratbench.extensions.verdict.section import verdict_section
 
-        html = render_section(TEMPLATE, verdict=verdict_section(verdict, given.cells))
+        html = render_section(TEMPLATE, verdict=verdict_section(verdict, inputs.cells))
         yield Section("verdict", html, "Verdict", answers=True)
 
 

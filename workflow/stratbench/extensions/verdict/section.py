@@ -149,5 +149,5 @@ def ratio_row(ratio: Mapping[str, Any]) -> FigureRow:
     leads = ratio["state"] == "leader"
     low = ratio["at_least"]
     point = Point(ratio["ratio"], low, ratio["ratio"] if low is not None else None, chosen=leads)
-    told = "leads" if leads else f"{ratio['ratio']:.2f}×"
-    return FigureRow(ratio["strategy"], [point], told=told, chosen=leads)
+    text = "leads" if leads else f"{ratio['ratio']:.2f}×"
+    return FigureRow(ratio["strategy"], [point], told=text, chosen=leads)

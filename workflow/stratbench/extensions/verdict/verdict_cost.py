@@ -1,4 +1,4 @@
-"""What a verdict by paired blocks will cost about, and where cells are too short for it to pay."""
+"""Approximate cost of a verdict by paired blocks, and cells that are too short for it to pay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AIM = 0.10
 
 @dataclass(frozen=True)
 class VerdictCost:
-    """Of a verdict and of the matrix, in worker-seconds; `starting`: the share of a segment that is start."""
+    """Costs of a verdict and of the matrix, in worker-seconds; `starting`: the start's fraction."""
 
     blocks_s: float
     full_runs_s: float
@@ -42,7 +42,7 @@ class VerdictCost:
 
 
 def cost_of(comparison: list[Planned], slow: bool) -> VerdictCost:
-    """Return the cost of the cells of one experiment, model and number of workers, one repeat each.
+    """Return the cost of one repeat of an experiment, model and number of workers.
 
     `slow`: at the upper end of the predicted times, else at the lower.
     """
@@ -61,7 +61,7 @@ def cost_of(comparison: list[Planned], slow: bool) -> VerdictCost:
 
 
 def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[VerdictCost, VerdictCost]]:
-    """For each comparison of two strategies or more whose times are predicted: at best and at worst."""
+    """Return costs at best and at worst, for each comparison with predicted times."""
     known = [
         c
         for c in plan.cells
@@ -77,12 +77,12 @@ def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[VerdictCost, V
 
 
 def sentences_on_a_verdict(plan: Plan) -> Iterator[str]:
-    """What `snakemake verdict` would cost against the full matrix."""
-    found = verdict_costs(plan)
-    if not found:
+    """Yield sentences on the cost of `snakemake verdict` against the full matrix."""
+    by_comparison = verdict_costs(plan)
+    if not by_comparison:
         yield "Not known: no times are predicted for two strategies of a model and number of workers."
         return
-    ends = [[pair[slow] for pair in found.values()] for slow in (0, 1)]
+    ends = [[pair[slow] for pair in by_comparison.values()] for slow in (0, 1)]
     hours = [sum(c.verdict_s for c in costs) / 3600 for costs in ends]
     shares = sorted(
         sum(c.verdict_s for c in costs) / sum(c.matrix_s for c in costs) for costs in ends
@@ -94,7 +94,7 @@ def sentences_on_a_verdict(plan: Plan) -> Iterator[str]:
     )
     dear = {
         key: min(pair, key=lambda c: c.share)
-        for key, pair in found.items()
+        for key, pair in by_comparison.items()
         if min(c.share for c in pair) > AIM
     }
     short = {key: cost for key, cost in dear.items() if cost.blocks_s > cost.full_runs_s}
@@ -102,13 +102,13 @@ def sentences_on_a_verdict(plan: Plan) -> Iterator[str]:
         experiment, model, gpus = max(short, key=lambda key: short[key].share)
         worst = short[experiment, model, gpus]
         yield (
-            f"A tenth is out of reach for {len(short)} of {len(found)} models and worker counts: their cells "
-            f"are too short. {experiment}, {model} on {gpus} would cost {worst.share:.0%} at least: "
-            f"{worst.starting:.0%} of a segment is the start of its processes. Train them in full instead, "
-            "or for longer."
+            f"A tenth is out of reach for {len(short)} of {len(by_comparison)} models and worker counts: "
+            f"their cells are too short. {experiment}, {model} on {gpus} would cost {worst.share:.0%} "
+            f"at least: {worst.starting:.0%} of a segment is the start of its processes. Train them in full "
+            "instead, or for longer."
         )
     if len(dear) > len(short):
         yield (
-            f"{len(dear) - len(short)} of {len(found)} cost more than a tenth since few strategies compete: "
-            "the full run for their scores is a large part of so small a matrix."
+            f"{len(dear) - len(short)} of {len(by_comparison)} cost more than a tenth since few strategies "
+            "compete: the full run for their scores is a large part of so small a matrix."
         )

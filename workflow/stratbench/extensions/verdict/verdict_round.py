@@ -190,15 +190,15 @@ class Round:
             for cell in self._study.cells
             if cell.repeat == 0
         }
-        alike = all(
+        unchanged = all(
             trained_digest(now[strategy]) == of
             for strategy, of in trained.items()
             if strategy in now
         )
-        if not alike:
+        if not unchanged:
             print(
                 "the verdict is not used: its strategies were trained with other settings than the "
                 "config's; `snakemake verdict` makes another",
                 file=sys.stderr,
             )
-        return alike
+        return unchanged

@@ -63,8 +63,8 @@ def load_secret(path: str | Path) -> bytes:
     return secret
 
 
-def _prove(secret: bytes, side: bytes, nonces: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, side + nonces + said, hashlib.sha256)
+def _prove(secret: bytes, side: bytes, nonces: bytes, payload: bytes) -> bytes:
+    return hmac.digest(secret, side + nonces + payload, hashlib.sha256)
 
 
 def session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
@@ -85,9 +85,9 @@ def _said(connection: Connection, kind: Kind, least_bytes: int) -> bytes:
     return connection.read(frame.length)
 
 
-def _parsed(said: bytes) -> dict[str, Any]:
+def _parsed(payload: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(said)
+        value = json.loads(payload)
     except ValueError:
         raise ProtocolError("malformed handshake: not JSON") from None
     if not isinstance(value, dict):
@@ -106,10 +106,10 @@ def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any
     connection.send(Frame(Kind.CHALLENGE), nonce)
     body = _said(connection, Kind.HELLO, DIGEST_BYTES + NONCE_BYTES)
     digest, theirs = body[:DIGEST_BYTES], body[DIGEST_BYTES : DIGEST_BYTES + NONCE_BYTES]
-    said = body[DIGEST_BYTES + NONCE_BYTES :]
-    if not hmac.compare_digest(digest, _prove(secret, b"worker", nonce + theirs, said)):
+    payload = body[DIGEST_BYTES + NONCE_BYTES :]
+    if not hmac.compare_digest(digest, _prove(secret, b"worker", nonce + theirs, payload)):
         raise ProtocolError("the peer does not know this job's secret")
-    return _parsed(said), nonce + theirs
+    return _parsed(payload), nonce + theirs
 
 
 def accept_handshake(
@@ -124,8 +124,8 @@ def accept_handshake(
         welcome: Content of the WELCOME.
         limit_bytes: Maximum size of payloads.
     """
-    said = json.dumps(welcome).encode()
-    connection.send(Frame(Kind.WELCOME), _prove(secret, b"server", nonces, said) + said)
+    payload = json.dumps(welcome).encode()
+    connection.send(Frame(Kind.WELCOME), _prove(secret, b"server", nonces, payload) + payload)
     to_server, to_worker = session_keys(secret, nonces)
     connection.use_keys(to_worker, to_server, limit_bytes)
 
@@ -143,14 +143,14 @@ def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any])
     """
     connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
     nonces = _said(connection, Kind.CHALLENGE, NONCE_BYTES)[:NONCE_BYTES] + os.urandom(NONCE_BYTES)
-    said = json.dumps(hello).encode()
-    proof = _prove(secret, b"worker", nonces, said)
-    connection.send(Frame(Kind.HELLO), proof + nonces[NONCE_BYTES:] + said)
+    payload = json.dumps(hello).encode()
+    proof = _prove(secret, b"worker", nonces, payload)
+    connection.send(Frame(Kind.HELLO), proof + nonces[NONCE_BYTES:] + payload)
     body = _said(connection, Kind.WELCOME, DIGEST_BYTES)
-    said = body[DIGEST_BYTES:]
-    if not hmac.compare_digest(body[:DIGEST_BYTES], _prove(secret, b"server", nonces, said)):
+    payload = body[DIGEST_BYTES:]
+    if not hmac.compare_digest(body[:DIGEST_BYTES], _prove(secret, b"server", nonces, payload)):
         raise JoinRefused("the server does not know this job's secret")
-    welcome = _parsed(said)
+    welcome = _parsed(payload)
     to_server, to_worker = session_keys(secret, nonces)
     connection.use_keys(to_server, to_worker, int(welcome["limit_bytes"]))
     return welcome

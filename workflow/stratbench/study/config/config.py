@@ -87,10 +87,10 @@ class Study:
     def settings(self, cell: Cell) -> Settings:
         """Return the resolved settings of a cell of this study."""
         values = self.values_of(cell)
-        base, given = self.base_strategy(cell.strategy)
+        base, set_options = self.base_strategy(cell.strategy)
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]
-        options = resolved_options(base, given, cell.gpus) | self.own_files(cell.strategy)
+        options = resolved_options(base, set_options, cell.gpus) | self.own_files(cell.strategy)
         data = self._data.by_identity(cell.dataset)
         return Settings(
             strategy=base,
@@ -115,8 +115,8 @@ class Study:
         Return None if it could. `config` is the cell's own.
         """
         values = config["studies"][self.name]
-        asked = {"gpus": [cell.gpus], "strategies": [cell.strategy], "models": [cell.model]}
-        block = {**self.experiments[cell.experiment].values, **asked}
+        overrides = {"gpus": [cell.gpus], "strategies": [cell.strategy], "models": [cell.model]}
+        block = {**self.experiments[cell.experiment].values, **overrides}
         try:
             check_experiment("cell", block, values, config, self.dataset)
         except ConfigError as error:
@@ -148,8 +148,8 @@ class Study:
         """
         key = f"strategy {strategy}"
         if key not in self._own_code:
-            base, given = self.base_strategy(strategy)
-            files = strategy_class(base).files(option_defaults(base) | given)
+            base, options = self.base_strategy(strategy)
+            files = strategy_class(base).files(option_defaults(base) | options)
             self._own_code[key] = {"sha256": users_code.digest_of(files)} if files else None
         return self._own_code[key] or {}
 

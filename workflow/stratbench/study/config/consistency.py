@@ -46,14 +46,14 @@ def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
         for key in variant.keys() & set(allowed):
             if isinstance(variant[key], str):
                 variant[key] = read_as(variant[key], {*json_types(kinds[key])} - {"string"})
-        given = {k: v for k, v in variant.items() if k not in ("strategy", "settings")}
-        for key in (unknown := [key for key in given if key not in allowed]):
+        set_options = {k: v for k, v in variant.items() if k not in ("strategy", "settings")}
+        for key in (unknown := [key for key in set_options if key not in allowed]):
             yield (
-                f"config: {where}.{key} = {repr_of(given[key])}: {key!r} is not an option of "
+                f"config: {where}.{key} = {repr_of(set_options[key])}: {key!r} is not an option of "
                 f"{base}.{did_you_mean(key, allowed)} Allowed: {', '.join(allowed) or 'none'}."
             )
         try:
-            options(**{key: value for key, value in given.items() if key not in unknown})
+            options(**{key: value for key, value in set_options.items() if key not in unknown})
         except ValueError as e:
             yield f"config: {where}.{e}"
 
@@ -193,8 +193,8 @@ def check_experiment(
             *(_all_at_once(where, keys.faults(each, study)) for _, keys in keys_of("experiment")),
         )
         for fault in faults:
-            said = f" (by the settings of {', '.join(each['strategies'])})" if changed else ""
-            raise ConfigError(f"config: {where}{fault}{said}")
+            source = f" (by the settings of {', '.join(each['strategies'])})" if changed else ""
+            raise ConfigError(f"config: {where}{fault}{source}")
 
 
 def _by_own_settings(
@@ -236,12 +236,12 @@ def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
 
 def check_tolerances(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for the tolerance of a score that no task of the config has."""
-    given = config["decide"]["score_tolerance"]
+    tolerances = config["decide"]["score_tolerance"]
     blocks = [e for s in config["studies"].values() for e in s["experiments"].values()]
     if any(block["task"] not in (None, *tasks.TASKS) for block in blocks):
         return  # a user's own task names its score when it is imported
     names = [task.score_name for task in tasks.TASKS.values()]
-    for name in given:
+    for name in tolerances:
         if name not in names:
             raise ConfigError(
                 wrong_value_message("decide.score_tolerance", name, "is not a score", names)
@@ -299,9 +299,9 @@ def strategies_of(
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The experiment's strategies and variants: each one's name, its strategy's, and all its options."""
     for name in block["strategies"]:
-        given = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
-        base, _ = given.pop("strategy"), given.pop("settings", None)
-        yield name, base, asdict(strategy_class(base).Options(**given))
+        variant = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
+        base, _ = variant.pop("strategy"), variant.pop("settings", None)
+        yield name, base, asdict(strategy_class(base).Options(**variant))
 
 
 def _meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
@@ -371,12 +371,12 @@ def _batch_faults(
 def _strategy_faults(
     block: Mapping[str, Any],
     study: Mapping[str, Any],
-    given: Mapping[str, Any],
+    set_options: Mapping[str, Any],
     gpus_per_node: int,
 ) -> Iterator[str]:
-    networks = {m: models.named_model(m, models.spec_of(m, given)) for m in block["models"]}
+    networks = {m: models.named_model(m, models.spec_of(m, set_options)) for m in block["models"]}
     name_alone = [
-        m for m in block["models"] if given.get(m, {}).get("call") == libraries.NAME_ALONE
+        m for m in block["models"] if set_options.get(m, {}).get("call") == libraries.NAME_ALONE
     ]
     for name, base, options in strategies_of(block, study):
         strategy = strategy_class(base)
@@ -403,10 +403,10 @@ def _strategy_faults(
 
 
 def _model_faults(
-    block: Mapping[str, Any], dataset: Dataset, given: Mapping[str, Any]
+    block: Mapping[str, Any], dataset: Dataset, entry: Mapping[str, Any]
 ) -> Iterator[str]:
     for name in block["models"]:
-        spec = models.spec_of(name, given)
+        spec = models.spec_of(name, entry)
         if dataset.vocabulary and spec is None:
             yield f".models = {name!r}: gives scores of tokens, and the data set's texts have one label each"
             continue

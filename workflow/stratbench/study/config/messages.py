@@ -84,13 +84,13 @@ RENAMED = {
 }
 
 
-def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
+def did_you_mean(wrong: Any, allowed: Iterable[str]) -> str:
     """Return the closest of `allowed` as a question with a leading blank, or an empty text.
 
     A name that another trainer or an older version used comes first, then the shortest one that begins with
     the wrong name.
     """
-    text, allowed = str(given), list(allowed)
+    text, allowed = str(wrong), list(allowed)
     if (ours := ELSEWHERE.get(text, RENAMED.get(text))) in allowed:
         return f" Did you mean {ours!r}?"
     longer = sorted((name for name in allowed if len(text) > 2 and name.startswith(text)), key=len)

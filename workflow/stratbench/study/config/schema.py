@@ -207,13 +207,13 @@ def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) 
         raise ConfigError(told_at_once(faults))
 
 
-def checked_block(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def checked_block(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """One block of a config by itself (`decide`), with its defaults.
 
     Raises:
         ConfigError: For a mistake in it.
     """
-    alone = typed({name: given}, schema())
+    alone = typed({name: block}, schema())
     faults = [e for e in _validator().iter_errors(alone) if list(e.absolute_path)[:1] == [name]]
     _refuse(faults)
     properties = schema()["properties"][name].get("properties", {})
@@ -248,7 +248,7 @@ def _explain(fault: Any, key: str | None) -> str:
     where = place_of(fault.absolute_path)
     at = f"config: {where}" if where else "config"
     value, rule = fault.instance, fault.validator_value
-    given = f"{at} = {repr_of(value)}"
+    setting = f"{at} = {repr_of(value)}"
     about = fault.schema.get("description", "")
     match fault.validator:
         case "additionalProperties":
@@ -266,29 +266,31 @@ def _explain(fault: Any, key: str | None) -> str:
         case "type":
             wanted = " or ".join(TYPE_NAMES[t] for t in ([rule] if isinstance(rule, str) else rule))
             one = "array" in rule and isinstance(value, (str, int, float))
-            message = f"{given}: must be {wanted}{f'; write [{value}]' if one else ''}. {about}"
+            message = f"{setting}: must be {wanted}{f'; write [{value}]' if one else ''}. {about}"
         case "enum" | "const" as kind:
             allowed = map(str, rule if kind == "enum" else [rule])
             return wrong_value_message(where, value, "is not allowed", allowed)
         case "uniqueItems":
             twice = next(v for i, v in enumerate(value) if v in value[:i])
-            message = f"{given}: {twice!r} is given twice; keep one."
+            message = f"{setting}: {twice!r} is given twice; keep one."
         case bound if bound in _BOUNDS:
-            message = f"{given}: must be {_BOUNDS[bound]} {rule}. {about}"
+            message = f"{setting}: must be {_BOUNDS[bound]} {rule}. {about}"
         case "maxLength":
-            message = f"{given}: has {len(value):,} characters; must have at most {rule:,}. {about}"
+            message = (
+                f"{setting}: has {len(value):,} characters; must have at most {rule:,}. {about}"
+            )
         case "minItems" | "maxItems" if rule > 1:
             bound = "at least" if fault.validator == "minItems" else "at most"
-            message = f"{given}: must have {bound} {rule} entries. {about}"
+            message = f"{setting}: must have {bound} {rule} entries. {about}"
         case "minItems" | "minProperties" | "minLength":
             message = f"{at}: must not be empty. {about}"
         case "pattern" if fault.schema["type"] != "string":  # one of several words
-            message = f"{given}: is not allowed. {about}"
+            message = f"{setting}: is not allowed. {about}"
         case "pattern":
             message = (
                 f"{at}: the name {value!r} stands in paths and may hold only letters, digits, "
                 "'.', '_' and '-', and starts with a letter or digit."
             )
         case _:
-            message = f"{given}: {fault.message}"
+            message = f"{setting}: {fault.message}"
     return message.rstrip()

@@ -65,8 +65,8 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
         if place != "experiment":
             check_keys(place, config if place == "top" else config[place], config)
     check_models(config)
-    asked = config["studies"][config["study"]]["experiments"].values()
-    check_model(config["decide"]["model"], (m for block in asked for m in block["models"]))
+    experiments = config["studies"][config["study"]]["experiments"].values()
+    check_model(config["decide"]["model"], (m for block in experiments for m in block["models"]))
     known = DataSets(config)
     check_tolerances(config)
     wrong = []

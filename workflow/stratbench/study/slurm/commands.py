@@ -24,9 +24,9 @@ def ask_slurm(
         Result, with the exit code NOT_THERE if the command is missing. None if it does not answer.
     """
     unwanted = _FILTERS + (("SLURM_", "SRUN_") if "SLURM_JOB_ID" in os.environ else ())
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
     conf = os.environ.get("SLURM_CONF") or os.environ.get("STRATBENCH_SLURM_CONF")
-    env = kept | ({"SLURM_CONF": conf} if conf else {})
+    env = environment | ({"SLURM_CONF": conf} if conf else {})
     stdin = {"input": text} if text is not None else {"stdin": subprocess.DEVNULL}
     try:
         return subprocess.run(

@@ -252,15 +252,15 @@ class FollowsJobs(RemoteExecutor):
         if word == "NODE_FAIL" and state:
             avoid_nodes(self, state.nodes)
         if not word:
-            said = "SLURM does not know it any more, and it left no result "
-            said += help_address("SLURM does not know it any more")
+            text = "SLURM does not know it any more, and it left no result "
+            text += help_address("SLURM does not know it any more")
         else:
             where = f" on {state.nodes}" if state and state.nodes else ""
-            said = f"{word}{where}" + (f": {ENDS[word]}" if word in ENDS else "")
+            text = f"{word}{where}" + (f": {ENDS[word]}" if word in ENDS else "")
         log = info.aux.get("slurm_logfile") if info.aux else None
         own = [Path(path) for path in getattr(info.job, "log", None) or ()]
         unstarted = describe_unstarted([*own, Path(log)]) if log else None
-        return f"SLURM job {job} failed: {said}. " + (f"{unstarted}. " if unstarted else "")
+        return f"SLURM job {job} failed: {text}. " + (f"{unstarted}. " if unstarted else "")
 
     def _has_left_all(self, job: Any) -> bool:
         """Return whether all files of a job exist, and are newer than its submission."""

@@ -60,11 +60,11 @@ def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[s
         return nodes.lines_of_refusals(refused)
     partitions = {"*" if anywhere else s.job.resources.get("slurm_partition") for s in submissions}
     there = [n for p in partitions for n in nodes.nodes_of_partition(offered, p)]
-    asked = [submitted_request(s.job.resources) for s in submissions]
-    if mixed := nodes.describe_types(there, asked):
+    requests = [submitted_request(s.job.resources) for s in submissions]
+    if mixed := nodes.describe_types(there, requests):
         tell(mixed)
     firsts = [str(s.job.output[0]) for s in submissions]
-    asks = map(nodes.describe_request, (s.cell for s in submissions), asked)
+    asks = map(nodes.describe_request, (s.cell for s in submissions), requests)
     times = {f: s.longest_s for f, s in zip(firsts, submissions, strict=True) if s.longest_s}
     follow(workflow, FollowedJob(dict(zip(firsts, asks, strict=True)), times, len(submissions)))
     return []
@@ -83,13 +83,13 @@ def refusals(
     reasons = {}
     for s in submissions:
         resources, cell, settings, from_config = s.job.resources, s.cell, s.settings, s.asked
-        asked = submitted_request(resources)
+        request = submitted_request(resources)
         partition = "*" if anywhere else resources.get("slurm_partition")
-        in_profile = _plain(asked) != _plain(from_config)
+        in_profile = _plain(request) != _plain(from_config)
         sentence = nodes.refusal(
             cell,
             settings,
-            asked if in_profile else from_config,
+            request if in_profile else from_config,
             nodes.nodes_of_partition(offered, partition),
             in_profile,
         )
@@ -100,6 +100,6 @@ def refusals(
     return reasons
 
 
-def _plain(asked: JobRequest) -> tuple[Any, ...]:
-    gpus = asked.gpus, asked.gpu_type
-    return asked.nodes, *gpus, asked.cpus, asked.mem_mib, asked.runtime_min
+def _plain(request: JobRequest) -> tuple[Any, ...]:
+    gpus = request.gpus, request.gpu_type
+    return request.nodes, *gpus, request.cpus, request.mem_mib, request.runtime_min

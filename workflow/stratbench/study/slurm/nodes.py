@@ -42,13 +42,13 @@ class Node:
         """Return the number of its GPUs of a type, or of all if it is None."""
         return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
-    def lacks(self, asked: JobRequest) -> list[str]:
+    def lacks(self, request: JobRequest) -> list[str]:
         """Return the resources of which the node has too little: cpus, memory, gpus, time."""
         short = {
-            "gpus": self.gpus_of(asked.gpu_type) < asked.gpus,
-            "cpus": self.cpus < asked.cpus,
-            "memory": self.mem_mib < asked.mem_mib,
-            "time": self.limit_min is not None and self.limit_min < asked.runtime_min,
+            "gpus": self.gpus_of(request.gpu_type) < request.gpus,
+            "cpus": self.cpus < request.cpus,
+            "memory": self.mem_mib < request.mem_mib,
+            "time": self.limit_min is not None and self.limit_min < request.runtime_min,
         }
         return [what for what, is_short in short.items() if is_short]
 
@@ -147,16 +147,16 @@ def nodes_of_partition(nodes: Iterable[Node], partition: str | int | None) -> li
     return [node for node in nodes if node.is_default] or nodes
 
 
-def most_nodes(asked: JobRequest, offered: Iterable[Node]) -> int:
+def most_nodes(request: JobRequest, offered: Iterable[Node]) -> int:
     """Return the maximum number of nodes in one partition that can hold the request."""
-    able = Counter(node.partition for node in offered if not node.lacks(asked))
+    able = Counter(node.partition for node in offered if not node.lacks(request))
     return max(able.values(), default=0)
 
 
 def refusal(
     cell: Cell,
     settings: Settings,
-    asked: JobRequest,
+    request: JobRequest,
     nodes: Sequence[Node],
     in_profile: bool = False,
 ) -> str | None:
@@ -168,7 +168,7 @@ def refusal(
     Args:
         cell: The cell.
         settings: Its settings.
-        asked: Its request.
+        request: Its request.
         nodes: Nodes of the cluster.
         in_profile: Whether the request comes from the profile, not from the config.
     """
@@ -176,20 +176,20 @@ def refusal(
     for node in nodes:
         by_partition.setdefault(node.partition, []).append(node)
     for here in by_partition.values():
-        if sum(not node.lacks(asked) for node in here) >= asked.nodes:
+        if sum(not node.lacks(request) for node in here) >= request.nodes:
             return None
     if not nodes:
         return None
 
     def size(node: Node) -> tuple[int, ...]:
-        gpus = node.gpus_of(asked.gpu_type)
-        return len(node.lacks(asked)), -gpus, -node.gpus, -node.cpus, -node.mem_mib
+        gpus = node.gpus_of(request.gpu_type)
+        return len(node.lacks(request)), -gpus, -node.gpus, -node.cpus, -node.mem_mib
 
     largest = min(nodes, key=size)
-    lacks = largest.lacks(asked)
-    able = {n.name for n in by_partition[largest.partition] if not n.lacks(asked)}
-    gpus = largest.gpus_of(asked.gpu_type)
-    has = _quantities(gpus, largest.cpus, largest.mem_mib, largest.limit_min, asked)
+    lacks = largest.lacks(request)
+    able = {n.name for n in by_partition[largest.partition] if not n.lacks(request)}
+    gpus = largest.gpus_of(request.gpu_type)
+    has = _quantities(gpus, largest.cpus, largest.mem_mib, largest.limit_min, request)
     if lacks:
         has = f"the largest node of partition {largest.partition} has {has}"
     else:
@@ -198,47 +198,51 @@ def refusal(
     if in_profile:
         remedy = "lower it in the profile (set-resources, default-resources)"
     else:
-        remedy = "; ".join(_remedies(lacks, cell, settings, asked, largest))
-    return f"{describe_request(cell, asked)}, but {has}: {remedy}"
+        remedy = "; ".join(_remedies(lacks, cell, settings, request, largest))
+    return f"{describe_request(cell, request)}, but {has}: {remedy}"
 
 
-def describe_request(cell: Cell, asked: JobRequest) -> str:
+def describe_request(cell: Cell, request: JobRequest) -> str:
     """Return the request of a cell, in words."""
-    count = "a node" if asked.nodes == 1 else f"{asked.nodes} nodes, each"
-    quantities = _quantities(asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min, asked)
+    count = "a node" if request.nodes == 1 else f"{request.nodes} nodes, each"
+    quantities = _quantities(
+        request.gpus, request.cpus, request.mem_mib, request.runtime_min, request
+    )
     return f"{cell} asks for {count} with {quantities}"
 
 
-def _quantities(gpus: int, cpus: int, mem_mib: int, minutes: int | None, asked: JobRequest) -> str:
-    of_type = f" of type {asked.gpu_type}" if asked.gpu_type else ""
-    parts = [counted(gpus, "GPU") + of_type] if asked.gpus else []
+def _quantities(
+    gpus: int, cpus: int, mem_mib: int, minutes: int | None, request: JobRequest
+) -> str:
+    of_type = f" of type {request.gpu_type}" if request.gpu_type else ""
+    parts = [counted(gpus, "GPU") + of_type] if request.gpus else []
     parts += [counted(cpus, "CPU core"), f"{mem_mib:,} MiB"]
     time = "no time limit" if minutes is None else f"{minutes:,} minutes"
     return f"{', '.join(parts)} and {time}"
 
 
 def _remedies(
-    lacks: Iterable[str], cell: Cell, settings: Settings, asked: JobRequest, largest: Node
+    lacks: Iterable[str], cell: Cell, settings: Settings, request: JobRequest, largest: Node
 ) -> Iterator[str]:
     """Yield the key to change for each resource that is missing."""
     block = f"studies.{cell.study}.experiments.{cell.experiment}"
     served = "servers" in settings.options
     spread = "lower cluster.gpus_per_node, so that the cell spans more nodes"
     for what in lacks:
-        if what == "gpus" and (of_type := largest.gpus_of(asked.gpu_type)):
+        if what == "gpus" and (of_type := largest.gpus_of(request.gpu_type)):
             yield f"set cluster.gpus_per_node to {of_type}"
         elif what == "gpus" and largest.gpus:
             types = ", ".join(sorted(largest.gpu_types)) or "null: SLURM names none"
             yield f"set cluster.gpu_type to what it has ({types})"
         elif what == "gpus":
             yield f"set cluster.request_gpus to false, or {block}.device to cpu"
-        elif what == "cpus" and asked.gpus:
+        elif what == "cpus" and request.gpus:
             yield "lower cluster.cpus_per_gpu" + (" or cluster.server_cpus" if served else "")
         elif what == "cpus":
             yield f"lower {block}.threads" if (settings.threads or 1) > 1 else spread
-        elif what == "memory" and asked.planned_mib:
+        elif what == "memory" and request.planned_mib:
             yield f"the plan says that it needs so much memory: {spread}"
-        elif what == "memory" and asked.gpus:
+        elif what == "memory" and request.gpus:
             yield "lower cluster.mem_mib_per_gpu" + (" or cluster.server_mem_mib" if served else "")
         elif what == "memory":
             yield "lower cluster.mem_mib_per_cpu_worker"

@@ -43,7 +43,7 @@ def keep_pauses(
         watch: Has detected the pauses.
         before: Pauses of earlier attempts.
     """
-    kept = [
+    pauses = [
         *before,
         *(
             {
@@ -54,8 +54,8 @@ def keep_pauses(
             for pause in pauses_of_workers(watch.pauses, job.folder.samples(node), job.origin_s)
         ),
     ]
-    if kept:
-        job.folder.write_pauses(node, kept)
+    if pauses:
+        job.folder.write_pauses(node, pauses)
 
 
 def pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:

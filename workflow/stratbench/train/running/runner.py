@@ -92,8 +92,8 @@ class Runner:
         if paused is None:
             return job, exits, ending
         reason = f"; {ending.reason}" if ending.reason else ""
-        told = f"cell {job.cell}: {paused} while it trained; it trains again{reason}"
-        print(f"{told} {help_address('paused for')}", flush=True)
+        text = f"cell {job.cell}: {paused} while it trained; it trains again{reason}"
+        print(f"{text} {help_address('paused for')}", flush=True)
         folder = job.folder
         folder.create()
         if folder.local is not None:

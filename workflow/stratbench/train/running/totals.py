@@ -51,8 +51,8 @@ def served_run(
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
     tickets = first["tickets_settled"]
     for entry in per_epoch:
-        told = [w["losses"].get(str(entry["epoch"] - 1), {}) for w in workers]
-        entry["train_loss"] = mean_loss(told)
+        losses = [w["losses"].get(str(entry["epoch"] - 1), {}) for w in workers]
+        entry["train_loss"] = mean_loss(losses)
     return {
         "train_time_s": max(server["train_time_s"] for server in servers),
         "samples_seen": tickets * samples_per_step,
@@ -63,13 +63,13 @@ def served_run(
     }
 
 
-def mean_loss(told: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
+def mean_loss(losses: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
     """Return the mean training loss of an epoch, from each worker's report (`loop.Result.losses`).
 
     None if a loss was not finite, or if the workers that took the steps were lost before reporting.
     """
     steps: dict[str, list[tuple[float | None, float]]] = {}
-    for each in told:
+    for each in losses:
         for number, sums in each.items():
             steps.setdefault(number, []).append(sums)
     if not steps or any(total is None for parts in steps.values() for total, _ in parts):

@@ -216,17 +216,17 @@ class DeviceData(ABC):
         import torch
 
         meta, arrays = prepared.read(Path(directory))
-        given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         at = torch.device(device) if data_placement == "host" else None
         if at is None:
-            given = {name: t.to(device, copy=True) for name, t in given.items()}
+            tensors = {name: t.to(device, copy=True) for name, t in tensors.items()}
         if len(meta["shape"]) == 1:
-            return Texts(meta, given, at)
+            return Texts(meta, tensors, at)
         shape = shape or tuple(meta["shape"])
         if len(shape) == 2:
-            return Waveforms(meta, given, dtype or torch.float32, at)
+            return Waveforms(meta, tensors, dtype or torch.float32, at)
         memory_format = memory_format or torch.contiguous_format
-        return Images(meta, given, shape, dtype or torch.float32, memory_format, at)
+        return Images(meta, tensors, shape, dtype or torch.float32, memory_format, at)
 
     @property
     def train_samples(self) -> int:

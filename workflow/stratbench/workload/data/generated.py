@@ -139,9 +139,9 @@ class _Chain:
         row = np.arange(tokens)[:, None, None]
         pairs = (row * tokens + self.after[self.after]).ravel()
         odds = (self.odds[:, :, None] * self.odds[self.after]).ravel()
-        found, where = np.unique(pairs, return_inverse=True)
+        distinct, where = np.unique(pairs, return_inverse=True)
         summed = np.bincount(where, odds)
-        second = -self.share[found // tokens] @ (summed * np.log(np.maximum(summed, 1e-300)))
+        second = -self.share[distinct // tokens] @ (summed * np.log(np.maximum(summed, 1e-300)))
         return 2 * self.entropy() - float(second)
 
     def draw(self, rng: np.random.Generator, count: int, length: int) -> np.ndarray:

@@ -154,22 +154,22 @@ def own_data(
         DataError: For errors that are visible without reading a file: contradicting keys, a missing
             folder or file, a malformed call, a missing package.
     """
-    given = {k: v for k, v in spec.items() if k not in ("kind", "sha256", "version")}
+    keys = {k: v for k, v in spec.items() if k not in ("kind", "sha256", "version")}
     kinds = [spec["kind"]] if "kind" in spec else [kind for kind in KINDS if kind in spec]
     if len(kinds) != 1:
-        stated = " and ".join(kinds) or "none of them"
+        text = " and ".join(kinds) or "none of them"
         raise DataError(
-            f"data set {name!r}: must have one of source, {', '.join(KINDS)}; it has {stated}"
+            f"data set {name!r}: must have one of source, {', '.join(KINDS)}; it has {text}"
         )
     [kind] = kinds
     allowed = [kind, *KINDS[kind]]
-    for key in given:
+    for key in keys:
         if key not in allowed:
             raise DataError(
                 f"data set {name!r}: {key!r} does not go with {kind!r}; allowed: {', '.join(allowed)}"
             )
-    values = KINDS[kind] | given
-    locations = _places(name, given if places is None else places)
+    values = KINDS[kind] | keys
+    locations = _places(name, keys if places is None else places)
     for key in PLACES:
         values.pop(key, None)
     if kind == "call":
@@ -192,10 +192,10 @@ def own_data(
     return OwnData(name, kind, values, locations)
 
 
-def _places(name: str, given: Mapping[str, Any]) -> dict[str, list[Path]]:
+def _places(name: str, spec: Mapping[str, Any]) -> dict[str, list[Path]]:
     locations = {}
     for key in PLACES:
-        value = given.get(key)
+        value = spec.get(key)
         if value is None:
             continue
         locations[key] = [Path(p).expanduser() for p in _each(value)]
@@ -216,13 +216,13 @@ def places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the paths of the config's data sets, as a text for PLACES_VARIABLE."""
     locations = {}
     for name, spec in datasets.items():
-        given = {
+        places = {
             key: [str(Path(p).expanduser().absolute()) for p in _each(spec[key])]
             for key in PLACES
             if spec.get(key)
         }
-        if given:
-            locations[name] = given
+        if places:
+            locations[name] = places
     return json.dumps(locations, sort_keys=True)
 
 

@@ -89,9 +89,9 @@ def content_sha256(places: Sequence[Path], samples: Samples, known: Path | None 
         seen.update(f"{name}\0{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     if known is not None:
         with suppress(OSError, ValueError, KeyError, TypeError):
-            kept = read_json(known)
-            if kept["listing"] == seen.hexdigest():
-                return str(kept["sha256"])
+            cached = read_json(known)
+            if cached["listing"] == seen.hexdigest():
+                return str(cached["sha256"])
     digest = hashlib.sha256()
     with progress_bar(len(files), " files", f"hashing {places[0].name}") as bar:
         for name, path in files:

@@ -72,8 +72,8 @@ def _prepare_own(own: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) 
         DataError: Where they are not those that `spec` was made of.
     """
     identity = json.loads(json.dumps(own.identity(users_code.code_folders())))
-    stated = {key: spec[key] for key in ("sha256", "version") if key in spec}
-    if any(identity[key] != value for key, value in stated.items()):
+    hashes = {key: spec[key] for key in ("sha256", "version") if key in spec}
+    if any(identity[key] != value for key, value in hashes.items()):
         raise DataError(
             f"{own}: its {'code has' if own.call else 'files have'} changed since the run was "
             "started; start it again"
@@ -100,8 +100,8 @@ def _prepared_for(
     open_source: Callable[[Path], tuple[Source, Dataset]],
 ) -> dict[str, Any]:
     """Prepare what `open_source` gives from a scratch folder, unless it is there already."""
-    if (kept := prepared.intact(out_dir, request)) is not None:
-        return kept
+    if (intact := prepared.intact(out_dir, request)) is not None:
+        return intact
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with held_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
         built, downloads = Path(scratch, "built"), Path(scratch, "downloads")

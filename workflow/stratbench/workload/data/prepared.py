@@ -86,11 +86,11 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
             raise DataError(f"{request['name']}, {split}: {start} {what} instead of {samples}")
         inputs.flush()
         targets.flush()
-    stated = {} if moments is None else moments.as_meta()
-    if 0 in stated.get("std", ()):
+    moments_meta = {} if moments is None else moments.as_meta()
+    if 0 in moments_meta.get("std", ()):
         raise DataError(
-            f"{request['name']}: channel {stated['std'].index(0)} has one value in all training {what}, so "
-            "that nothing can be learnt from it; leave it out"
+            f"{request['name']}: channel {moments_meta['std'].index(0)} has one value in all training "
+            f"{what}, so that nothing can be learnt from it; leave it out"
         )
     meta = {
         **request,
@@ -98,7 +98,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
         "shape": list(shape),
         "train_samples": source.train.samples,
         "test_samples": source.test.samples,
-        **stated,
+        **moments_meta,
         **({"least_loss": source.least_loss} if facts.is_text or source.least_loss else {}),
         **{key: True for key in ("floats", "values") if getattr(facts, key)},
         **({"vocabulary": facts.vocabulary} if facts.vocabulary else {}),
@@ -270,8 +270,8 @@ def verified_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = _meta(folder)
         now = {array: _size_and_time(folder, array) for array in ARRAYS}
-        stated = meta.get("arrays", {})
-        changed = [array for array in ARRAYS if now[array] != stated.get(array)]
+        recorded = meta.get("arrays", {})
+        changed = [array for array in ARRAYS if now[array] != recorded.get(array)]
         if changed and _sha256(folder) != meta["sha256"]:
             raise DataError(f"{', '.join(changed)} changed after it was prepared")
     except OSError as error:

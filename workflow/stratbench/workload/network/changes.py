@@ -56,16 +56,16 @@ class Attributes:
         ]
 
     def _differs(self, prefix: str, key: str, now: Mapping[str, Any]) -> bool:
-        kept = self._kept.get((prefix, key))
-        return kept is None or key not in now or kept.differs_from(now[key])
+        saved = self._kept.get((prefix, key))
+        return saved is None or key not in now or saved.differs_from(now[key])
 
     def put_back(self) -> None:
         """Make them what they were, and the same objects."""
         for prefix, (module, own) in self._modules.items():
             for key in [k for k in _of_user(module) if k not in own and self._counts(prefix, k)]:
                 del vars(module)[key]
-        for (prefix, key), kept in self._kept.items():
-            vars(self._modules[prefix][0])[key] = kept.put_back()
+        for (prefix, key), saved in self._kept.items():
+            vars(self._modules[prefix][0])[key] = saved.put_back()
 
 
 def _of_user(module: nn.Module) -> dict[str, Any]:
@@ -95,8 +95,8 @@ class _Kept:
             self._content = set(value)
 
     def differs_from(self, now: Any) -> bool:
-        kept = self._content
-        if kept is None:
+        content = self._content
+        if content is None:
             plain = isinstance(now, bool | int | float | complex | str | tuple)
             return now is not self.value and not (
                 plain and type(now) is type(self.value) and now == self.value
@@ -106,34 +106,34 @@ class _Kept:
         if isinstance(now, Tensor):
             return get_version(now) != self._version
         if isinstance(now, np.ndarray):
-            return not np.array_equal(now, kept)
+            return not np.array_equal(now, content)
         if isinstance(now, set):
-            return now != kept
-        if len(now) != len(kept):
+            return now != content
+        if len(now) != len(content):
             return True
         if isinstance(now, dict):
-            return any(k not in kept or kept[k].differs_from(v) for k, v in now.items())
-        return any(k.differs_from(v) for k, v in zip(kept, now, strict=True))
+            return any(k not in content or content[k].differs_from(v) for k, v in now.items())
+        return any(k.differs_from(v) for k, v in zip(content, now, strict=True))
 
     def put_back(self) -> Any:
-        value, kept = self.value, self._content
-        if isinstance(kept, Tensor):
+        value, content = self.value, self._content
+        if isinstance(content, Tensor):
             if get_version(value) != self._version:
                 with torch.no_grad():
-                    value.copy_(kept)
-        elif isinstance(kept, np.ndarray):
-            value[...] = kept
-        elif isinstance(kept, list):
-            inner = [k.put_back() for k in kept]
+                    value.copy_(content)
+        elif isinstance(content, np.ndarray):
+            value[...] = content
+        elif isinstance(content, list):
+            inner = [k.put_back() for k in content]
             value.clear()
             value.extend(inner)
-        elif isinstance(kept, dict):
-            inner = {key: k.put_back() for key, k in kept.items()}
+        elif isinstance(content, dict):
+            inner = {key: k.put_back() for key, k in content.items()}
             value.clear()
             value.update(inner)
-        elif isinstance(kept, set):
+        elif isinstance(content, set):
             value.clear()
-            value.update(kept)
+            value.update(content)
         return value
 
 

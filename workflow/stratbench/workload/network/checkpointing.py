@@ -161,11 +161,11 @@ def _without_statistics(norms: list[BatchNorm]) -> Iterator[None]:
 
     With a momentum of 0 they become 1 x old + 0 x new, which is bit for bit the old.
     """
-    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, kept, strict=True):
+        for norm, (momentum, count) in zip(norms, statistics, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count

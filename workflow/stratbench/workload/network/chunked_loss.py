@@ -89,7 +89,7 @@ def find_head(model: nn.Module, tokens: Tensor) -> nn.Linear:
             changes.put_back()
             for hook in hooks:
                 hook.remove()
-    found = next((layer for layer, out in outputs if out is scores), None)
-    if found is None:
+    head = next((layer for layer, out in outputs if out is scores), None)
+    if head is None:
         raise Refused(NO_HEAD)
-    return found
+    return head

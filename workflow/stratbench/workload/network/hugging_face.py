@@ -72,33 +72,33 @@ def network(
     Raises:
         Unsuitable: The config does not suit the data, or the weights not the config.
     """
-    stated = {**(config or {}), **(arguments or {})}
-    model_type = stated.pop("model_type", None)
+    values = {**(config or {}), **(arguments or {})}
+    model_type = values.pop("model_type", None)
     if model_type is not None and model_type not in CONFIG_MAPPING:
         raise Unsuitable(f"model_type = {model_type!r}: this transformers has no such model")
     kind = CONFIG_MAPPING[model_type] if model_type else cls.config_class
     names = getattr(kind, "attribute_map", {})
-    stated = {names.get(key, key): value for key, value in stated.items()}
+    values = {names.get(key, key): value for key, value in values.items()}
     if vocab_size is not None:
-        tokens = stated.setdefault("vocab_size", vocab_size)
+        tokens = values.setdefault("vocab_size", vocab_size)
         # Tokens that mark a text's ends, and which the vocabulary does not have.
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            number = stated.get(key, getattr(kind, key, None))
+            number = values.get(key, getattr(kind, key, None))
             if type(number) is int and number >= tokens:
-                stated[key] = None
+                values[key] = None
     if labels := _labels(cls, vocab_size, num_classes):
-        stated = {"num_labels": labels} | stated
+        values = {"num_labels": labels} | values
     if image_size is not None:
-        stated = {"image_size": image_size, "num_channels": in_channels} | stated
+        values = {"image_size": image_size, "num_channels": in_channels} | values
     if length is not None and hasattr(kind, "num_mel_bins"):
-        stated = {"num_mel_bins": in_channels, "max_source_positions": length // 2} | stated
+        values = {"num_mel_bins": in_channels, "max_source_positions": length // 2} | values
     made = kind.from_dict(
-        {key: v for key, v in stated.items() if key not in ("dtype", "torch_dtype")}
+        {key: v for key, v in values.items() if key not in ("dtype", "torch_dtype")}
     )
     data = "texts" if vocab_size else "images" if image_size else "waveforms"
     _check_kind(kind, data)
     if vocab_size is not None:
-        _suit_text(made, stated, vocab_size, sequence)
+        _suit_text(made, values, vocab_size, sequence)
     if not issubclass(cls, PreTrainedModel):
         if kind not in cls._model_mapping:
             raise Unsuitable(
@@ -138,7 +138,7 @@ def _check_kind(kind: type[PreTrainedConfig], data: str) -> None:
 
 
 def _suit_text(
-    config: PreTrainedConfig, stated: Mapping[str, Any], vocab_size: int, sequence: int
+    config: PreTrainedConfig, values: Mapping[str, Any], vocab_size: int, sequence: int
 ) -> None:
     """Set the config's length to that of the text, or raise Unsuitable if it has a smaller one."""
     if config.vocab_size < vocab_size:
@@ -148,9 +148,9 @@ def _suit_text(
         )
     key = type(config).attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if (getattr(config, key, None) or sequence) < sequence:
-        if key in stated:
+        if key in values:
             raise Unsuitable(
-                f"{key} = {stated[key]}: the data set's samples have {sequence} tokens; remove it, or set at "
+                f"{key} = {values[key]}: the data set's samples have {sequence} tokens; remove it, or set at "
                 f"least {sequence}"
             )
         setattr(config, key, sequence)
@@ -159,7 +159,7 @@ def _suit_text(
 def _with_weights(
     cls: type[PreTrainedModel], config: PreTrainedConfig, folder: str
 ) -> PreTrainedModel:
-    model, found = cls.from_pretrained(
+    model, report = cls.from_pretrained(
         folder,
         config=config,
         dtype="float32",
@@ -168,7 +168,7 @@ def _with_weights(
         trust_remote_code=False,
         output_loading_info=True,
     )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise Unsuitable(f"{folder} has no weights of {', '.join(missing[:3])}")
     return model
 
@@ -240,14 +240,14 @@ class _Layer:
     def __call__(self, built: Scores, x: Tensor) -> Tensor:
         base = built.network.base_model
         children = get_children(base)
-        kept = {key: children[key] for key in (self._layers, *self._after)}
-        layers = [_Same() for _ in kept[self._layers]]
-        layers[self._number] = kept[self._layers][self._number]
+        modules = {key: children[key] for key in (self._layers, *self._after)}
+        layers = [_Same() for _ in modules[self._layers]]
+        layers[self._number] = modules[self._layers][self._number]
         children |= dict.fromkeys(self._after, _Same()) | {self._layers: nn.ModuleList(layers)}
         try:
             return base(inputs_embeds=x).last_hidden_state
         finally:
-            children |= kept
+            children |= modules
 
 
 class _Same(nn.Module):

@@ -52,14 +52,14 @@ def as_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
     ValueError for an invalid one, as `.key = value: why`. The content of a config file becomes an argument,
     so that cells depend on it and not on its path. `known`: the file that caches the hash of its weights.
     """
-    given = [key for key in ("call", *LIBRARIES) if key in spec]
-    if not given and not any(spec.values()):
+    sources = [key for key in ("call", *LIBRARIES) if key in spec]
+    if not sources and not any(spec.values()):
         return {**spec, "call": NAME_ALONE}
-    if len(given) != 1:
+    if len(sources) != 1:
         raise ValueError(
-            f": give one of call, {' and '.join(LIBRARIES)}; given: {', '.join(given) or 'none'}"
+            f": give one of call, {' and '.join(LIBRARIES)}; given: {', '.join(sources) or 'none'}"
         )
-    (kind,) = given
+    (kind,) = sources
     if kind == "call":
         for key in ("arguments", "weights", "lora"):
             if key in spec:
@@ -104,8 +104,8 @@ def _of_transformers(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
         if spec[key] is None:
             made[key] = f"{HERE}:{key}"
     if spec["num_heads"] is None:
-        stated = config | arguments
-        counts = (stated[key] for key in _HEADS if type(stated.get(key)) is int)
+        values = config | arguments
+        counts = (values[key] for key in _HEADS if type(values.get(key)) is int)
         made["num_heads"] = next((n for n in counts if n > 0), None)
     return made
 
@@ -245,7 +245,7 @@ def _fault_of_timm(folder: Path, name: Any) -> str | None:
 def _names_of_timm(folder: Path) -> frozenset[str]:
     texts = (p.read_text(encoding="utf-8") for p in folder.glob("models/*.py"))
     pattern = re.compile(r"^@register_model\n(?:@.*\n)*def (\w+)", re.M)
-    return frozenset(found for text in texts for found in pattern.findall(text))
+    return frozenset(name for text in texts for name in pattern.findall(text))
 
 
 def packages_beside(spec: Mapping[str, Any]) -> list[str]:
@@ -263,8 +263,8 @@ def _fault_of_lora(spec: Mapping[str, Any]) -> str | None:
         for name in ("config.py", "tuners/lora/config.py"):
             tree = ast.parse((folder / name).read_text(encoding="utf-8"))
             named = ("PeftConfigMixin", "PeftConfig", "LoraConfig")
-            found = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in named)
-            keys |= {key for each in found for key in _keys_of_class(each)}
+            classes = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in named)
+            keys |= {key for each in classes for key in _keys_of_class(each)}
         for key in spec["kwargs"]["lora"]:
             if keys and key not in keys:
                 return f"lora.{key}: peft's LoraConfig has no {key!r}{_closest(key, keys)}"
@@ -275,14 +275,14 @@ def _closest(name: str, known: Iterable[str]) -> str:
     """Return the closest of some names as a question: first the shortest that has all words."""
     words, ordered = set(name.lower().split("_")), sorted(known, key=lambda key: (len(key), key))
     wider = [key for key in ordered if words <= set(key.lower().split("_"))]
-    found = wider or get_close_matches(name, ordered, n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    names = wider or get_close_matches(name, ordered, n=1, cutoff=0.5)
+    return f"; did you mean {names[0]!r}?" if names else ""
 
 
 @cache
 def _folder_of(package: str) -> Path | None:
-    found = util.find_spec(package)
-    return Path(found.origin).parent if found is not None and found.origin else None
+    spec = util.find_spec(package)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 @cache
@@ -324,12 +324,14 @@ def _keys_of_config(folder: Path, modeling: Path, name: str) -> frozenset[str]:
             classes |= {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
     keys, left = {"attn_implementation", "experts_implementation", "num_labels"}, [named[1]]
     while left:
-        found = classes.get(left.pop())
-        if found is None:  # made elsewhere
+        definition = classes.get(left.pop())
+        if definition is None:  # made elsewhere
             return frozenset()
-        keys |= set(_keys_of_class(found))
-        ours = [b.id for b in found.bases if isinstance(b, ast.Name) and b.id.endswith("Config")]
-        left += ours if found.name not in ("PreTrainedConfig", "PretrainedConfig") else []
+        keys |= set(_keys_of_class(definition))
+        ours = [
+            b.id for b in definition.bases if isinstance(b, ast.Name) and b.id.endswith("Config")
+        ]
+        left += ours if definition.name not in ("PreTrainedConfig", "PretrainedConfig") else []
     return frozenset(keys)
 
 

@@ -55,13 +55,13 @@ def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
     if spec is None:
         return name
     keys = {f.name for f in fields(OwnModel)}
-    stated = OwnModel(name, **{key: value for key, value in spec.items() if key in keys})
-    torchvisions = stated.torchvision_name
+    own = OwnModel(name, **{key: value for key, value in spec.items() if key in keys})
+    torchvisions = own.torchvision_name
     if torchvisions is None:
-        return Model("own", None, own=stated)
+        return Model("own", None, own=own)
     patch = int(torchvisions.rpartition("_")[2]) if torchvisions.startswith("vit_") else 1
     patch = _SIDES.get(torchvisions, patch)
-    return Model("torchvision", None, _SMALLEST.get(torchvisions, 32), patch=patch, own=stated)
+    return Model("torchvision", None, _SMALLEST.get(torchvisions, 32), patch=patch, own=own)
 
 
 #: Torchvision's networks that need more than 32 pixels a side, and one that takes multiples only.
@@ -69,17 +69,17 @@ _SMALLEST = {"alexnet": 64, "inception_v3": 96, "maxvit_t": 224}
 _SIDES = {"maxvit_t": 224}
 
 
-def spec_of(name: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def spec_of(name: str, entries: Mapping[str, Any]) -> dict[str, Any] | None:
     """call, kwargs and shard of a model that is not built in.
 
-    `given`: the config's `models`.
+    `entries`: the config's `models`.
 
     A name that is not there is a network of torchvision's. None for one of MODELS.
     """
     if name in MODELS:
         return None
     call = {"call": f"torchvision.models.{name}", "kwargs": {}, "wrap_classes": None}
-    return dict(given.get(name, call))
+    return dict(entries.get(name, call))
 
 
 def check_reads(name: str | Model, kind: str) -> None:
@@ -287,8 +287,8 @@ def trial_of(
 
     device = next(model.parameters()).device
     values, layout = tasks.takes_values(task), torch.contiguous_format
-    stated = facts_of(name).own
-    vocabulary = stated and stated.vocabulary
+    own = facts_of(name).own
+    vocabulary = own and own.vocabulary
     x, y = example_batch(
         trial.SAMPLES, shape, classes, device, dtype, layout, values, vocabulary is not None
     )
@@ -306,14 +306,14 @@ def trial_of(
 
 def has_name_alone(name: str | Model) -> bool:
     """Return whether a trainer of the user's builds the model, and nothing here can."""
-    stated = facts_of(name).own
-    return stated is not None and stated.call == libraries.NAME_ALONE
+    own = facts_of(name).own
+    return own is not None and own.call == libraries.NAME_ALONE
 
 
 def in_words(name: str | Model) -> str:
     """Return a model in a sentence about it."""
-    stated = facts_of(name).own
-    return str(stated) if stated is not None else f"model {_name(name)!r}"
+    own = facts_of(name).own
+    return str(own) if own is not None else f"model {_name(name)!r}"
 
 
 def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -366,11 +366,11 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     convolutions between two poolings are one group, and each linear layer is one. Modules in no group (stem,
     head) belong to the root.
     """
-    if (stated := facts_of(name).own) is not None:
+    if (own := facts_of(name).own) is not None:
         from stratbench.workload.network import sharding
 
-        if shard := stated.wrap_classes or sharding.stated_classes(model):
-            return sharding.groups_by_class(model, shard, stated)
+        if shard := own.wrap_classes or sharding.stated_classes(model):
+            return sharding.groups_by_class(model, shard, own)
         return sharding.groups_by_size(model)
     family = facts_of(name).family
     if family == "vgg":
@@ -388,10 +388,10 @@ def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
     if model.own is None:
         path = getattr(FAMILIES[model.family], key)
         return path and _import_name(path)
-    stated = getattr(model.own, key)
-    if isinstance(stated, str):
-        stated = users_code.import_name(model.own, stated)
-    return stated(built) if callable(stated) else stated
+    declared = getattr(model.own, key)
+    if isinstance(declared, str):
+        declared = users_code.import_name(model.own, declared)
+    return declared(built) if callable(declared) else declared
 
 
 def _states(network: str | Model, key: str) -> bool:
@@ -419,8 +419,8 @@ def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
     A `built` model may declare it itself.
     """
     model = facts_of(network)
-    stated = model.own.num_heads if model.own else model.num_heads
-    return stated or getattr(built, "num_heads", 0)
+    declared = model.own.num_heads if model.own else model.num_heads
+    return declared or getattr(built, "num_heads", 0)
 
 
 def has_pieces(network: str | Model) -> bool:

@@ -129,11 +129,11 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
     """
     function = _maker(own)
     facts = facts_of_data(classes, shape, own.vocabulary)
-    given = with_facts(own.kwargs, facts)
+    kwargs = with_facts(own.kwargs, facts)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # one written in C
-        return given
+        return kwargs
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     takes = {
         key
@@ -144,15 +144,15 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
         key: facts[role]
         for role in facts
         for key in ROLES[role]
-        if key in takes and key not in given
+        if key in takes and key not in kwargs
     }
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         top = top_of(own.call)
         if not takes.intersection(ROLES["classes"] + ROLES["vocabulary"]):
             filled.setdefault("num_classes", classes)
         if top == "timm" and "channels" in facts:
-            filled |= _for_timm(given.get("model_name"), facts)
-    return filled | _for_torchvision(own, shape) | given
+            filled |= _for_timm(kwargs.get("model_name"), facts)
+    return filled | _for_torchvision(own, shape) | kwargs
 
 
 def _maker(own: OwnModel) -> Callable[..., Any]:
@@ -204,17 +204,17 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     """
     from torch import nn
 
-    given: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     try:
-        given = arguments(own, classes, shape)
-        made = _maker(own)(**given)
+        kwargs = arguments(own, classes, shape)
+        made = _maker(own)(**kwargs)
     except (MemoryError, ModelError):
         raise
     except Unsuitable as e:
         raise ModelError(f"{own}: {e}") from e
     except Exception as e:
         _raise_out_of_memory(e)
-        called = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ModelError(
             f"{own}: called with ({called}), it raised {error_text(e)}{_not_of_data(shape, e)}"
         ) from e

@@ -180,21 +180,23 @@ class _Trying:
         with gathering:
             scores = self.forward(self.x)
         written_views = gathering.written_views
-        moved = changes.draws if self.on_fakes else draws.differ_from(Generators.now(self.x.device))
-        found = {
+        advanced = (
+            changes.draws if self.on_fakes else draws.differ_from(Generators.now(self.x.device))
+        )
+        changed_names = {
             "overwritten": changes.overwritten,
             "written": changes.written,
             "replaced": changes.replaced,
             "attributes": changes.attributes,
         }
         reached = self.backward(scores)
-        kept_aside, counts = self.dependence(found, *before)
+        kept_aside, counts = self.dependence(changed_names, *before)
         changes.put_back()
-        by_data, parted = self.by_data(gathering, found["overwritten"])
+        by_data, parted = self.by_data(gathering, changed_names["overwritten"])
         elsewhere, remade = self.elsewhere()
         trainable = {p: name for p, name in names.items() if p.requires_grad}
         return Trial(
-            **{key: tuple(value) for key, value in found.items()},
+            **{key: tuple(value) for key, value in changed_names.items()},
             unused=tuple(name for p, name in trainable.items() if p not in reached),
             sparse=tuple(n for p, n in trainable.items() if p in reached and reached[p].sparse),
             again=tuple(n for p, n in trainable.items() if p in reached and reached[p].times > 1),
@@ -212,7 +214,7 @@ class _Trying:
                 g[0] for i, g in enumerate(self.groups) if i not in gathering.in_backward
             ),
             reads_values=gathering.reads_values,
-            draws=moved,
+            draws=advanced,
             in_backward=gathering.in_backward,
             written_views=tuple(self.groups[i][0] for i in written_views),
         )
@@ -262,29 +264,29 @@ class _Trying:
             self.changes.put_back()
 
     def dependence(
-        self, found: Mapping[str, list[str]], evaluated: Tensor, trained: Tensor
+        self, changed_names: Mapping[str, list[str]], evaluated: Tensor, trained: Tensor
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return `Trial.kept_aside` and `Trial.counts`.
 
         Args:
-            found: Changed names by kind.
+            changed_names: Changed names by kind.
             evaluated: Scores of evaluation before any change.
             trained: Scores of training before any change.
         """
         by_name = dict(self.model.named_parameters())
-        frozen = [name for name in found["overwritten"] if not by_name[name].requires_grad]
+        frozen = [name for name in changed_names["overwritten"] if not by_name[name].requires_grad]
         if self.on_fakes:
             return tuple(frozen), ()
         buffers = dict(self.model.named_buffers())
-        others = [n for n in found["written"] if not buffers[n].is_floating_point()]
-        others += found["replaced"] + found["attributes"]
+        others = [n for n in changed_names["written"] if not buffers[n].is_floating_point()]
+        others += changed_names["replaced"] + changed_names["attributes"]
         self.changes.put_back(others=False)
         if not others or _alike(self.evaluated(), evaluated):
             others = []
         self.changes.put_back()
         self.forward(self.x)
         self.changes.put_back(floats=False, others=False)
-        counted = found["written"] + found["replaced"] + found["attributes"]
+        counted = changed_names["written"] + changed_names["replaced"] + changed_names["attributes"]
         if not counted or _alike(self.seeded(), trained):
             counted = []
         return tuple(frozen + others), tuple(counted)
@@ -322,8 +324,8 @@ class _Trying:
             except ModelError:
                 if not more:
                     raise
-        alike = with_copies is not None and (scores is None or torch.equal(scores, with_copies))
-        return tuple(reading.read), () if alike else tuple(sorted(more))
+        is_equal = with_copies is not None and (scores is None or torch.equal(scores, with_copies))
+        return tuple(reading.read), () if is_equal else tuple(sorted(more))
 
 
 def _alike(scores: Tensor, others: Tensor) -> bool:
@@ -389,18 +391,18 @@ def _sometimes(reached: Sequence[set[str]]) -> tuple[str, ...]:
 @contextmanager
 def _copied_parameters(model: nn.Module) -> Iterator[None]:
     """Replace each parameter in the block by another object in the same memory, wherever it is used."""
-    kept = [
+    originals = [
         (module, key, p)
         for module in model.modules()
         for key, p in list(module.named_parameters(recurse=False, remove_duplicate=False))
     ]
-    copies = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in kept}
+    copies = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in originals}
     try:
-        for module, key, p in kept:
+        for module, key, p in originals:
             _put_parameter(module, key, copies[p])
         yield
     finally:
-        for module, key, p in kept:
+        for module, key, p in originals:
             _put_parameter(module, key, p)
 
 
@@ -463,9 +465,9 @@ def _gradients_dropped(
     reached: dict[nn.Parameter, _Gradient] = {}
 
     def drop(p: nn.Parameter) -> None:
-        found = reached.setdefault(p, _Gradient())
-        found.times += 1
-        found.sparse |= p.grad is not None and p.grad.layout != torch.strided
+        gradient = reached.setdefault(p, _Gradient())
+        gradient.times += 1
+        gradient.sparse |= p.grad is not None and p.grad.layout != torch.strided
         p.grad = None
 
     hooks = [p.register_post_accumulate_grad_hook(drop) for p in parameters if p.requires_grad]

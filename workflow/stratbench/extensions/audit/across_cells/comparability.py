@@ -19,8 +19,8 @@ def comparable_cells(
     evidence: AuditData, column: str
 ) -> Iterator[tuple[tuple[str, str], pd.DataFrame]]:
     """Yield the cells of each experiment and model that have `column`, which readers compare."""
-    stated = evidence.ok.dropna(subset=[column])
-    yield from stated.groupby(["experiment", "model"], sort=False)
+    with_value = evidence.ok.dropna(subset=[column])
+    yield from with_value.groupby(["experiment", "model"], sort=False)
 
 
 @rule("unequal-samples", "unusable", "all")
@@ -57,7 +57,7 @@ def no_common_cell(evidence: AuditData) -> Iterator[Case]:
     kinds = evidence.ok.groupby(["experiment", "model"])["strategy_kind"].agg(set)
     all_kinds = set().union(*kinds) if len(kinds) else set()
     for one, other in combinations(sorted(all_kinds), 2):
-        if not any({one, other} <= found for found in kinds):
+        if not any({one, other} <= cells for cells in kinds):
             yield {}, f"no experiment and model has strategies of both kinds: {one}, {other}"
 
 

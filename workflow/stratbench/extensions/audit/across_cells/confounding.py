@@ -99,7 +99,7 @@ def confounded_order(evidence: AuditData) -> Iterator[Case]:
     difference.
     Train all of them anew, as one study.
     """
-    yield from ((group, told) for group, told, doubtful in out_of_turn(evidence) if doubtful)
+    yield from ((group, how) for group, how, doubtful in out_of_turn(evidence) if doubtful)
 
 
 @rule("not-in-turns", "note", "time")
@@ -107,13 +107,13 @@ def not_in_turns(evidence: AuditData) -> Iterator[Case]:
     """The strategy took no turns with most that are about as fast, as in a queue that fills gaps with small
     jobs; nothing tells that the machine changed meanwhile.
     """
-    yield from ((group, told) for group, told, doubtful in out_of_turn(evidence) if not doubtful)
+    yield from ((group, how) for group, how, doubtful in out_of_turn(evidence) if not doubtful)
 
 
 @lru_cache(maxsize=1)
 def out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
     """Return the groups that were not interleaved with most alternatives, how, and if it is a warning."""
-    found, drifting = [], trends(evidence)
+    groups, drifting = [], trends(evidence)
     timed = {
         group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
         for group, runs in runs_of(evidence).items()
@@ -127,10 +127,10 @@ def out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
                 wholly += are_apart(timed[group].values(), timed[other].values())
         # One that was added later is apart from all others, and each of those from it alone.
         if 2 * sum(map(len, named.values())) > len(rivals):
-            told = " and ".join(f"{how} {', '.join(names)}" for how, names in named.items())
+            text = " and ".join(f"{how} {', '.join(names)}" for how, names in named.items())
             is_doubtful = 2 * wholly > len(rivals) or group.experiment in drifting
-            found.append((group, f"trained {told}, not in turns", is_doubtful))
-    return found
+            groups.append((group, f"trained {text}, not in turns", is_doubtful))
+    return groups
 
 
 def are_apart(own: Iterable[Run], others: Iterable[Run]) -> bool:
@@ -200,8 +200,8 @@ def times_follow_time(evidence: AuditData) -> Iterator[Case]:
     """How long a cell trained depends on when it ran: the machine got slower or faster during the study.
     Strategies that took turns are compared fairly; a single time, or one beside another study's, is not.
     """
-    for experiment, told in trends(evidence).items():
-        yield {"experiment": experiment}, told
+    for experiment, trend in trends(evidence).items():
+        yield {"experiment": experiment}, trend
 
 
 @lru_cache(maxsize=1)
@@ -212,7 +212,7 @@ def trends(evidence: AuditData) -> dict[str, str]:
         timed = [run for run in runs if run.begun_s is not None]
         if len(timed) > 1:
             experiments[group.experiment].append(timed)
-    return {name: told for name, groups in experiments.items() if (told := trend_in(groups))}
+    return {name: trend for name, groups in experiments.items() if (trend := trend_in(groups))}
 
 
 def trend_in(groups: Sequence[Sequence[Run]]) -> str:
@@ -231,9 +231,9 @@ def trend_in(groups: Sequence[Sequence[Run]]) -> str:
     y = less_means(np.array([run.log_s for *_, run in runs]), group)
     if slope := slope_beyond_chance(x, y, dof, CHANCE):
         return f"{math.expm1(slope):+.1%} from the first of {total} runs to the last"
-    squares, alike = float(y @ y), sum(a * b for a, b in pairwise(y))
-    if squares > 0 and alike / squares * math.sqrt(total) > NEIGHBOURS:
-        common = math.sqrt(alike / dof)
+    squares, products = float(y @ y), sum(a * b for a, b in pairwise(y))
+    if squares > 0 and products / squares * math.sqrt(total) > NEIGHBOURS:
+        common = math.sqrt(products / dof)
         if common > math.log1p(CHANGE) / 2:
             return f"{total} runs: neighbours in time share a deviation of {common:.1%}"
     return ""

@@ -121,19 +121,19 @@ def texts_by_path(record: Record) -> dict[str, set[str]]:
     parts = (
         "settings", "strategy", "model", "task", "data", "batch", "memory", "provenance", "score",
     )  # fmt: skip
-    said = [leaf for part in parts for leaf in values_by_path(record[part], part)]
+    leaves = [leaf for part in parts for leaf in values_by_path(record[part], part)]
     for part in ("compute", "communication"):
-        said += values_by_path(record.get(part), part)
+        leaves += values_by_path(record.get(part), part)
     seed = value_at(record, "settings.seed")
-    said += [("seed", seed)]
+    leaves += [("seed", seed)]
     by_worker = [
         dict(values_by_path(worker["provenance"] or {}, "worker")) for worker in record["workers"]
     ]
     for path in dict.fromkeys(path for one in by_worker for path in one):
-        said += [(path, NOT_STATED if one.get(path) is None else one[path]) for one in by_worker]
+        leaves += [(path, NOT_STATED if one.get(path) is None else one[path]) for one in by_worker]
     for worker in record["workers"]:
-        said.append(("cores", len(value_at(worker["provenance"], "host.affinity") or ()) or None))
-    for path, value in said:
+        leaves.append(("cores", len(value_at(worker["provenance"], "host.affinity") or ()) or None))
+    for path, value in leaves:
         if not record["workers"] and path.startswith(OF_WORKERS):
             continue
         # The strategy chooses how to reach a format: `float16 (autocast)`.
@@ -188,19 +188,19 @@ def differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
             silent = {NOT_STATED} if path.startswith(STATED) else set()
             if path.startswith("worker."):  # cells whose workers left nothing are skipped
                 members = [(record, facts) for record, facts in members if record["workers"]]
-            said = [(record, facts.get(path, silent)) for record, facts in members]
-            said = [(record, values) for record, values in said if values]
-            if len(set().union(*(values for _, values in said))) > 1:
-                yield where, describe_values(path, said)
+            by_record = [(record, facts.get(path, silent)) for record, facts in members]
+            by_record = [(record, values) for record, values in by_record if values]
+            if len(set().union(*(values for _, values in by_record))) > 1:
+                yield where, describe_values(path, by_record)
 
 
-def describe_values(path: str, said: Sequence[tuple[Record, set[str]]]) -> str:
+def describe_values(path: str, by_record: Sequence[tuple[Record, set[str]]]) -> str:
     """Return a text on a field's values: the most frequent, then up to three others with cells."""
-    counts = Counter(value for _, values in said for value in values)
+    counts = Counter(value for _, values in by_record for value in values)
     usual, *others = (value for value, _ in counts.most_common())
     parts = [f"{path}: {shortened(usual)}"]
     for value in others[:3]:
-        cells = [record["cell"] for record, values in said if value in values]
+        cells = [record["cell"] for record, values in by_record if value in values]
         named = ", ".join(dict.fromkeys(f"{c['strategy']} on {c['gpus']}" for c in cells))
         parts.append(f"{shortened(value)} ({shortened(named)})")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""What the record of an elastic cell says of its worker jobs: waits, pauses, joins, GPU-seconds.
+"""The record's entries on an elastic cell's worker jobs: waits, pauses, joins, GPU-seconds.
 
 Dates are seconds since 1970 by the clocks of the nodes; the record counts from the first launcher's start.
 """
@@ -18,15 +18,15 @@ from stratbench.train.job import Job
 
 
 def members_of(job: Job) -> dict[int, dict[str, Any]]:
-    """What each worker of the cell wrote at its end, by number, as far as it wrote anything."""
+    """Return the results that each worker of the cell wrote at its end, by number."""
     results = {e["number"]: job.folder.read_worker(e["number"]) for e in worker_jobs(job)}
     return {number: result for number, result in results.items() if result is not None}
 
 
 def run_of_members(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
-    """Time, samples and epochs of the whole training, as `totals.collective_run` gives them.
+    """Return time, samples and epochs of the training, as `totals.collective_run` does.
 
-    Pauses are part of the time, and what had to be repeated. Time in which nobody was there is not.
+    Pauses and repeated steps are part of the time. Time without any worker is not. `per_epoch` is filled in.
     """
     s, elapsed_s = job.settings, 0.0
     per_epoch_steps, incarnations = job.train_samples // s.global_batch, _incarnations(job)
@@ -100,7 +100,7 @@ def entry_of(job: Job) -> dict[str, Any]:
 
 
 def totals_of(jobs: list[dict[str, Any]], inside_s: float) -> dict[str, Any]:
-    """What the record says of all worker jobs together; `inside_s`: that they trained, summed up."""
+    """Return the record's totals of all worker jobs; `inside_s`: sum of their training time."""
     started = [j["started_s"] for j in jobs if j["started_s"] is not None]
     first_steps = [j["first_step_s"] for j in jobs if j["first_step_s"] is not None]
     allocated_s = sum(j["allocated_s"] for j in jobs)
@@ -121,7 +121,7 @@ def worker_jobs(job: Job) -> list[dict[str, Any]]:
 
 
 def _incarnations(job: Job) -> list[History]:
-    """What each launcher kept, with what members could not tell it any more, as far as that is known."""
+    """Return each launcher's history, completed by what members could not report."""
     kept = [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.incarnations()]
     incarnations = [History.from_dict(values) for values in kept]
     for incarnation in incarnations:
@@ -144,9 +144,9 @@ def _sum(parts: Iterable[EpochTotals | None]) -> EpochTotals:
 
 
 def _add_unheard_of(incarnation: History, g: Generation, job: Job) -> None:
-    """Add what the members of a generation did of whom none could tell its end.
+    """Add the work of members of a generation that ended without a report.
 
-    What is not in a file of their own is the time since they were heard last, of the epoch in progress then.
+    Without a file of their own, it is the time of the epoch in progress since their last message.
     """
     files = [job.folder.read_unheard(number) for number in g.members]
     unheard = [file for file in files if file and file["generation"] == g.number]
@@ -163,11 +163,14 @@ def _add_unheard_of(incarnation: History, g: Generation, job: Job) -> None:
 
 
 def job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float) -> dict[str, Any]:
-    """What the record says of a worker job.
+    """Return the record's entry of a worker job.
 
-    `dates`: when it was admitted, ready, and at its first step.
+    SLURM's dates are truncated to seconds: no job starts before its submission, or ends before its start.
 
-    SLURM's dates are cut to whole seconds: no job starts before it is submitted, or ends before it starts.
+    Args:
+        entry: The supervisor's entry.
+        dates: When it was admitted, ready, and at its first step.
+        origin: Origin of the record's times.
     """
     submitted, ended = entry["submitted_unix_s"], entry["ended_unix_s"]
     started = entry["started_unix_s"] or dates.get("admitted")  # it ended between two looks

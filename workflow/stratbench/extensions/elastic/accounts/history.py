@@ -1,4 +1,4 @@
-"""What happened to the members of a split synchronous training: each launcher keeps it, a record tells it."""
+"""History of an elastic synchronous training's members, for the record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Generation:
-    """Members that take steps together; dates are seconds since 1970. `cause`: why it was formed."""
+    """Members that take steps together; dates are in s since 1970. `cause`: the reason for forming it."""
 
     number: int
     members: list[int]
@@ -35,7 +35,7 @@ class Generation:
 
 @dataclass
 class EpochTotals:
-    """Of one epoch: its losses, summed over the `steps` that told them; seconds of steps and pauses."""
+    """Totals of one epoch: losses over the reported `steps`, seconds of steps and pauses."""
 
     loss: float = 0.0
     steps: float = 0.0
@@ -45,7 +45,7 @@ class EpochTotals:
 
 @dataclass
 class History:
-    """What happened to the members, for the record."""
+    """History of the members, for the record."""
 
     generations: list[Generation] = field(default_factory=list)
     #: When each member was let in, was ready, and took part first; by its number, seconds since 1970.

@@ -1,4 +1,4 @@
-"""What the record of an elastic cell with parameter servers says of its workers, from the servers' journal.
+"""The record's entries on an elastic cell with parameter servers, from the servers' journal.
 
 Dates are seconds since 1970; the record counts from the first launcher's start.
 """
@@ -63,12 +63,12 @@ def entry_of(job: Job) -> dict[str, Any]:
 
 
 def count(journal: list[dict[str, Any]], event: str) -> int:
-    """How often something happened."""
+    """Return the number of occurrences of an event."""
     return sum(e["event"] == event for e in journal)
 
 
 def dates_of(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
-    """When a worker was ready, and had its first ticket, in its first incarnation of the servers."""
+    """Return when a worker was ready, and got its first ticket, in its first incarnation."""
     names = {"join": ("admitted", "ready"), "begin": ("first_step",)}
     dates: dict[str, float] = {}
     for event in journal:
@@ -79,7 +79,7 @@ def dates_of(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
 
 
 def presence(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """From when to when each worker took part. Where servers were killed, until the last that they noted."""
+    """Return when each worker took part; until the last recorded time if servers were killed."""
     began: dict[int, float] = {}
     spans: list[tuple[float, float]] = []
     last = 0.0
@@ -97,7 +97,7 @@ def presence(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
 
 
 def most_at_a_time(journal: list[dict[str, Any]]) -> int:
-    """How many workers took part at a time, at most."""
+    """Return the maximum number of workers at a time."""
     here: set[int] = set()
     most = 0
     for event in journal:
@@ -112,9 +112,9 @@ def most_at_a_time(journal: list[dict[str, Any]]) -> int:
 
 
 def until_the_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:
-    """Return the servers' statistics of the training alone, of which so many epochs were evaluated.
+    """Return the servers' statistics until the end of training, with `epochs` evaluated epochs.
 
-    Server 0 knows when it ended. Tickets that were settled while the last epoch was evaluated are no part.
+    Server 0 knows when it ended. Tickets completed during the last evaluation are left out.
     """
     first = servers[0]
     ends = sorted(first["epochs"], key=lambda e: e["epoch"])
@@ -124,7 +124,7 @@ def until_the_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, 
 
 
 def epochs_of(job: Job) -> list[dict[str, Any]]:
-    """The epochs that were evaluated, as `RunFolder.read_epochs` gives them, up to one that ended the run."""
+    """Return the evaluated epochs, as `RunFolder.read_epochs` does, up to one that ended the run."""
     scores = scores_in(read_journal(job.folder.servers))
     server = job.folder.read_server(0)
     last = server["elastic"]["finished_at_epoch"] if server else None

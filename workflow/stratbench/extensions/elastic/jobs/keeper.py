@@ -1,7 +1,7 @@
-"""Keeps the worker jobs of an elastic cell: submits them, replaces those that end, and cancels them all.
+"""Supervises the worker jobs of an elastic cell: submits, replaces and cancels them.
 
-Each job has a number that never comes again. At any time there is at most one job for each slot, from 0 to
-the cell's `gpus` - 1: so many are kept until the block ends.
+Each job has a unique number. At any time there is at most one job for each slot, from 0 to the cell's `gpus`
+- 1, until the block ends.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SOON_S, FIRST_PAUSE_S, MAX_PAUSE_S = 60.0, 5.0, 300.0
 
 
 class GaveUp(RuntimeError):
-    """No worker job can be had: the text says why."""
+    """No worker job can be started; the text has the reason."""
 
 
 class SubmissionRefused(RuntimeError):
-    """A job was not accepted; the text is the reason that was given.
+    """A job was rejected; the text is the reason.
 
     Attributes:
-        passes: Why it may be accepted later; None where it stays refused.
+        passes: Why it may be accepted later; None if the rejection is permanent.
     """
 
     def __init__(self, reason: str, passes: submission.Kind | None = None) -> None:
@@ -65,7 +65,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class WorkerJobEntry:
-    """What is kept of a worker job, for the record. `reason`: how it ended, or why it waits."""
+    """Data on a worker job, for the record. `reason`: how it ended, or why it waits."""
 
     number: int
     slot: int
@@ -78,7 +78,7 @@ class WorkerJobEntry:
 
 
 class Backend(Protocol):
-    """Where worker jobs run: SLURM, or this machine."""
+    """Scheduler of worker jobs: SLURM, or this machine."""
 
     def submit(self, number: int, slot: int) -> str:
         """Start or queue worker `number`; returns the job's id. Raises `SubmissionRefused`.
@@ -87,17 +87,17 @@ class Backend(Protocol):
         """
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
-        """Return the jobs by id; one that is absent has ended. None: nobody answers now."""
+        """Return the jobs by id, without ended ones, or None if the scheduler does not answer."""
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """End jobs, queued and running ones; returns once that is asked for."""
+        """Request the end of queued and running jobs, without waiting for it."""
 
 
 class WorkerJobSupervisor:
-    """A context in which `slots` worker jobs are kept by a thread of its own.
+    """A context in which a thread maintains `slots` worker jobs.
 
-    `journal`: a file with the jobs that were submitted, one JSON object a line. A later keeper of the same
-    cell takes over those that are still alive. At the end all jobs are cancelled.
+    `journal`: a file with the submitted jobs, one JSON object per line. A later supervisor of the same cell
+    takes over those that still run. At the end all jobs are cancelled.
     """
 
     def __init__(self, backend: Backend, slots: int, journal: Path) -> None:
@@ -138,11 +138,11 @@ class WorkerJobSupervisor:
             self._end(slot, Seen("ended", "cancelled: the cell ended", ended_unix_s=now))
 
     def finish(self) -> None:
-        """Submit no more: the training is over, and who is there may end in peace."""
+        """Submit no more jobs: the training is over, and present workers may end in order."""
         self._finishing = True
 
     def give_up(self, number: int) -> None:
-        """Cancel a worker's job unless it ends by itself: nobody hears of the worker any more."""
+        """Cancel an unresponsive worker's job unless it ends by itself."""
         self._parting[number] = time.monotonic() + PARTING_S
         self.look_soon()
 
@@ -180,7 +180,7 @@ class WorkerJobSupervisor:
                     self._soon, pause_s = False, LOOK_S
 
     def _until_next(self, pause_s: float) -> float:
-        """Return seconds until the next look: sooner where a slot's job is due, or has just become so."""
+        """Return seconds until the next poll, which is sooner if a slot's job is due."""
         now = time.monotonic()
         empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
         due = [max(self._not_before[s], self._postponed.not_before) - now for s in empty]

@@ -1,4 +1,4 @@
-"""Worker jobs of an elastic cell as processes of this machine, where there is no SLURM."""
+"""Worker jobs of an elastic cell as processes of this machine, without SLURM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKER = "stratbench.extensions.elastic.worker:main"
 
 
 class LocalJobs(Backend):
-    """This machine as a `keeper.Backend`; a job's id is its process id. Slots are its GPUs' numbers."""
+    """This machine as a `keeper.Backend`. A job's id is its process id; slots are its GPUs' numbers."""
 
     def __init__(self, server: Path, job: Path, watch: Callable[[str, int], None]) -> None:
         """`server`: a fork server's address; `job`: the file that workers read.

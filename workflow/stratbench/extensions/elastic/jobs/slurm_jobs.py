@@ -1,4 +1,4 @@
-"""Worker jobs of an elastic cell in SLURM: submitted, looked at and cancelled by its own commands."""
+"""Worker jobs of an elastic cell in SLURM: submission, polling and cancelling."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class SlurmJobs(Backend):
     SLURM's signals reach it at once; before its time ends it gets SIGUSR1.
     """
 
-    def __init__(self, asked: WorkerJob, folder: RunFolder, cell: str) -> None:
+    def __init__(self, worker_job: WorkerJob, folder: RunFolder, cell: str) -> None:
         """`cell`: its path among the results, which `squeue` shows."""
-        self._asked, self._folder, self._cell = asked, folder, cell
+        self._asked, self._folder, self._cell = worker_job, folder, cell
         #: Workers of which sbatch has not said whether it took their job.
         self._unanswered: set[int] = set()
 
@@ -65,24 +65,24 @@ class SlurmJobs(Backend):
             self._unanswered.add(number)
             raise SubmissionRefused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
         if done.returncode != 0:
-            why = submission.reason_of(done.stderr)
-            kind = submission.kind_of_refusal(why)
+            reason = submission.reason_of(done.stderr)
+            kind = submission.kind_of_refusal(reason)
             if kind == "silence":
                 self._unanswered.add(number)
             remedy = "" if kind else f"; {_REMEDY}"
-            raise SubmissionRefused(f"sbatch: {why} (on {socket.gethostname()}){remedy}", kind)
+            raise SubmissionRefused(f"sbatch: {reason} (on {socket.gethostname()}){remedy}", kind)
         lines = [line.strip() for line in done.stdout.splitlines()]
         numbers = [line for line in lines if re.fullmatch(r"\d+(;.+)?", line)]  # a site's may greet
         if not numbers:
-            said = " ".join(done.stdout.split())[:200]
-            raise SubmissionRefused(f"sbatch printed {said!r} and no job's number")
+            printed = " ".join(done.stdout.split())[:200]
+            raise SubmissionRefused(f"sbatch printed {printed!r} and no job's number")
         return numbers[-1].partition(";")[0]
 
     def _comment(self, number: int) -> str:
         return f"worker {number} of {self._cell}"
 
     def _taken(self, number: int) -> str | None:
-        """Return the job of a worker whose sbatch did not answer, if SLURM has taken it."""
+        """Return the job of a worker whose sbatch did not answer, if SLURM has accepted it."""
         shown = printed_by(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%k"])
         if shown is None:
             raise SubmissionRefused("squeue does not answer", "silence")
@@ -90,7 +90,7 @@ class SlurmJobs(Backend):
         return next((id_ for id_, comment in rows if comment == self._comment(number)), None)
 
     def script(self, number: int) -> str:
-        """What the job of worker `number` runs: nothing where it starts after the end."""
+        """Return the script of worker `number`, which does nothing after the end."""
         job = self._folder.job
         worker = [sys.executable, "-m", "stratbench.extensions.elastic.worker", job, str(number)]
         step = ["srun", "--ntasks=1", f"--cpus-per-task={self._asked.cpus}", "--quiet", *worker]
@@ -116,12 +116,12 @@ def _seen(state: str, reason: str, start: str, end: str) -> Seen:
         return Seen("queued", reason)
     if state in _RUNNING:
         return Seen("running", started_unix_s=_date(start))
-    why = state if reason in ("None", "") else f"{state} ({reason})"
-    return Seen("ended", why, state not in _TAKEN_BACK, _date(start), _date(end))
+    text = state if reason in ("None", "") else f"{state} ({reason})"
+    return Seen("ended", text, state not in _TAKEN_BACK, _date(start), _date(end))
 
 
 def _date(text: str) -> float | None:
-    """Return a date as squeue writes it, in this machine's time zone, as seconds since 1970."""
+    """Return squeue's date, in this machine's time zone, as seconds since 1970."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:  # N/A, Unknown

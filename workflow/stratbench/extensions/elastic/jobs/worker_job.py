@@ -35,33 +35,33 @@ class WorkerJob:
 
     @classmethod
     def of(
-        cls, asked: JobRequest, resources: Mapping[str, Any], partition: str | None
+        cls, request: JobRequest, resources: Mapping[str, Any], partition: str | None
     ) -> WorkerJob:
         """Return the worker's request, completed from the profile of the cell's own job.
 
         Args:
-            asked: Request of a worker.
+            request: Request of a worker.
             resources: Snakemake's resources of the cell's job.
             partition: Overrides the profile's partition, unless None.
         """
         named = {option: resources.get(name) for name, option in _NAMED.items()}
         named["partition"] = partition or named["partition"]
         options = [f"--{option}={value}" for option, value in named.items() if value]
-        mem_mib = asked.mem_mib if resources.get("mem_mb", asked.mem_mib) else 0
+        mem_mib = request.mem_mib if resources.get("mem_mb", request.mem_mib) else 0
         if per_cpu := resources.get("mem_mb_per_cpu"):
             mem_mib = 0
             options.append(f"--mem-per-cpu={per_cpu}M")
         extra = shlex.split(str(resources.get("slurm_extra") or ""))
-        asks = (asked.gpus, asked.cpus, mem_mib, asked.runtime_min)
-        return cls(*asks, (*options, *extra), asked.gpu_type)
+        asks = (request.gpus, request.cpus, mem_mib, request.runtime_min)
+        return cls(*asks, (*options, *extra), request.gpu_type)
 
     @property
     def arguments(self) -> list[str]:
         """The options of sbatch."""
-        asked = JobRequest(
+        request = JobRequest(
             1, self.gpus, self.cpus, self.mem_mib, self.runtime_min, gpu_type=self.gpu_type
         )
-        return [*asked.options, *self.options]
+        return [*request.options, *self.options]
 
     def as_json(self) -> str:
         """Return a text for `from_json`."""

@@ -136,9 +136,9 @@ class ReturningChannel:
     @property
     def moved_bytes(self) -> list[int]:
         """See Channel; over all incarnations."""
-        moved = self._channel.moved_bytes
-        before = self._moved if len(self._moved) == len(moved) else [0] * len(moved)
-        return [a + b for a, b in zip(before, moved, strict=True)]
+        current = self._channel.moved_bytes
+        before = self._moved if len(self._moved) == len(current) else [0] * len(current)
+        return [a + b for a, b in zip(before, current, strict=True)]
 
     def first(self) -> Work:
         """See Channel.first; None also where the run ended meanwhile."""

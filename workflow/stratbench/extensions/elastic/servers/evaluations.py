@@ -14,18 +14,18 @@ from stratbench.ps.wire.frames import ProtocolError
 _FIGURES = ("test_loss", "score", "score_error")
 
 
-def parse_score(said: Any) -> dict[str, float | None]:
+def parse_score(values: Any) -> dict[str, float | None]:
     """Return the values of a SCORE, None for those that are not finite.
 
     Raises:
         ProtocolError: If they are invalid.
     """
-    if not isinstance(said, dict) or set(said) != set(_FIGURES):
-        raise ProtocolError(f"malformed SCORE: {said!r:.100}")
-    for value in said.values():
+    if not isinstance(values, dict) or set(values) != set(_FIGURES):
+        raise ProtocolError(f"malformed SCORE: {values!r:.100}")
+    for value in values.values():
         if value is not None and (type(value) is not float or not math.isfinite(value)):
             raise ProtocolError(f"malformed SCORE: {value!r:.100} is no figure")
-    return said
+    return values
 
 
 class Evaluations:

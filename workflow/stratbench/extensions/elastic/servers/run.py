@@ -211,8 +211,8 @@ class ElasticRun(ServerRun):
         member.evaluates = epoch
         member.tell(Frame(Kind.EVAL, shard=epoch))
 
-    def _on_score(self, member: Member, said: Any) -> None:
-        figures = parse_score(said)
+    def _on_score(self, member: Member, values: Any) -> None:
+        figures = parse_score(values)
         with self._lock:
             if not member.alive or member.evaluates is None:
                 raise ProtocolError("malformed frame: SCORE that was not asked for")

@@ -32,7 +32,7 @@ CLEARED = "    torch.clear_autocast_cache()"
 
 
 def checkpointing_lines(choice: Choice) -> tuple[list[str], list[str]]:
-    """Return the lines that have `blocks` computed again in backward, and the imports that they need."""
+    """Return lines that enable activation checkpointing of `blocks`, and their imports."""
     mode = choice.take("activation_checkpointing")
     if not mode:
         return [], []
@@ -56,12 +56,12 @@ def checkpointing_lines(choice: Choice) -> tuple[list[str], list[str]]:
 
 
 def note_checkpointing(choice: Choice, whole: str = "", place: str = "in the script") -> None:
-    """Note which blocks are computed again, if any are.
+    """Add a note on the blocks with activation checkpointing, if there are any.
 
     Args:
         choice: The cell.
-        whole: What does it where all of each block is; a text that ends with a comma.
-        place: Where it is to be done.
+        whole: Text on what does it for complete blocks, which ends with a comma.
+        place: Where it has to be done.
     """
     mode = choice.take("activation_checkpointing")
     if not mode:

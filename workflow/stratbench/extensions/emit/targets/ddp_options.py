@@ -17,10 +17,7 @@ def ddp_arguments(choice: Choice) -> dict[str, Any]:
 
 
 def hook_of(choice: Choice) -> str | None:
-    """Return the name of torch's hook that sends gradients as the cell did.
-
-    None: they are sent whole.
-    """
+    """Return the name of torch's hook for the cell's gradient compression, or None without."""
     compress = choice.take_option("compress", "none")
     rank, start = choice.take_option("powersgd_rank"), choice.take_option("powersgd_start_step")
     if compress == "none":

@@ -1,4 +1,4 @@
-"""`--to deepspeed`: DeepSpeed's JSON, whose comments stand under a key that DeepSpeed does not read."""
+"""`--to deepspeed`: DeepSpeed's JSON, with comments under a key that DeepSpeed does not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer, the learning rate and the rest of the training, in the words of PyTorch."""
+"""The optimizer, the learning rate and other hyperparameters, in PyTorch's terms."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def note_what_a_script_does(choice: Choice, clip: str, accumulate: str, compiles
 
 
 def note_length_and_data(choice: Choice, length: bool = True) -> None:
-    """Note how long the cell trained, and what it did with its loss, data, seed and threads."""
+    """Add notes on the length of the training, its loss, data, seed and threads."""
     s = choice.settings
     note_loss_chunks(choice)
     for key in ("epochs", "steps"):
@@ -169,6 +169,12 @@ def note_loss_chunks(choice: Choice) -> None:
 
 
 def note_cpu(choice: Choice, engine: str, lacks: str) -> None:
-    """Note that an engine cannot run on CPU processes, as the cell did."""
+    """Add a note that an engine cannot run on CPU processes, as the cell did.
+
+    Args:
+        choice: The cell.
+        engine: Name of the engine.
+        lacks: What it lacks.
+    """
     if choice.device == "cpu":
         choice.note(f"the cell ran on CPU processes, where {engine} has no {lacks}: use it on GPUs")

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Code(str):
-    """Text that stands in a file as it is, and not as a string."""
+    """Text that is code in a file, and not a string."""
 
     __slots__ = ()
 

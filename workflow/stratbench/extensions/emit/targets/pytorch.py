@@ -1,4 +1,4 @@
-"""`--to pytorch`: a script that trains the cell in plain PyTorch, in the cell's order of samples."""
+"""`--to pytorch`: a script that trains the cell in plain PyTorch, with the same order of samples."""
 
 from __future__ import annotations
 
@@ -104,7 +104,13 @@ def state_place(choice: Choice, imports: list[str]) -> list[str]:
 
 
 def state_wrapping(choice: Choice, called: str, imports: list[str]) -> list[str]:
-    """Return the lines that make `model` the network whose backward synchronises the workers."""
+    """Return the lines that wrap `model` for synchronisation in backward.
+
+    Args:
+        choice: The cell.
+        called: Name of the strategy.
+        imports: Imports of the script, extended in place.
+    """
     s = choice.settings
     if called == "fully_shard":
         mixed = choice.take_option("mixed_precision")
@@ -134,7 +140,13 @@ def state_wrapping(choice: Choice, called: str, imports: list[str]) -> list[str]
 
 
 def state_optimizer(choice: Choice, called: str, imports: list[str]) -> list[str]:
-    """Return the lines that make the optimizer."""
+    """Return the lines that make the optimizer.
+
+    Args:
+        choice: The cell.
+        called: Name of the strategy.
+        imports: Imports of the script, extended in place.
+    """
     if called != "ZeroRedundancyOptimizer":
         return [f"optimizer = {optimizer_call(choice)}"]
     imports.append(f"from torch.distributed.optim import {called}")
@@ -153,7 +165,13 @@ def state_optimizer(choice: Choice, called: str, imports: list[str]) -> list[str
 
 
 def state_loop(choice: Choice, called: str, imports: list[str]) -> list[str]:
-    """Return the lines that train."""
+    """Return the lines that train.
+
+    Args:
+        choice: The cell.
+        called: Name of the strategy.
+        imports: Imports of the script, extended in place.
+    """
     s, parts = choice.settings, choice.take("gradient_accumulation_steps")
     forward, indent = "work.loss(model(x), y)", " " * 8
     sync = choice.take_option("gradient_sync")

@@ -1,4 +1,4 @@
-"""fully_shard on a network, as lines of Python with a device mesh `mesh`, and notes on sharding."""
+"""fully_shard as lines of Python with a device mesh `mesh`, and notes on sharding."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def sharding_lines(choice: Choice, model: str, by_policy: bool) -> tuple[list[st
     if policy:
         names.insert(0, "MixedPrecisionPolicy")
         dtype = AUTOCAST[choice.settings.precision]
-        stated = f"param_dtype={dtype}, reduce_dtype=torch.float32"
-        arguments.append(f"mp_policy=MixedPrecisionPolicy({stated})")
-        root.append(f"mp_policy=MixedPrecisionPolicy({stated}, output_dtype=torch.float32)")
+        dtypes = f"param_dtype={dtype}, reduce_dtype=torch.float32"
+        arguments.append(f"mp_policy=MixedPrecisionPolicy({dtypes})")
+        root.append(f"mp_policy=MixedPrecisionPolicy({dtypes}, output_dtype=torch.float32)")
         if choice.record["model"].get("batchnorm"):
             choice.note("the cell sharded BatchNorm apart, in float32; do so before these lines")
     arguments.append(f"reshard_after_forward={always}")

@@ -1,4 +1,4 @@
-"""`--to variant`: the cell as a variant and an experiment of config.yaml, which any strategy has."""
+"""`--to variant`: the cell as a variant and an experiment of config.yaml, for any strategy."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def write(choice: Choice, called: str) -> str:
     options.pop("sha256", None)  # of a command's files: filled in again
     variants = {cell.strategy: {"strategy": s.strategy, **options}}
     default = {f.name: f.default for f in fields(Settings)}
-    given = {key: value for key in GIVEN if (value := choice.take(key)) != default[key]}
+    settings = {key: value for key in GIVEN if (value := choice.take(key)) != default[key]}
     for _, keys in keys_of("experiment"):
         block = s.more.get(keys.extension, {})
-        given |= {
+        settings |= {
             f.name: block[f.name] for f in fields(keys) if f.name in block and f.metadata["given"]
         }
     if s.optimizer == "adamw":
-        given.pop("momentum", None)
+        settings.pop("momentum", None)
     if cell.strategy != s.strategy and (
-        own := {k: given.pop(k) for k in OF_A_VARIANT if k in given}
+        own := {k: settings.pop(k) for k in OF_A_VARIANT if k in settings}
     ):
         variants[cell.strategy]["settings"] = own
     experiment = {
@@ -40,7 +40,7 @@ def write(choice: Choice, called: str) -> str:
         "models": [s.model],
         "gpus": [choice.take("gpus")],
         "global_batch": choice.take("global_batch"),
-        **given,
+        **settings,
     }
     choice.take("per_worker_batch")
     blocks = {"experiments": {"chosen": experiment}}

@@ -1,1 +1,1 @@
-"""What a cell will hold and send: traced on fake tensors, in processes of its own, and cached."""
+"""Memory and traffic of a cell: traced on fake tensors, in separate processes, and cached."""

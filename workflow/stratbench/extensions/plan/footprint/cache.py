@@ -1,4 +1,4 @@
-"""Keeps on disk what is found of networks and kinds of cells, and has processes find what is missing."""
+"""Caches results on models and kinds of cells on disk, and computes missing ones in processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KILLED = "its process was killed (out of memory?)"
 
 
 class CachedResult(Protocol):
-    """What a process finds, a dataclass. It is kept if it has no `fault`, which may be mended elsewhere."""
+    """A process' result, a dataclass. It is cached if it has no `fault`, which may be mended elsewhere."""
 
     @property
     def fault(self) -> str | None: ...
@@ -46,9 +46,9 @@ class CachedResult(Protocol):
 
 
 class CachedJob(NamedTuple):
-    """Work for a process: the arguments, and all that the result depends on beside code, JSON-able.
+    """Work for a process: the arguments, and all else that determines the result, JSON-able.
 
-    `weight`: how long it takes beside the others, about.
+    `weight`: its approximate relative duration.
     """
 
     name: str
@@ -69,15 +69,20 @@ def results_of(
     folder: Path,
     imported: Sequence[str] = (),
 ) -> dict[Key, Kept]:
-    """Return the result of each job: read from `folder`, or made by `work` in a process, and written there.
+    """Return the result of each job, cached in `folder` or made by `work` in a process.
 
-    `imported`: modules that the processes share, if these are the first.
+    The results have the order of `jobs`. Missing ones are announced with their expected time.
 
-    The results have the order of `jobs`, not that in which the processes end.
-    Prints what is missing (`doing`, with its number in place of `{}`) and how long it will take.
+    Args:
+        doing: Text on the work, with `{}` for the number of jobs.
+        kind: Class of the results.
+        work: Makes a result.
+        jobs: The jobs.
+        folder: Folder of the cache.
+        imported: Modules that the processes share, if these are the first.
     """
     paths = {key: folder / f"{key_of(job.asked)}.json" for key, job in jobs.items()}
-    results = {key: kept for key, path in paths.items() if (kept := _read(path, kind))}
+    results = {key: cached for key, path in paths.items() if (cached := _read(path, kind))}
     # The longest first, so that none is left running alone at the end.
     missing = sorted(jobs.keys() - results.keys(), key=lambda key: (-jobs[key].weight, paths[key]))
     if not missing:
@@ -104,19 +109,19 @@ def results_of(
     return {key: results[key] for key in jobs}
 
 
-def key_parts(asked: Any) -> dict[str, Any]:
+def key_parts(request: Any) -> dict[str, Any]:
     """Everything that a result depends on."""
     return {
-        "asked": asked,
+        "asked": request,
         "torch": version("torch"),
         "torchvision": version("torchvision"),
         "source_sha256": source_sha256(),
     }
 
 
-def key_of(asked: Any) -> str:
+def key_of(request: Any) -> str:
     """Return the name of the file that holds a result: a hash of `key_parts`."""
-    text = json.dumps(key_parts(asked), sort_keys=True)
+    text = json.dumps(key_parts(request), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

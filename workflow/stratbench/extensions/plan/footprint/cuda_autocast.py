@@ -47,7 +47,7 @@ SHORT = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Until the block ends, autocast on a CPU casts as on CUDA. What it casts so anyway is left to it."""
+    """Make autocast on a CPU cast as on CUDA until the block ends."""
     library = Library("aten", "IMPL", "AutocastCPU")
     kernels = dict.fromkeys(FLOAT32, _in_float32) | dict.fromkeys(BY_DTYPE, _by_dtype)
     kernels |= {name: partial(_by_other, other=_op(other)) for name, other in BY_OTHER.items()}
@@ -88,8 +88,8 @@ def _cast(value: Any) -> Any:
 
 def _by_dtype(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     place = [argument.name for argument in get_arguments(op)].index("dtype") - 1
-    given = args[place] if place < len(args) else kwargs.get("dtype")
-    if x.dtype in SHORT and given is None:
+    dtype = args[place] if place < len(args) else kwargs.get("dtype")
+    if x.dtype in SHORT and dtype is None:
         return op(x, *args[:place], **kwargs | {"dtype": torch.float32})
     return op(x, *args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""Draws the footprint of a network of N equal blocks from those of few of them.
+"""Extrapolates the footprint of a model with N equal blocks from traces with few of them.
 
-What is counted is a line in the number of blocks. Memory is not: its peak is the largest of many moments. So
-the moments are matched, by the marks that blocks leave in a trace: those of the first blocks from the start,
-those of the last ones from the end. Each pair is a line, and the highest line is the peak.
+Counts are linear in the number of blocks. Memory is not: its peak is the maximum of many moments. So the
+moments are matched, by the marks of blocks in a trace: those of the first blocks from the start, those of the
+last ones from the end. Each pair is a line, and the highest line is the peak.
 """
 
 from __future__ import annotations
@@ -46,11 +46,17 @@ FROM_START = 2
 
 
 def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks) -> Footprint:
-    """Return what `make_footprint` does, by few of the network's equal blocks where that gives the same."""
+    """Return the result of `make_footprint`, from few equal blocks where that gives the same.
+
+    Args:
+        request: The request.
+        trial: Trial of its model.
+        blocks: Its equal blocks.
+    """
     mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
     # With every-N, none of the few blocks may be one that is computed again.
-    alike = not str(request.settings.activation_checkpointing).startswith("every-")
-    if mesh.stages == 1 and alike:
+    is_uniform = not str(request.settings.activation_checkpointing).startswith("every-")
+    if mesh.stages == 1 and is_uniform:
         try:
             return draw_footprint(partial(follow, request, 0, trial), blocks)
         except UnlikeError:
@@ -61,14 +67,14 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks) -> Foo
 
 
 def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint:
-    """Return the footprint of a network with `blocks`, of which few are followed.
+    """Return the footprint of a model with `blocks`, few of which are traced.
 
     Args:
-        follow: Follows the network with so many of its blocks, as its keyword `blocks`.
+        follow: Traces the model with a number of its blocks, its keyword `blocks`.
         blocks: All of them.
 
     Raises:
-        UnlikeError: The blocks do not take their turns alike, so that all must be followed.
+        UnlikeError: The blocks are not called equally, so that all must be traced.
     """
     try:
         few, more = (follow(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
@@ -130,7 +136,7 @@ def _draw_moments(
     candidates: Sequence[tuple[int, int, Sums | None]],
     further: int,
 ) -> list[Moment]:
-    """Return the moments that are a step's peak for some batch, by lines through those of both networks."""
+    """Return the moments that may be a step's peak for some batch, by lines through both traces."""
     parts = both[0].request.parts
 
     def line_of(i: int, j: int) -> Affine:
@@ -139,10 +145,10 @@ def _draw_moments(
 
     moments = []
     for kind in dict.fromkeys(sums for _, _, sums in candidates):
-        alike = [(i, j) for i, j, sums in candidates if sums == kind]
-        lines = [line_of(i, j) for i, j in alike]
+        same_kind = [(i, j) for i, j, sums in candidates if sums == kind]
+        lines = [line_of(i, j) for i, j in same_kind]
         for number in upper_envelope(lines):
-            at = alike[number]
+            at = same_kind[number]
             held = [
                 draw(
                     *(
@@ -176,7 +182,7 @@ def _draw_evaluation(both: tuple[Followed, Followed], first: int, further: int) 
 
 
 class UnlikeError(Exception):
-    """Two traces do not match: the network has to be followed with all of its blocks."""
+    """Two traces do not match: the model has to be traced with all of its blocks."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +209,7 @@ class EventSegment:
 
     @property
     def is_middle(self) -> bool:
-        """Whether it is of the block that only the longer network has."""
+        """Whether it belongs to the extra block of the longer trace."""
         return self.block == FROM_START - MORE
 
 
@@ -263,10 +269,10 @@ def check_steady(
     lives: Sequence[Sequence[int]],
     calls: Sequence[CollectiveCall],
 ) -> None:
-    """UnlikeError if a block is unlike its neighbours, so that one more might be unlike them, too.
+    """Raise UnlikeError if a block differs from its neighbours, so that another might, too.
 
     Args:
-        segments: Of a step of the longer network.
+        segments: Segments of a step of the longer trace.
         lives: Bytes after each event of the step, for each batch.
         calls: Collectives of the step.
     """
@@ -298,7 +304,14 @@ def draw_calls(
     calls: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
     further: int,
 ) -> list[CollectiveCall]:
-    """Return the collectives of a step with `further` blocks more than the longer network has."""
+    """Return the collectives of a step with `further` blocks more than the longer trace.
+
+    Args:
+        few: Segments of the shorter trace.
+        more: Segments of the longer trace.
+        calls: Collectives of both.
+        further: Number of further blocks.
+    """
     by_key = {s.key: s for s in few}
     drawn: list[CollectiveCall] = []
     for is_middle, run in groupby(more, key=lambda s: s.is_middle):
@@ -335,9 +348,14 @@ def _lengthened(
 
 
 def draw(few: Any, more: Any, further: int) -> Any:
-    """Return what numbers of both networks become with `further` blocks more than the longer one.
+    """Return numbers extrapolated to `further` blocks more than the longer trace.
 
-    Numbers may be in dicts, tuples and dataclasses; all else must be the same in both.
+    Numbers may be in dicts, tuples and dataclasses; all else must be equal.
+
+    Args:
+        few: Values of the shorter trace.
+        more: Values of the longer trace.
+        further: Number of further blocks.
     """
     if type(few) is not type(more) and not isinstance(few, int | float):
         raise UnlikeError("kinds")

@@ -1,7 +1,7 @@
-"""Equal blocks of a network, which is followed with few of them and drawn out to all.
+"""Equal blocks of a model, which is traced with few of them and extrapolated to all.
 
-A layer of a transformer takes and gives what the next one does. A network that calls such layers one
-after the other needs, with one layer more, as much more at each moment of a step.
+A layer of a transformer has the same input and output as the next. A model that calls such layers in sequence
+needs, with each further layer, equally more at each moment of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Blocks(NamedTuple):
-    """Equal modules that a network calls in turn: the path of what holds them, and how many there are."""
+    """Equal modules that a model calls in turn: the path of their container, and their number."""
 
     path: str
     count: int
@@ -45,14 +45,26 @@ def find_blocks(model: nn.Module) -> Blocks | None:
 
 
 def keep_blocks(model: nn.Module, path: str, count: int) -> None:
-    """Leave the model the first blocks alone."""
+    """Leave the model only the first blocks.
+
+    Args:
+        model: The model.
+        path: Path of the blocks' container.
+        count: Number of blocks to keep.
+    """
     held = get_children(model.get_submodule(path))
     for name in list(held)[count:]:
         del held[name]
 
 
 def are_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool:
-    """Return whether a forward of `x` calls the blocks once each, in turn, with the same operations."""
+    """Return whether a forward of `x` calls the blocks once each, in turn, with equal operations.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+        x: Inputs.
+    """
     log = _BlockOperations()
     handles = list(_set_hooks(model, blocks.path, log.pass_mark))
     try:
@@ -67,7 +79,13 @@ def are_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool:
 
 
 def mark_blocks(model: nn.Module, path: str, mark: Callable[[str, int], None]) -> None:
-    """Have `mark` called before and after each block's forward, and where its backward begins."""
+    """Call `mark` before and after each block's forward, and where its backward begins.
+
+    Args:
+        model: The model.
+        path: Path of the blocks' container.
+        mark: Called with a label and the block's number.
+    """
     list(_set_hooks(model, path, mark))
 
 
@@ -115,7 +133,7 @@ class _BlockOperations(TorchDispatchMode):
 
 
 def _are_equal(blocks: list[nn.Module]) -> bool:
-    """Whether modules have equal parts, but for a number that counts them, and no parameter in common."""
+    """Return whether modules have equal parts, except for a counter, and no common parameter."""
     all_parameters = sum(1 for block in blocks for _ in block.parameters())
     if all_parameters != len({p for block in blocks for p in block.parameters()}):
         return False

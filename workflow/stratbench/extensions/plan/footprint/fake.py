@@ -1,7 +1,7 @@
-"""Runs one worker of a cell on fake tensors: real model and strategy, but no memory and no device.
+"""Runs one worker of a cell on fake tensors: real model and strategy, without memory or device.
 
-A fake process group of any size takes the place of the other workers, so that one process on a CPU
-sees what a rank of a thousand GPUs would allocate and send.
+A fake process group of any size replaces the other workers, so that one process on a CPU sees what a rank of
+a thousand GPUs would allocate and send.
 """
 
 from __future__ import annotations
@@ -53,15 +53,21 @@ def traced_steps(
     trial: Trial | None = None,
     blocks: Blocks | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
-    """The trace of the first rank of a stage (rank 0, where there is one), and its strategy after the steps.
+    """Return the trace of the first rank of a stage, and its strategy after the steps.
 
-    A training step for each of `batches` (samples), then an evaluation. The trace's phases are
-    `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. The first is like any
-    later one, since momentum and buckets exist from the start; where it is not, others come before it.
-    Forward and backward alternate as often as the strategy computes parts of a batch. `number`: of the
-    steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`). `trial`: of
-    the network, by which the strategy may refuse it; None: it is not asked. `blocks`: of equal blocks, which
-    hold so many in place of all, and are marked in the trace.
+    There is a training step for each of `batches` (samples), then an evaluation. The trace's phases are
+    `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. The first step is like
+    any later one, since momentum and buckets exist from the start; otherwise, others precede it. Forward and
+    backward alternate as often as the strategy computes parts of a batch.
+
+    Args:
+        request: The request.
+        batches: Samples of each step.
+        number: Number of steps before each, for kinds that come late in a training
+            (`Strategy.first_steps`).
+        stage: Number of the stage.
+        trial: Trial of the model, by which the strategy may reject it; None skips that.
+        blocks: Equal blocks to keep in place of all, which are marked in the trace.
     """
     with ExitStack() as stack:
         # First: what is imported there must not make fake tensors.
@@ -98,7 +104,13 @@ def traced_steps(
 
 @contextmanager
 def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Iterator[None]:
-    """The process group and torch's ways of which a worker of the request is made, until the block ends."""
+    """Set up the process group and torch's modes for a worker of the request, until the block ends.
+
+    Args:
+        request: The request.
+        on_fakes: Whether tensors are fake.
+        stage: Number of the stage.
+    """
     mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
     with ExitStack() as stack:
         stack.enter_context(fake_group(request.world_size, mesh.rank(MeshCoordinate(0, stage, 0))))
@@ -117,7 +129,13 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
 def built(
     request: Request, on_fakes: bool = True, blocks: Blocks | None = None
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
-    """Return the network, the strategy and its worker, before `setup`; all within `surroundings`."""
+    """Return the model, the strategy and its worker, before `setup`; call within `surroundings`.
+
+    Args:
+        request: The request.
+        on_fakes: Whether tensors are fake.
+        blocks: Equal blocks to keep in place of all.
+    """
     model = models.for_training(
         request.network,
         request.classes,
@@ -148,7 +166,13 @@ def built(
 
 
 def set_up(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
-    """`setup`, and what a training's first steps make beside it."""
+    """Call `setup`, and create what a training's first steps create.
+
+    Args:
+        strategy: The strategy.
+        model: The model.
+        worker: The worker.
+    """
     strategy.setup(model, worker)
     if isinstance(compressor := getattr(strategy, "compressor", None), PowerSGD):
         compressor.skip_start()
@@ -170,7 +194,7 @@ def _step(
 
 
 def evaluate(strategy: base.Strategy, request: Request) -> None:
-    """As the training loop does: without autocast, the logits in float64."""
+    """Evaluate as the training loop does: without autocast, the logits in float64."""
     if not request.eval_batch:
         return
     with strategy.evaluating() as model, torch.no_grad():
@@ -178,7 +202,7 @@ def evaluate(strategy: base.Strategy, request: Request) -> None:
 
 
 def _marking(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:
-    """What a strategy calls at the end of a phase: what began before it has its name then."""
+    """Return the function that a strategy calls at the end of a phase, to name it."""
 
     def mark(ended: str) -> None:
         if ended not in ("forward", "backward"):
@@ -217,9 +241,13 @@ def blank(
     shape: tuple[int, ...],
     blocks: Blocks | None = None,
 ) -> nn.Module:
-    """What `models.build` makes, of fake tensors and without the time that initial weights take.
+    """Return the model of `models.build`, of fake tensors, without drawing initial weights.
 
-    `blocks`: of equal blocks, of which so many are left in place of all.
+    Args:
+        model: The model.
+        classes: Number of classes or tokens.
+        shape: Shape of the input.
+        blocks: Equal blocks to keep in place of all.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that weights without memory are not initialised
@@ -255,7 +283,7 @@ class FakeParameterServer(ParameterServer):
 
 
 class NoChannel:
-    """Of the channel to the servers, what a step calls before the first ticket; it moves nothing."""
+    """A channel to the servers that does nothing, for a step before the first ticket."""
 
     def arm(self) -> None: ...
 
@@ -271,6 +299,6 @@ def _unmapped(layout: Layout, shared: bool) -> FlatTensors:
 
 
 def replicas_of(strategy: base.Strategy) -> list[Replica]:
-    """What stands for DistributedDataParallel in what the strategy has wrapped."""
+    """Return the substitutes of DistributedDataParallel in the strategy's wrapped model."""
     module = getattr(strategy, "module", None)
     return [] if module is None else [m for m in module.modules() if isinstance(m, Replica)]

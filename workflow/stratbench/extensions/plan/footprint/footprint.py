@@ -51,7 +51,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class Sums:
-    """A sum on CUDA (`Reduction`) for any batch: how many are made, and of how many numbers each."""
+    """A sum on CUDA (`Reduction`) for any batch: the number of sums, and of their terms."""
 
     outputs: Affine
     inputs: Affine
@@ -70,9 +70,9 @@ class Sums:
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at a moment of a step. For some batch this moment is the peak.
+    """Memory at a moment of a step, which is the peak for some batch.
 
-    `sums`: what is summed up at this moment, whose buffer on a GPU is not in the bytes.
+    `sums`: sums at this moment, whose buffer on a GPU is not in the bytes.
     """
 
     phase: str
@@ -140,11 +140,11 @@ class Footprint:
 
     @property
     def each(self) -> list[Footprint]:
-        """Of every stage; of one like all ranks, where the network has no stages."""
+        """Footprints of all stages, or of one rank without stages."""
         return self.stages or [self]
 
     def fullest(self, batch: int, resident_threads: int = 0) -> Footprint:
-        """Of the rank that needs most, with `stages` as here."""
+        """Return the footprint of the rank that needs most, with `stages` as here."""
         fullest = max(self.each, key=lambda f: f.needed_bytes(batch, resident_threads))
         return replace(fullest, stages=self.stages)
 
@@ -155,7 +155,7 @@ class Footprint:
 
     @property
     def slowest(self) -> Footprint:
-        """Of the rank that computes most."""
+        """Footprint of the rank that computes most."""
         return max(self.each, key=lambda f: f.computed_flops_per_sample)
 
     def training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
@@ -171,10 +171,10 @@ class Footprint:
         return MemoryPeak(round(highest.bytes_at(batch, resident_threads)), highest.phase, parts)
 
     def reserved_bytes(self, batch: int, resident_threads: int = 0) -> int:
-        """Return the bytes that PyTorch's allocator reserves on a GPU for that step, in expandable segments.
+        """Return the bytes that PyTorch's allocator reserves on a GPU, in expandable segments.
 
-        FSDP gathers and scatters in streams of their own, whose memory no other stream is given: what is
-        gathered, what is scattered, and gradients, which are what comes of it.
+        FSDP gathers and scatters in separate streams, whose memory no other stream gets: gathered and
+        scattered tensors, and gradients, which result from them.
         """
         peak = self.training_peak(batch, resident_threads)
         if not self.streamed_bytes:
@@ -185,16 +185,16 @@ class Footprint:
         return peak.n_bytes + sum(max(0, n - held.get(part, 0)) for part, n in pools.items())
 
     def needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
-        """Return the most bytes that a cell needs, without the data set.
+        """Return the maximum bytes that a cell needs, without the data set.
 
-        On a CPU the warm-up trains and evaluates while its copy is kept in the same memory.
+        On a CPU the warm-up trains and evaluates while its copy is in the same memory.
         """
         peak_bytes = self.training_peak(batch, resident_threads).n_bytes
         return max(peak_bytes, self.evaluation.n_bytes) + self.copied_bytes
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the warm-up's copy of what is trained and of buffers, which is in host memory."""
+        """Bytes in host memory of the warm-up's copy of trained parameters and buffers."""
         held = self.between_steps_bytes
         trained_bytes = max(0, held.get("parameters", 0) - self.frozen_bytes)
         return trained_bytes + held.get("buffers", 0)
@@ -210,11 +210,12 @@ class Footprint:
         resident_threads: int = 0,
         data_bytes: Callable[[int], int] = lambda _: 0,
     ) -> int:
-        """Return the most samples that fit into `available_bytes` on every rank.
+        """Return the maximum samples that fit into `available_bytes` on every rank, or 0.
 
-        Return 0 if not even one does.
-
-        `data_bytes`: what the data take there beside so many samples.
+        Args:
+            available_bytes: Memory of a device.
+            resident_threads: Threads that a GPU runs at once.
+            data_bytes: Bytes of the data for a number of samples.
         """
         return bisect_right(
             range(1, 1 << 24),
@@ -256,27 +257,27 @@ class Footprint:
 
 
 def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
-    """Return the footprint of a request: runs it on fake tensors, which takes seconds for each stage.
+    """Return the footprint of a request: runs it on fake tensors, in seconds per stage.
 
-    `trial`: of its network. With it, Refused is raised where the strategy refuses the network.
+    With a `trial` of its model, Refused is raised if the strategy does not support the model.
     """
     mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
-    found = [follow(request, stage, trial).footprint() for stage in range(mesh.stages)]
-    return found[0] if len(found) == 1 else replace(found[0], stages=found)
+    footprints = [follow(request, stage, trial).footprint() for stage in range(mesh.stages)]
+    return footprints[0] if len(footprints) == 1 else replace(footprints[0], stages=footprints)
 
 
 @dataclass(frozen=True)
 class Followed:
-    """Two steps of a worker on fake tensors, with different batches.
+    """Traces of two steps of a worker on fake tensors, with different batches.
 
     Attributes:
-        request: What was followed.
-        blocks: Of equal blocks, how many the network has in place of all; None: all.
-        trace: What happened.
+        request: The traced request.
+        blocks: Equal blocks that the model has in place of all, or None.
+        trace: The trace.
         strategy: The strategy after the steps.
         steps: The phases of each step.
         edges: The events at which the steps and the evaluation begin.
-        calls: The collectives of a step, each with what comes to its bytes for a sample.
+        calls: The collectives of a step, each with its bytes per sample.
         others: Moments of steps of other kinds.
     """
 
@@ -291,7 +292,7 @@ class Followed:
 
     @property
     def lives(self) -> list[list[int]]:
-        """Bytes that exist after each number of events of a step, for each of both batches."""
+        """Existing bytes after each number of events of a step, for each of both batches."""
         length = self.edges[1] - self.edges[0]
         return [self.trace.live_bytes(edge, edge + length) for edge in self.edges[:2]]
 
@@ -308,18 +309,18 @@ class Followed:
 
     @cached_property
     def counted(self) -> dict[str, float]:
-        """Operations of a sample on the whole network, as a job counts them."""
+        """Operations per sample of the whole model, as a job counts them."""
         forward_flops = self.forward_flops[0] / (self.request.parts * BATCHES[1])
         return _counted_flops(self.request, forward_flops, self.blocks)
 
     def training_flops(self, counted: dict[str, float], flops: int) -> float:
         """Return operations of a sample's forward and backward on a rank.
 
-        Of divided layers, and of some of them, a rank computes a part of forward, and the same of all.
+        For divided layers, a rank computes a part of their forward; for others, all of it.
 
         Args:
             counted: As the attribute.
-            flops: Of the second step's forward.
+            flops: Operations of the second step's forward.
         """
         training_flops = counted["training_flops_per_sample"]
         if self.strategy.worker.mesh.members == 1:
@@ -357,9 +358,15 @@ class Followed:
 def follow(
     request: Request, stage: int = 0, trial: Trial | None = None, blocks: Blocks | None = None
 ) -> Followed:
-    """Return two steps of a stage's first rank. ModelError where they differ in more than their batch.
+    """Return traces of two steps of a stage's first rank.
 
-    `blocks`: of equal blocks, which hold so many in place of all.
+    ModelError if they differ beyond their batch.
+
+    Args:
+        request: The request.
+        stage: Number of the stage.
+        trial: Trial of its model.
+        blocks: Equal blocks to keep in place of all.
     """
     from stratbench.extensions.plan.footprint import fake
 
@@ -391,7 +398,7 @@ def follow(
 def _two_steps(
     trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
-    """Return the phases of the two steps, and the events at which these and the evaluation begin."""
+    """Return the phases of both steps, and the events at which they and the evaluation begin."""
     # Phases: setup, twice forward and backward of each part and optimizer, evaluate.
     n = len(trace.phases) // 2 - 1
     steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
@@ -413,9 +420,9 @@ def _frozen_bytes(strategy: Strategy) -> int:
 def _counted_flops(
     request: Request, forward_flops: float, blocks: Blocks | None
 ) -> dict[str, float]:
-    """Return operations of a sample on the whole network, as the job counts them.
+    """Return operations per sample of the whole model, as the job counts them.
 
-    `forward_flops`: of the forward that was followed, for a user's network that cannot be counted by itself.
+    `forward_flops`: those of the traced forward, for a user's model that cannot be counted separately.
     """
     s = request.settings
     own = json.dumps(s.own_model, sort_keys=True)
@@ -434,10 +441,7 @@ def _counted_flops(
 def _flops_of(
     model: str, own: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
 ) -> dict[str, int]:
-    """Return the same.
-
-    They are those of the network alone, which is built and counted once a process.
-    """
+    """Return operations per sample of the model alone, which is built once per process."""
     from stratbench.extensions.plan.footprint.fake import blank
 
     network = models.named_model(model, json.loads(own))
@@ -451,7 +455,7 @@ def _moments(
     edges: list[int],
     parts: int,
 ) -> list[Moment]:
-    """Return the moments of a step that are its peak for some batch of at least one sample, on some GPU."""
+    """Return the moments of a step that are its peak for some batch, on some GPU."""
     lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
     chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines)]
     for sums, at in sums_of(steps, edges, parts).items():
@@ -470,12 +474,18 @@ def _moments(
 def sums_of(
     steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
 ) -> dict[Sums, list[int]]:
-    """The sums of a step that may need a buffer, and after how many of the step's events each is made."""
+    """Return the sums of a step that may need a buffer, and after which events each occurs.
+
+    Args:
+        steps: Phases of both steps.
+        edges: Events at which they begin.
+        parts: Parts of a batch.
+    """
     made = [
         [(at - edge, r) for phase in step for at, r in phase.reductions]
         for step, edge in zip(steps, edges[:2], strict=True)
     ]
-    found: dict[Sums, list[int]] = {}
+    indices: dict[Sums, list[int]] = {}
     for (at, one), (_, other) in zip(*made, strict=True):
         sums = Sums(
             Affine.through((one.outputs, other.outputs), parts),
@@ -483,25 +493,25 @@ def sums_of(
             max(one.together, other.together),
             one.sum_bytes,
         )
-        found.setdefault(sums, []).append(at)
-    return found
+        indices.setdefault(sums, []).append(at)
+    return indices
 
 
 def _highest(moments: list[Moment]) -> list[Moment]:
-    """Of the moments with no sum, and with each kind of sum, those that are highest for some batch."""
-    found = []
+    """Return the moments that are highest for some batch, without a sum and by kind of sum."""
+    highest = []
     for sums in dict.fromkeys(m.sums for m in moments):
-        alike = [m for m in moments if m.sums == sums]
-        found += [alike[i] for i in upper_envelope([m.total_bytes for m in alike])]
-    return found
+        same_sums = [m for m in moments if m.sums == sums]
+        highest += [same_sums[i] for i in upper_envelope([m.total_bytes for m in same_sums])]
+    return highest
 
 
 def upper_envelope(lines: list[Affine]) -> list[int]:
     """Return the lines that are highest for some batch >= 1, by ascending slope."""
-    batch, found = 1.0, []
+    batch, envelope = 1.0, []
     current = max(range(len(lines)), key=lambda i: (lines[i].at(1), lines[i].per_sample))
     while True:
-        found.append(current)
+        envelope.append(current)
         best, best_at = None, float("inf")
         for i, line in enumerate(lines):
             steeper = line.per_sample - lines[current].per_sample
@@ -512,7 +522,7 @@ def upper_envelope(lines: list[Affine]) -> list[int]:
                 ):
                     best, best_at = i, meets_at
         if best is None:
-            return found
+            return envelope
         current, batch = best, best_at
 
 

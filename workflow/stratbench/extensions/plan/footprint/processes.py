@@ -33,10 +33,7 @@ def pool_of(n_processes: int, imported: Sequence[str] = ()) -> ProcessPoolExecut
 
 
 def prepare() -> None:
-    """Hide the GPUs from this process, which has not asked for any yet.
-
-    And what was imported for good is not searched for garbage again and again.
-    """
+    """Hide the GPUs from this process, and exclude imported objects from garbage collection."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gc.freeze()
     gc.set_threshold(100_000)

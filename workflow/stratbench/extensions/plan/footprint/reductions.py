@@ -1,7 +1,7 @@
-"""The device memory that a sum on CUDA takes beside its result, and gives back when it is made.
+"""The temporary device memory of a sum on CUDA, besides its result.
 
-Where few sums of many numbers are asked for, as for the gradient of a bias, PyTorch cuts them over several
-blocks of threads, which put their partial sums into a buffer. No torch here.
+For few sums of many numbers, as in the gradient of a bias, PyTorch divides them over several blocks of
+threads, which write their partial sums to a buffer. No torch here.
 """
 
 from __future__ import annotations
@@ -39,28 +39,33 @@ class Reduction:
         offset: int,
         item_bytes: int,
     ) -> Reduction | None:
-        """Return the sum of a tensor over `dims` (from 0).
-
-        Return None where neighbours in memory are added up.
+        """Return the sum of a tensor over `dims` (from 0), or None for a contiguous sum.
 
         `strides` and the `offset` in its storage are in numbers. 16-bit numbers are added up in 32 bits.
+
+        Args:
+            shape: Shape of the tensor.
+            strides: Its strides.
+            dims: Dimensions to sum over.
+            offset: Offset in its storage.
+            item_bytes: Bytes of a number.
         """
         dims_of = [(strides[d], shape[d], d in dims) for d in range(len(shape)) if shape[d] > 1]
         # PyTorch goes by the neighbours in the result, whose last dimension is the nearest.
-        kept = _merged(
+        merged = _merged(
             (stride, size) for stride, size, is_added in reversed(dims_of) if not is_added
         )
         added = _merged(sorted((stride, size) for stride, size, is_added in dims_of if is_added))
-        if not kept or not added or kept[0][0] > added[0][0]:
+        if not merged or not added or merged[0][0] > added[0][0]:
             return None
-        together = 4 if kept[0][0] == 1 else 1
-        others = [stride for stride, _ in kept[1:] + added]
-        while any(n % together for n in (offset, kept[0][1], *others)):
+        together = 4 if merged[0][0] == 1 else 1
+        others = [stride for stride, _ in merged[1:] + added]
+        while any(n % together for n in (offset, merged[0][1], *others)):
             together //= 2
-        return cls(_numbers(kept), _numbers(added), together, max(4, item_bytes))
+        return cls(_numbers(merged), _numbers(added), together, max(4, item_bytes))
 
     def buffer_bytes(self, resident_threads: int) -> int:
-        """Return bytes of the buffer and its counters on a GPU that holds so many threads at once.
+        """Return bytes of the buffer and its counters on a GPU with so many resident threads.
 
         As PyTorch 2.11 reckons (setReduceConfig and global_memory_size, ATen/native/cuda/Reduce.cuh).
         """
@@ -87,7 +92,7 @@ class Reduction:
 
 
 def _merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Dimensions (stride, size), the nearest first; those that lie as one are one."""
+    """Return dimensions (stride, size), the nearest first, with contiguous ones merged."""
     merged: list[tuple[int, int]] = []
     for stride, size in dims:
         if merged and merged[-1][0] * merged[-1][1] == stride:

@@ -1,4 +1,4 @@
-"""What stands for torch's DistributedDataParallel while a strategy runs on fake tensors."""
+"""Substitute for torch's DistributedDataParallel while a strategy runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stratbench.workload.torch_internals import assign_buckets, replaced
 
 
 class Replica(nn.Module):
-    """What DistributedDataParallel, whose C++ part refuses fakes, allocates and sends in its steady state.
+    """Allocates and sends as DistributedDataParallel in its steady state.
 
-    It is called as that is. Gradients are copied into flat buckets in the order in which backward makes
-    them final, and a full bucket is all-reduced, or given to the hook. With `gradient_as_bucket_view` they
-    then live there; else both exist. Buffers are broadcast before each forward, coalesced, but for one
-    after a backward in `no_sync`.
+    Its C++ part does not support fakes. The interface is the same. Gradients are copied into flat buckets in
+    the order in which backward completes them, and a full bucket is all-reduced, or passed to the hook. With
+    `gradient_as_bucket_view` they are then views of it; otherwise, both exist. Buffers are broadcast before
+    each forward, coalesced, except for one after a backward in `no_sync`.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class Replica(nn.Module):
                 parameters[i].register_post_accumulate_grad_hook(taken)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
-        """Have the hook take the all-reduce's place.
+        """Replace the all-reduce by a hook.
 
-        Only of one that says so (`holds_backward`) it is known that it leaves a bucket under way. Another
-        may wait for it, and here nobody else would end it.
+        Only a hook with `holds_backward` is known to leave a bucket in progress. Others may wait for it, and
+        here nothing else would complete it.
         """
         self._hook = partial(hook, state)
         self._waits = getattr(getattr(hook, "__self__", None), "holds_backward", True)
 
     def _set_ddp_runtime_logging_sample_rate(self, every: int) -> None:
-        """Nothing is timed."""
+        """Do nothing: nothing is timed."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What DDP has timed: nothing."""
+        """Return DDP's times: none."""
         return {}
 
     @contextmanager
@@ -114,7 +114,7 @@ class Replica(nn.Module):
             self._arrive()
 
     def _arrive(self) -> None:
-        """End what is under way: one bucket at a time is, while backward fills the next."""
+        """Complete the bucket in progress: only one is, while backward fills the next."""
         for future, tensor in self._under_way:
             future.set_result([tensor])
         self._under_way.clear()
@@ -129,7 +129,7 @@ all_reduce = dist.all_reduce
 
 
 class _Reduced:
-    """What an all-reduce of a real group returns; a fake one's future has no value."""
+    """Result of an all-reduce of a real group; a fake one's future has no value."""
 
     def __init__(self, future: torch.futures.Future) -> None:
         self._future = future
@@ -155,7 +155,7 @@ def _reduced_by_hook(
 
 
 class GradBucket(NamedTuple):
-    """What a hook asks of DistributedDataParallel's own bucket."""
+    """The part of DistributedDataParallel's bucket that hooks use."""
 
     number: int
     flat: Tensor

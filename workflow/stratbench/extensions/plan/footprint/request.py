@@ -47,12 +47,16 @@ class Request:
 
     @classmethod
     def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
-        """The request of a cell with settings `s` on data set `data`.
+        """Return the request of a cell.
 
-        `local_world`: workers of a node.
+        A worker of a parameter server does the same under every policy. A rank's memory depends on the number
+        of ranks only if something is sharded.
 
-        A worker of a parameter server does the same under every policy, and only where something is sharded
-        does a rank's memory depend on the number of ranks.
+        Args:
+            s: Settings of the cell.
+            data: Its data set.
+            on_cuda: Whether it trains on GPUs.
+            local_world: Workers of a node.
         """
         strategy, options = s.strategy, s.options
         planned = strategy_class(strategy)
@@ -146,12 +150,12 @@ class Request:
 
     @property
     def by_command(self) -> bool:
-        """Whether a command of the user's does it, of which nothing can be known."""
+        """Whether a user's command trains it, so that nothing is known."""
         return strategy_class(self.strategy).kind == "own"
 
     @property
     def traits(self) -> Traits:
-        """What is true of its strategy."""
+        """Traits of its strategy."""
         return traits_of(self.strategy, self.options, self.world_size)
 
     @property
@@ -162,17 +166,17 @@ class Request:
 
     @property
     def may_reshard(self) -> bool:
-        """Whether an option says when its gathered parameters are freed."""
+        """Whether an option decides when its gathered parameters are freed."""
         return RESHARDING in self.options
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and the input."""
+        """Type of the weights and the input."""
         return weights_dtype(self.settings.precision)
 
     @property
     def batch_format(self) -> torch.memory_format:
-        """Of the input."""
+        """Memory format of the input."""
         return batch_format(self.settings.precision, "cuda" if self.on_cuda else "cpu")
 
     @property
@@ -181,21 +185,25 @@ class Request:
 
 
 def planned_settings(s: Settings) -> dict[str, Any]:
-    """Return the settings that a footprint depends on, as far as it does: each declares how."""
-    found = {}
+    """Return the settings that affect a footprint, as each declares."""
+    selected = {}
     for field in fields(Settings):
         value, planned = getattr(s, field.name), field.metadata["planned"]
         if planned is not None:
-            found[field.name] = value if planned is EACH or not value else planned
-    return found
+            selected[field.name] = value if planned is EACH or not value else planned
+    return selected
 
 
 def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
-    """Bytes that the whole data set takes on the device, for a model that takes samples of `input_shape`.
+    """Return bytes of the whole data set on the device, for a model with `input_shape`.
 
-    Images as stored, at the model's size, in the stored number of channels; texts, waveforms and targets
-    as they are stored; the epoch's order as int64; three int64 numbers a training sample where it is
-    augmented.
+    Images as stored, at the model's size, in the stored number of channels; texts, waveforms and targets as
+    they are stored; the epoch's order as int64; three int64 numbers per augmented training sample.
+
+    Args:
+        data: The data set.
+        input_shape: Shape of the model's input.
+        augment: Whether samples are augmented.
     """
     samples = data.train_samples + data.test_samples
     numbers = data.train_samples * (4 if augment else 1)
@@ -211,9 +219,14 @@ def target_bytes(data: Dataset) -> int:
 
 
 def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
-    """Return bytes of the batches of `samples` that wait on the device, if the data lie in host memory.
+    """Return bytes of the waiting batches on the device, if the data are in host memory.
 
-    As they are stored, with their targets, and three int64 numbers a sample where it is augmented.
+    They are as stored, with their targets, and three int64 numbers per augmented sample.
+
+    Args:
+        data: The data set.
+        samples: Samples of a batch.
+        augment: Whether samples are augmented.
     """
     each = math.prod(data.shape) * data.stored_bytes + target_bytes(data)
     each += 24 if augment and not data.is_text else 0

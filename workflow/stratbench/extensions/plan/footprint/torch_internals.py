@@ -1,7 +1,7 @@
-"""PyTorch's private and undocumented names that the plan alone uses: an upgrade of it opens this file, too.
+"""PyTorch's private names that only the plan uses: an upgrade has to check this module, too.
 
-Names that training uses as well are in `workload.torch_internals`. Here is also what is put in the place of
-PyTorch's own functions while a strategy runs on fake tensors.
+Names that training uses as well are in `workload.torch_internals`. Substitutes for PyTorch's own functions on
+fake tensors are also here.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class FakeTensors(KnownFakes):
-    """`KnownFakes`, without what takes a third of its time.
+    """`KnownFakes`, without the part that takes a third of its time.
 
-    What an operator gives is in its cache, and to describe the operands for a look into that takes longer
-    than all else: here the cache's keys are kept by fewer words, which tell apart all strided tensors.
+    Results of operators are in its cache, and the description of operands for a look-up takes longest. Here
+    the keys are shorter, but still distinguish all strided tensors.
     """
 
     #: Of all of a process, as the cache is.
@@ -52,15 +52,15 @@ class FakeTensors(KnownFakes):
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             of_place = torch.get_default_dtype(), torch.is_inference_mode_enabled()
-            asked = func, of_place, self._words(args), self._words(kwargs.items())
+            call = func, of_place, self._words(args), self._words(kwargs.items())
         except _NoWords:
             return super()._cache_key(state, func, args, kwargs)
-        if (key := self.keys.get(asked)) is None:
-            key = self.keys[asked] = super()._cache_key(state, func, args, kwargs)
+        if (key := self.keys.get(call)) is None:
+            key = self.keys[call] = super()._cache_key(state, func, args, kwargs)
         return key
 
     def _words(self, values: Any) -> tuple[Any, ...]:
-        """What of the values decides what an operator gives; _NoWords where these do not say."""
+        """Return the properties of values that determine an operator's result; raise _NoWords if unknown."""
         words: list[Any] = [type(values)]
         for value in values:
             if isinstance(value, Tensor):
@@ -117,10 +117,12 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> Iterator[None]:
-    """Until the block ends, torch does what it refuses on fake tensors or without the device.
+    """Make torch support fake tensors, and a missing device, until the block ends.
 
-    `on_cuda`: it is to do what it does there; else what gloo does. `fused`: whether SGD is, as on CUDA.
-    `counts_steps`: whether AdamW reads its count of steps, which a fake tensor does not know.
+    Args:
+        on_cuda: Whether it behaves as on CUDA; else as with gloo.
+        fused: Whether SGD is fused, as on CUDA.
+        counts_steps: Whether AdamW reads its count of steps, which a fake tensor lacks.
     """
     from torch.distributed import device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -172,13 +174,13 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """In the block no operator on a CPU casts its operands."""
+    """Disable the casts of all operators on a CPU in the block."""
     with torch._C._ExcludeDispatchKeyGuard(_CPU_AUTOCAST):
         yield
 
 
 def unregister(library: Library) -> None:
-    """Put back the kernels whose place those of `library` have taken."""
+    """Restore the kernels that those of `library` have replaced."""
     library._destroy()
 
 
@@ -190,13 +192,13 @@ def _first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
 def _scattered_by_gloo(
     scatter: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """What a reduce-scatter beside computation returns: with it lives the copy that gloo reduces."""
+    """Return a concurrent reduce-scatter, which retains the copy that gloo reduces."""
     work = scatter(output, input, *args, **kwargs)
     return TorchReduction(work, input.clone()) if kwargs.get("async_op") else work
 
 
 class TorchReduction(NamedTuple):
-    """A collective under way, and what it works on until nobody asks for it any longer."""
+    """A collective in progress, which retains its tensors until it is no longer referenced."""
 
     work: dist.Work
     copy: Tensor
@@ -209,7 +211,7 @@ class TorchReduction(NamedTuple):
 def _fused_sgd(
     _mode: FakeTensorMode, _op: Any, params: Any, grads: Any, momenta: Any, **options: Any
 ) -> None:
-    """What torch lacks: SGD's fused kernel on fake tensors."""
+    """Run SGD's fused kernel on fake tensors, which torch lacks."""
     _fused(options, params, grads, momenta)
 
 
@@ -230,12 +232,10 @@ def _fused_adamw(
 
 
 def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
-    """A fused kernel on fake tensors, which refuses what the one on CUDA does.
+    """Run a fused kernel on fake tensors, with the restrictions of the one on CUDA.
 
-    `kept`: the moments.
-
-    It works in place and allocates nothing. The conditions: check_fast_path_restrictions in
-    aten/src/ATen/native/ForeachUtils.h; RuntimeError where they do not hold.
+    It works in place and allocates nothing. `kept`: the moments. RuntimeError if the conditions of
+    check_fast_path_restrictions in aten/src/ATen/native/ForeachUtils.h do not hold.
     """
     for lists in zip(params, grads, *filter(None, kept), strict=True):
         described = [

@@ -35,7 +35,7 @@ SCALAR_BYTES = 8
 
 @dataclass
 class Phase:
-    """What happened between two marks."""
+    """Events between two marks."""
 
     name: str
     first: int  # number of its first event
@@ -52,9 +52,9 @@ class Phase:
 
 
 class TraceMark(NamedTuple):
-    """A place in a trace: how many events, collectives and reductions came before it.
+    """A position in a trace: the number of events, collectives and reductions before it.
 
-    `label`: `phase` where one begins; or what of the equal block number `block` begins or ends there.
+    `label`: `phase` where one begins; or which part of the equal block number `block` begins or ends there.
     """
 
     label: str
@@ -93,22 +93,22 @@ class OperatorTrace(TorchDispatchMode):
     # --- what the caller says ----------------------------------------------------------------------
 
     def begin(self, phase: str) -> None:
-        """What follows belongs to `phase`."""
+        """Start a phase for the following events."""
         self.mark("phase")
         self.phases.append(Phase(phase, len(self.events)))
 
     def mark(self, label: str, block: int | None = None) -> None:
-        """Remember this place."""
+        """Store this position."""
         self.marks.append(self.mark_here(label, block))
 
     def mark_here(self, label: str = "", block: int | None = None) -> TraceMark:
-        """This place."""
+        """Return this position."""
         calls = sum(len(phase.collectives) for phase in self.phases)
         sums = sum(len(phase.reductions) for phase in self.phases)
         return TraceMark(label, block, len(self.events), calls, sums)
 
     def tag(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Say what the tensors' storages are for. New ones are counted from now on."""
+        """Set the purpose of the tensors' storages. New ones are counted from now on."""
         for t in tensors:
             if t is not None:
                 self.tags[self._note(local_part(t))] = part
@@ -197,7 +197,7 @@ class OperatorTrace(TorchDispatchMode):
                 self.streamed.update(scattered)
 
     def _passing(self, part: str, sizes: list[int]) -> None:
-        """Log allocations that exist together for a moment."""
+        """Log temporary allocations that exist together."""
         numbers = range(self._count + 1, self._count + 1 + len(sizes))
         self._count += len(sizes)
         self.tags.update(dict.fromkeys(numbers, part))
@@ -280,12 +280,12 @@ def _n_bytes(tensor: torch.Tensor) -> int:
 
 
 def _forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
-    """OneDNN computes in a blocked layout: it copies the input and the weight, and the result back."""
+    """Return oneDNN's copies in its blocked layout: of the input and the weight, and of the result."""
     return [[_n_bytes(args[0]), _n_bytes(args[1]), _n_bytes(out)]]
 
 
 def _backward_copies(args: Any, out: Any) -> list[list[int]]:
-    """Return the same for the gradient of the input and then for that of the weight."""
+    """Return the same for the gradients of the input and of the weight."""
     grad, x, weight = (_n_bytes(t) for t in args[:3])
     return [[grad, weight, x], [x, grad, weight]] if out[0] is not None else [[x, grad, weight]]
 
@@ -302,7 +302,7 @@ def _sum_over_dims(args: Any) -> Reduction | None:
 
 
 def _sum_of_bias(args: Any) -> Reduction | None:
-    """A convolution's backward sums the gradient of its output up for the bias, when all else is done."""
+    """Return the sum for the bias at the end of a convolution's backward, or None."""
     grad, wanted = args[0], args[-1]
     return _reduction(grad, {d for d in range(grad.dim()) if d != 1}) if wanted[2] else None
 
@@ -320,9 +320,10 @@ _SUMS = {
 
 
 def _flash_attention_bytes(query: torch.Tensor) -> list[int]:
-    """What its backward keeps in 32 bits: the query's gradient, padded, and a sum for each of its rows.
+    """Return flash attention's 32-bit buffers in backward: the query's padded gradient, and row sums.
 
-    Of PyTorch 2.11 (mha_bwd, transformers/cuda/flash_attn/flash_api.cpp), which takes 16-bit numbers alone.
+    As in PyTorch 2.11 (mha_bwd, transformers/cuda/flash_attn/flash_api.cpp), which supports only 16-bit
+    numbers.
     """
     if query.element_size() != 2:
         return [0, 0]

@@ -1,4 +1,4 @@
-"""Collectives: the bytes that they move between ranks, and the memory that gloo takes for them.
+"""Collectives: the bytes that they move between ranks, and the memory that gloo needs.
 
 No torch here: if all footprints are on disk, a plan takes seconds.
 """
@@ -20,10 +20,9 @@ GLOO_SEGMENTS_BYTES = 2 << 20
 
 
 def staging_bytes(call: CollectiveCall) -> int:
-    """What gloo allocates meanwhile.
+    """Return gloo's temporary memory.
 
-    It gathers into a flat tensor of its own and copies that; it scatters from a copy of the whole
-    input.
+    It gathers into a flat tensor of its own and copies that; it scatters from a copy of the whole input.
     """
     segments_bytes = min(GLOO_SEGMENTS_BYTES, call.n_bytes)
     match call.kind:
@@ -43,10 +42,16 @@ def wire_bytes(
     samples: int = 0,
     within: int | None = None,
 ) -> float:
-    """Return bytes that a rank sends for a step's collectives, given as `CollectiveCall.listed`.
+    """Return bytes that a rank sends for a step's collectives.
 
-    `samples`: those that a worker computes on in the step; `within`: count only groups that lie within a
-    node of so many ranks. Gloo scatters by all-reducing the whole input.
+    Gloo scatters by an all-reduce.
+
+    Args:
+        collectives: As in `CollectiveCall.listed`.
+        world_size: Number of ranks.
+        on_gloo: Whether the backend is gloo.
+        samples: Samples that a worker computes on in the step.
+        within: Count only groups within a node of so many ranks, unless None.
     """
     in_place = {"reduce_scatter": "all_reduce"} if on_gloo else {}
     each = (CollectiveCall(in_place.get(kind, kind), *rest) for kind, *rest in collectives)

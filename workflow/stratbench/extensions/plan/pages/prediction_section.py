@@ -13,11 +13,11 @@ from stratbench.analysis.records.reading import Reading, ReportInput, Section, r
 TEMPLATE = Path(__file__).parent / "templates" / "prediction.html.j2"
 
 
-def make_prediction_sections(given: ReportInput) -> Iterator[Section]:
+def make_prediction_sections(inputs: ReportInput) -> Iterator[Section]:
     """Make the section where a cell that was planned has a record."""
-    path = given.folder / "prediction.csv"
+    path = inputs.folder / "prediction.csv"
     if path.exists() and (lines := prediction_lines(path)):
-        on_cpu = (given.cells["device_kind"] == "cpu").any()
+        on_cpu = (inputs.cells["device_kind"] == "cpu").any()
         html = render_section(TEMPLATE, predictions=lines, on_cpu=on_cpu)
         yield Section("predictions", html)
 

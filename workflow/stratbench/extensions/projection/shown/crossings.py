@@ -61,13 +61,13 @@ def crossings(lines: Lines) -> list[Crossing]:
         for count in counts:
             by_count.setdefault(count.workers, {})[strategy] = count
     ordered = [by_count[n] for n in sorted(by_count)]
-    found = []
+    changes = []
     for here, there in pairwise(ordered):
         both = here.keys() & there.keys()
         before, after = (min(at, key=lambda s, at=at: at[s].step_s) for at in (here, there))
         if before != after and {before, after} <= both:
-            found.append(_crossing(lines, before, after, here, there))
-    return found
+            changes.append(_crossing(lines, before, after, here, there))
+    return changes
 
 
 def _crossing(
@@ -88,8 +88,8 @@ def sentences_on_crossings(lines: Lines, noun: str) -> list[str]:
     projected = {s: c for s, c in lines.items() if any(not count.measured for count in c)}
     if len(projected) < 2:
         return []
-    if found := crossings(projected):
-        return [crossing.sentence(noun) for crossing in found]
+    if changes := crossings(projected):
+        return [crossing.sentence(noun) for crossing in changes]
     shared = set.intersection(*({c.workers for c in counts} for counts in projected.values()))
     leaders = {
         min(projected, key=lambda s, n=n: next(c.step_s for c in projected[s] if c.workers == n))

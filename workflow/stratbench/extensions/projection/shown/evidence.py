@@ -36,7 +36,7 @@ class ProjectionEvidence(Evidence):
         self.projected, self.crossings = projected, crossings or {}
 
     def extend(
-        self, question: Question, found: Sequence[Candidate], given: Constraints
+        self, question: Question, candidates: Sequence[Candidate], constraints: Constraints
     ) -> Iterator[Candidate]:
         """Yield each strategy on the available GPUs, if that count was not measured, and on fewer.
 
@@ -45,18 +45,20 @@ class ProjectionEvidence(Evidence):
 
         Args:
             question: Experiment and model.
-            found: Measured candidates.
-            given: Constraints of the decision.
+            candidates: Measured candidates.
+            constraints: Constraints of the decision.
         """
-        for name in dict.fromkeys(c.strategy for c in found):
-            line = [c for c in found if c.strategy == name]
-            if given.gpus is None or given.gpus in [c.gpus for c in line]:
+        for name in dict.fromkeys(c.strategy for c in candidates):
+            line = [c for c in candidates if c.strategy == name]
+            if constraints.gpus is None or constraints.gpus in [c.gpus for c in line]:
                 continue
             usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
             by_count = self.projected.get((*question, name), {}) if usable else {}
-            asked = by_count.get(given.gpus, Projected(why_not_projected(usable, given.gpus)))
+            requested = by_count.get(
+                constraints.gpus, Projected(why_not_projected(usable, constraints.gpus))
+            )
             for c in line:
-                c.not_projected = asked.reason
+                c.not_projected = requested.reason
             for gpus, made in by_count.items():
                 if not made.reason:
                     yield make_candidate(usable, gpus, made)
@@ -68,12 +70,12 @@ class ProjectionEvidence(Evidence):
                 yield f"Another number of workers: {sentence}"
 
 
-def read_evidence(path: str, given: Constraints) -> Evidence:
+def read_evidence(path: str, constraints: Constraints) -> Evidence:
     """Return the evidence of a projection.csv.
 
     `path`: "" or of no file where none was made.
     """
-    return ProjectionEvidence(read_projection(path, given.gpus), read_crossings(path))
+    return ProjectionEvidence(read_projection(path, constraints.gpus), read_crossings(path))
 
 
 def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> Candidate:

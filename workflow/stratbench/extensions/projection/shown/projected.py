@@ -83,11 +83,11 @@ def read_projection(path: str, most: int | None) -> dict[Line, dict[int, Project
         return {}
     table = read_rows(Path(path))
     rows = table[(table["workers"] <= most) & (table["kind"] != "measured")]
-    found: dict[Line, dict[int, Projected]] = {}
+    by_line: dict[Line, dict[int, Projected]] = {}
     for r in rows.to_dict("records"):
         line = (str(r["experiment"]), str(r["model"]), str(r["strategy"]))
-        found.setdefault(line, {})[int(r["workers"])] = _projected(r)
-    return found
+        by_line.setdefault(line, {})[int(r["workers"])] = _projected(r)
+    return by_line
 
 
 def _projected(row: Mapping) -> Projected:

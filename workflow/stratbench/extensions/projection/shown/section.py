@@ -29,12 +29,12 @@ MAX_MORE_SAMPLES = 1.5
 SHORT_RULES = {"replay on measured links": "links"}
 
 
-def make_projection_sections(given: ReportInput) -> Iterator[Section]:
+def make_projection_sections(inputs: ReportInput) -> Iterator[Section]:
     """Make the section where a projection was made."""
-    cells = given.cells
+    cells = inputs.cells
     trained = cells.loc[cells["status"] == "ok", ["experiment", "model", "strategy", "gpus"]]
     rows = set(trained.itertuples(index=False, name=None))
-    if projections := projection_section(given.study_dir / "projection.csv", rows):
+    if projections := projection_section(inputs.study_dir / "projection.csv", rows):
         html = render_section(TEMPLATE, projections=projections)
         yield Section("projection", html, "More workers")
 
@@ -212,7 +212,7 @@ def _evidence(rows: pd.DataFrame) -> Iterator[str]:
 
 def _refused(rows: pd.DataFrame) -> Iterator[str]:
     """Yield what is not projected, each reason once, beyond all projected counts only the first."""
-    alike: dict[tuple[str, str], list[str]] = {}
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for strategy, group in rows.groupby("strategy", sort=False):
         projected = group[group["kind"] == "projected"]["workers"].max()
         refused = group[group["kind"] == "refused"].sort_values("workers")
@@ -226,8 +226,8 @@ def _refused(rows: pd.DataFrame) -> Iterator[str]:
             )
             reasons.append((from_on, first["reason"]))
         for key in reasons:
-            alike.setdefault(key, []).append(str(strategy))
-    for (counts, reason), strategies in alike.items():
+            by_reason.setdefault(key, []).append(str(strategy))
+    for (counts, reason), strategies in by_reason.items():
         yield f"Not projected: {', '.join(strategies)}, {counts}: {reason}."
 
 
@@ -257,8 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     lines = []
     for of in section:
-        if told := [*of["crossings"], *of["cheapest"]]:
-            lines += [f"{of['experiment']}, {of['model']}:", *(f"  {line}" for line in told)]
+        if sentences := [*of["crossings"], *of["cheapest"]]:
+            lines += [f"{of['experiment']}, {of['model']}:", *(f"  {line}" for line in sentences)]
     print(folded(lines))
     return 0
 

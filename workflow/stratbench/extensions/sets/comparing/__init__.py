@@ -1,1 +1,1 @@
-"""Two result sets beside each other: matched cells, ratios, figures and the page."""
+"""Comparison of two result sets: matched cells, ratios, figures and the page."""

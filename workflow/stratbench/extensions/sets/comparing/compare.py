@@ -1,4 +1,4 @@
-"""Compares result sets: writes the page, its tables and figures, and judges slow-downs."""
+"""Compares result sets: writes the page, its tables and figures, and detects slow-downs."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ def compare_sets(
     out_root: Path,
     allowed: float | None = None,
     prices: Mapping[str, float] | None = None,
-    given: Constraints | None = None,
+    limits: Constraints | None = None,
 ) -> int:
-    """Compare the sets (sources by name) with the first of them.
+    """Compare the sets with the first of them; return 1 if one fails.
 
-    Return 1 if one fails.
+    Writes <out_root>/<names>/index.html, and next to it tables, figures and the page of all cells. A set
+    fails if something in it is slower by more than `allowed`, beyond noise, or no longer finishes.
 
-    Writes <out_root>/<names>/index.html, and beside it tables, figures and the page of all cells. A set fails
-    if something in it is slower by more than the share `allowed`, beyond noise, or no longer finishes; None:
-    nothing is judged.
+    Args:
+        named: Sources of the sets, by name.
+        out_root: Folder to write below.
+        allowed: Allowed slow-down as a fraction; None: none is reported.
+        prices: Prices by set.
+        limits: Constraints of a decision over all sets.
     """
     if len(named) < 2:
         raise SetError("one set cannot be compared; name two or more")
@@ -46,33 +50,33 @@ def compare_sets(
                 f"{shown_name(name)} cannot name a set: letters, digits, '.', '_' and '-' can, "
                 f"but for {' and '.join(PAGES)}"
             )
-    prices, given = prices or {}, given or Constraints()
+    prices, limits = prices or {}, limits or Constraints()
     sets = [read_noisily(source, name) for name, source in named.items()]
     folder = out_root / folder_name(named)
     take_folder(folder, named)
-    found = [compare(sets[0], other) for other in sets[1:]]
-    decisions = decisions_over(sets, prices, given)
-    watched = None if allowed is None else regression.watch(found, allowed)
+    compared = [compare(sets[0], other) for other in sets[1:]]
+    decisions = decisions_over(sets, prices, limits)
+    watched = None if allowed is None else regression.watch(compared, allowed)
     sections = []
-    for one in found:
+    for one in compared:
         tables.write_all(one, folder)
-        drawn = figures.draw_all(one, folder, given.equivalence_margin)
+        drawn = figures.draw_all(one, folder, limits.equivalence_margin)
         sections.append(page.pair_section(one, drawn))
-    by_cost = bool(prices) or given.price_per_gpu_hour is not None
-    constraints = list(sentences_on(given, prices))
+    by_cost = bool(prices) or limits.price_per_gpu_hour is not None
+    constraints = list(sentences_on(limits, prices))
     values = page.page_values(
-        sets, sections, watched, allowed, decisions, constraints, given, by_cost
+        sets, sections, watched, allowed, decisions, constraints, limits, by_cost
     )
     write_atomic(folder / INDEX, page.render(values))
     write_explore(sets, folder / EXPLORE)
-    for one in found:
-        told = f"{one.other.name} against {one.first.name}: {headline_of(one)}"
-        print(printable(folded([told])))
+    for one in compared:
+        text = f"{one.other.name} against {one.first.name}: {headline_of(one)}"
+        print(printable(folded([text])))
         for mean in one.strategies:
             if mean.gpus is None:
                 print(f"  {mean.strategy}: {tables.ratio_text(mean.time)} times the training time")
     if decisions:
-        print(printable(describe_decisions(decisions, [], given, constraints)))
+        print(printable(describe_decisions(decisions, [], limits, constraints)))
     if watched is not None:
         print(printable(folded(regression.describe_watch(watched, allowed))))
     print(folder / INDEX)
@@ -80,12 +84,12 @@ def compare_sets(
 
 
 def take_folder(folder: Path, named: Mapping[str, str]) -> None:
-    """Take the comparison's folder, and say so where that of other sets was in it."""
+    """Claim the comparison's folder; print a note if it replaces that of other sets."""
     about = ", ".join(f"{name}={source}" for name, source in named.items())
     before = claim_folder(folder, about)
     if before not in ("", about):
-        said = f"{folder} held the comparison of {before}, which is replaced"
-        print(printable(said), file=sys.stderr)
+        text = f"{folder} held the comparison of {before}, which is replaced"
+        print(printable(text), file=sys.stderr)
 
 
 def folder_name(names: Iterable[str]) -> str:
@@ -97,6 +101,6 @@ def folder_name(names: Iterable[str]) -> str:
 
 
 def read_noisily(source: str, name: str) -> ResultSet:
-    """Read a set, and print a line about it first: thousands of records take a while."""
+    """Read a set, after printing a line on it: thousands of records take a while."""
     print(f"reading {name}: {source}", file=sys.stderr, flush=True)
     return read_set(source, name)

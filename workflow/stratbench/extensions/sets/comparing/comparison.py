@@ -1,4 +1,4 @@
-"""Compares two result sets: a ratio per cell, a mean per strategy, and what changed between them."""
+"""Compares two result sets: a ratio per cell, a mean per strategy, and changed conditions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Side:
 
     @property
     def time_outcome(self) -> str:
-        """What came of its training times, in words."""
+        """Text on the outcome of its training times."""
         return self.outcome or ("measured" if self.times else "rejected by the audit")
 
 
@@ -94,12 +94,12 @@ class ComparedCell:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """The audit's rules that doubt one of the times of either set."""
+        """The audit's rules with findings on the times of either set."""
         return tuple(dict.fromkeys((*self.first.doubts, *self.other.doubts)))
 
     @cached_property
     def why_not(self) -> str:
-        """The reason why there is no ratio; empty if there is one."""
+        """The reason why there is no ratio, or empty."""
         if self.work or (self.first.times and self.other.times):
             return against_each_other(self.work)
         return f"{self.first.time_outcome} against {self.other.time_outcome}"
@@ -120,8 +120,8 @@ class ComparedCell:
 
         It hardly scatters, so it has no interval.
         """
-        alike = not any(d.path in MEMORY_METHOD for d in self.place)
-        known = self.first.memory and self.other.memory and alike
+        same_method = not any(d.path in MEMORY_METHOD for d in self.place)
+        known = self.first.memory and self.other.memory and same_method
         return self.other.memory / self.first.memory if known and not self.why_not else None
 
     @cached_property
@@ -157,7 +157,7 @@ class StrategyMean:
 
 @dataclass(frozen=True)
 class RankChange:
-    """Two strategies that changed places on one model and worker count."""
+    """Two strategies whose order changed on one model and worker count."""
 
     experiment: str
     model: str
@@ -171,7 +171,7 @@ class RankChange:
 
     @property
     def is_clear(self) -> bool:
-        """Whether both intervals exclude equality; a change measured once may be chance."""
+        """Whether both intervals exclude equality; otherwise, the change may be chance."""
         return self.before.excludes(1) and self.after.excludes(1)
 
 
@@ -213,19 +213,19 @@ class Comparison:
 
 
 class Measurements:
-    """What a set has measured, by group of repeats."""
+    """Measurements of a set, by group of repeats."""
 
-    def __init__(self, found: ResultSet) -> None:
-        findings = found.findings.to_dict("records")
-        self.repeats = Repeats(found.cells, findings)
-        bad = found.cells[~found.cells["status"].isin(["ok", *UNMEASURED])]
+    def __init__(self, result_set: ResultSet) -> None:
+        findings = result_set.findings.to_dict("records")
+        self.repeats = Repeats(result_set.cells, findings)
+        bad = result_set.cells[~result_set.cells["status"].isin(["ok", *UNMEASURED])]
         #: The cells that ran and did not end well.
         self.bad = rows_by_group(bad)
         doubtful = [finding for finding in findings if finding["severity"] == "warning"]
-        self.doubts = doubts_by_group(doubtful, groups_with_data(found))
+        self.doubts = doubts_by_group(doubtful, groups_with_data(result_set))
 
     def side(self, group: Group, score: Score) -> Side:
-        """What is known of a group, in a comparison with that of another set."""
+        """Return a group's measurements, for comparison with those of another set."""
         times, scores = (
             tuple(self.repeats.values(group, column, concerns).values())
             for column, concerns in (("train_time_s", "time"), ("score_final", "score"))
@@ -280,26 +280,26 @@ def compare(first: ResultSet, other: ResultSet) -> Comparison:
     )
 
 
-def against_each_other(found: list[Difference]) -> str:
+def against_each_other(differences: list[Difference]) -> str:
     """Differences in words: `lr 0.01 against 0.5; epochs 10 against not stated`."""
-    return "; ".join(f"{named(d.path)} {d.first} against {d.other}" for d in found)
+    return "; ".join(f"{named(d.path)} {d.first} against {d.other}" for d in differences)
 
 
 def named(path: str) -> str:
-    """Return a path of a record for a text: without the part that all paths of its kind share."""
+    """Return a path of a record for a text, without the common prefix of its kind."""
     parts = path.split(".")
     return ".".join(parts[1:] if parts[0] in ("settings", "worker", "batch") else parts)
 
 
 def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
-    """Yield the mean of each strategy over all worker counts and, if there are several, at each of them."""
+    """Yield the mean of each strategy over all worker counts, and at each of several counts."""
     by_strategy: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         by_strategy[cell.group.strategy].append(cell)
-    for strategy, found in by_strategy.items():
-        counts = sorted({cell.group.gpus for cell in found})
+    for strategy, ratios in by_strategy.items():
+        counts = sorted({cell.group.gpus for cell in ratios})
         for gpus in (None, *(counts if len(counts) > 1 else ())):
-            here = [cell for cell in found if gpus in (None, cell.group.gpus)]
+            here = [cell for cell in ratios if gpus in (None, cell.group.gpus)]
             rows = [(cell.group.model, math.log(cell.time.value)) for cell in here]
             by_model = pd.DataFrame(rows, columns=["model", "log"]).groupby("model")["log"].mean()
             mean = mean_of_logs(by_model.tolist())
@@ -316,7 +316,7 @@ def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
 
 
 def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
-    """Yield pairs of strategies in which the faster one is not the same in both sets."""
+    """Yield pairs of strategies whose order differs between both sets."""
     comparisons: dict[tuple[str, str, str, int], list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         g = cell.group
@@ -334,14 +334,14 @@ def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
                 )
 
 
-def answer_first(found: Comparison) -> Iterator[str]:
-    """What came of it: copied times, and the least and the largest mean ratio that is no noise."""
-    a, b, n = found.first.name, found.other.name, len(found.with_ratio)
-    same = sum(cell.first.times == cell.other.times for cell in found.with_ratio)
+def answer_first(comparison: Comparison) -> Iterator[str]:
+    """Yield the main results: copied times, and the minimum and maximum mean ratio beyond noise."""
+    a, b, n = comparison.first.name, comparison.other.name, len(comparison.with_ratio)
+    same = sum(cell.first.times == cell.other.times for cell in comparison.with_ratio)
     if same:
         copied = f"{same} of {n} are equal to the last digit, so they were not measured twice"
         yield f"{b} holds {a}'s times: {copied}."
-    means = sorted((m for m in found.strategies if m.gpus is None), key=lambda m: m.time.value)
+    means = sorted((m for m in comparison.strategies if m.gpus is None), key=lambda m: m.time.value)
     if not means or same == n:
         return
     apart = [mean for mean in means if mean.is_apart]
@@ -355,56 +355,56 @@ def answer_first(found: Comparison) -> Iterator[str]:
         )
         yield f"Training in {b} takes {' to '.join(ends)} times as long as in {a} by strategy, {reason}."
         return
-    alike = len(means) - len(apart)
+    similar = len(means) - len(apart)
     means, least, most = apart, apart[0], apart[-1]
     text = f"Training in {b} takes {least.time.value:.2f} times as long as in {a} with {least.strategy}"
     if most is not least:
         text += f", {most.time.value:.2f} times with {most.strategy}"
         text += f", and {counted(len(means) - 2, 'other')} between them" if len(means) > 2 else ""
-    if alike:
-        text += f"; {counted(alike, 'other')} cannot be told apart from 1"
+    if similar:
+        text += f"; {counted(similar, 'other')} cannot be told apart from 1"
     yield f"{text}."
 
 
-def headline_of(found: Comparison) -> str:
-    """Sentences on what came out, on what differs between the sets, and on what may explain a ratio."""
-    a, b = found.first.name, found.other.name
-    if not found.cells:
+def headline_of(comparison: Comparison) -> str:
+    """Return sentences on the results, on differences between the sets, and on explanations."""
+    a, b = comparison.first.name, comparison.other.name
+    if not comparison.cells:
         return (
             f"{a} and {b} share no cell of equal strategy, model, data set and number of workers."
         )
-    kinds = list(dict.fromkeys(d.kind for d in found.place if d.kind not in ("hosts", "seeds")))
-    told = " ".join(answer_first(found))
+    kinds = list(
+        dict.fromkeys(d.kind for d in comparison.place if d.kind not in ("hosts", "seeds"))
+    )
+    text = " ".join(answer_first(comparison))
     if not kinds:
-        told += (
+        text += (
             f" Of hardware, versions and flags nothing that both state differs between {a} and {b}."
         )
     elif len(kinds) == 1:
         [kind] = kinds
-        paths = [named(d.path) for d in found.place if d.kind == kind]
+        paths = [named(d.path) for d in comparison.place if d.kind == kind]
         listed = ", ".join(dict.fromkeys(paths[:4]))
-        told += f" Between {a} and {b} one thing differs that the records state: {kind} ({listed})."
+        text += f" Between {a} and {b} one thing differs that the records state: {kind} ({listed})."
     else:
-        told += (
+        text += (
             f" Between {a} and {b} differ: {', '.join(kinds)}. "
             "No ratio can be put down to one of them alone."
         )
-    if found.unknown:
-        listed = ", ".join(dict.fromkeys(named(d.path) for d in found.unknown))
-        told += f" Only one of them states: {listed}."
-    doubted = [cell for cell in found.with_ratio if cell.doubts]
+    if comparison.unknown:
+        listed = ", ".join(dict.fromkeys(named(d.path) for d in comparison.unknown))
+        text += f" Only one of them states: {listed}."
+    doubted = [cell for cell in comparison.with_ratio if cell.doubts]
     if doubted:
         rules = ", ".join(dict.fromkeys(rule for cell in doubted for rule in cell.doubts))
-        told += (
-            f" The audit doubts times of {len(doubted)} of {len(found.with_ratio)} ratios: {rules}."
-        )
-    for name, alone in ((a, found.only_first), (b, found.only_other)):
+        text += f" The audit doubts times of {len(doubted)} of {len(comparison.with_ratio)} ratios: {rules}."
+    for name, alone in ((a, comparison.only_first), (b, comparison.only_other)):
         if alone:
-            told += f" {counted(alone, 'kind')} of cells finished in {name} alone."
-    if found.without_ratio:
-        names = ", ".join(dict.fromkeys(cell.group.strategy for cell in found.without_ratio))
-        told += (
-            f" {len(found.without_ratio)} of {len(found.cells)} shared kinds of cells have no ratio: "
-            f"of {names}."
+            text += f" {counted(alone, 'kind')} of cells finished in {name} alone."
+    if comparison.without_ratio:
+        names = ", ".join(dict.fromkeys(cell.group.strategy for cell in comparison.without_ratio))
+        text += (
+            f" {len(comparison.without_ratio)} of {len(comparison.cells)} shared kinds of cells have no "
+            f"ratio: of {names}."
         )
-    return told.strip()
+    return text.strip()

@@ -1,4 +1,4 @@
-"""Figures of a comparison: each cell's training time as a multiple of the same cell's in the first set."""
+"""Figures of a comparison: each cell's training time relative to that in the first set."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from stratbench.analysis.report.shown import data_uri
 from stratbench.extensions.sets.comparing.comparison import ComparedCell, Comparison
 
 
-def draw_all(found: Comparison, out_dir: Path, margin: float) -> list[dict[str, Any]]:
-    """Draw a figure of every experiment and model with a ratio.
+def draw_all(comparison: Comparison, out_dir: Path, margin: float) -> list[dict[str, Any]]:
+    """Draw a figure per experiment and model with a ratio; return them for the page.
 
-    Return them as the page shows them.
+    Args:
+        comparison: The comparison.
+        out_dir: Folder to write to.
+        margin: Fraction within which times are equal.
     """
-    marks = marks_of(pd.concat([found.first.cells, found.other.cells]))
+    marks = marks_of(pd.concat([comparison.first.cells, comparison.other.cells]))
     drawn = []
-    for experiment, model in dict.fromkeys(c.group.comparison for c in found.with_ratio):
-        cells = [c for c in found.with_ratio if c.group.comparison == (experiment, model)]
-        stem = out_dir / found.other.name / experiment / f"{model}_time_ratio"
+    for experiment, model in dict.fromkeys(c.group.comparison for c in comparison.with_ratio):
+        cells = [c for c in comparison.with_ratio if c.group.comparison == (experiment, model)]
+        stem = out_dir / comparison.other.name / experiment / f"{model}_time_ratio"
         with plt.rc_context(RC):
             save_figure(draw_rows(ratio_rows(cells, marks, margin)), stem)
         drawn.append(
             {
                 "title": f"{model}, {experiment}",
-                "caption": " ".join(caption(found, cells, margin)),
-                "alt": f"Training times in {found.other.name} as multiples of those in "
-                f"{found.first.name}: {model}, {experiment}.",
+                "caption": " ".join(caption(comparison, cells, margin)),
+                "alt": f"Training times in {comparison.other.name} as multiples of those in "
+                f"{comparison.first.name}: {model}, {experiment}.",
                 "uri": data_uri(stem.with_suffix(".svg").read_bytes()),
             }
         )
@@ -42,9 +45,14 @@ def draw_all(found: Comparison, out_dir: Path, margin: float) -> list[dict[str, 
 
 
 def ratio_rows(cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin: float) -> Rows:
-    """A row for each strategy, a point for each number of workers.
+    """Return a row per strategy, with a point per number of workers.
 
-    Full where the interval leaves out 1.
+    A point is full if the interval excludes 1.
+
+    Args:
+        cells: The cells.
+        marks: Marks by strategy.
+        margin: Fraction within which times are equal.
     """
     several = len({c.group.gpus for c in cells}) > 1
     rows = []
@@ -53,15 +61,21 @@ def ratio_rows(cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin:
         points = [
             Point(*c.time, str(c.group.gpus) if several else "", c.time.excludes(1)) for c in own
         ]
-        told = f"{own[-1].time.value:.2f}×"
-        rows.append(FigureRow(strategy, points, told=told, chosen=any(p.chosen for p in points)))
+        text = f"{own[-1].time.value:.2f}×"
+        rows.append(FigureRow(strategy, points, told=text, chosen=any(p.chosen for p in points)))
     head = f"on {max(c.group.gpus for c in cells)}" if several else ""
     return Rows.of_ratios(rows, marks, margin, head)
 
 
-def caption(found: Comparison, cells: Sequence[ComparedCell], margin: float) -> Iterator[str]:
-    """What the figure shows."""
-    yield f"Training time in {found.other.name} as a multiple of that in {found.first.name}."
+def caption(comparison: Comparison, cells: Sequence[ComparedCell], margin: float) -> Iterator[str]:
+    """Yield sentences on the content of the figure.
+
+    Args:
+        comparison: The comparison.
+        cells: Its cells.
+        margin: Fraction within which times are equal.
+    """
+    yield f"Training time in {comparison.other.name} as a multiple of that in {comparison.first.name}."
     if len({c.group.gpus for c in cells}) > 1:
         yield "The number in a mark is the number of workers."
     yield f"Shaded: within {100 * margin:g} % of 1."

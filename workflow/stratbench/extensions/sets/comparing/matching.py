@@ -1,4 +1,4 @@
-"""Matches the cells of two sets that are of one kind, and finds out what differs between them."""
+"""Matches corresponding cells of two sets, and determines their differences."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Facts = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True)
 class Match:
-    """Cells of one kind in two sets: two groups of repeats that differ at most in their experiment."""
+    """Corresponding cells of two sets: two groups of repeats that differ at most in their experiment."""
 
     dataset: str
     first: Group
@@ -91,45 +91,45 @@ class Difference:
 
 
 def matches(first: ResultSet, other: ResultSet) -> list[Match]:
-    """Return cells of equal strategy, model, data set and worker count, in the order of the first set.
+    """Return cells of equal strategy, model, data set and worker count, in the first set's order.
 
     Those with the same experiment are matched first; then others, if each set has only one such group left.
     """
     mine, theirs = groups_with_data(first), groups_with_data(other)
-    found = [Match(dataset, g, g) for g, dataset in mine.items() if theirs.get(g) == dataset]
-    taken = {match.first for match in found}
+    matched = [Match(dataset, g, g) for g, dataset in mine.items() if theirs.get(g) == dataset]
+    taken = {match.first for match in matched}
     left: dict[tuple, tuple[list[Group], list[Group]]] = defaultdict(lambda: ([], []))
     for side, groups in enumerate((mine, theirs)):
         for group, dataset in groups.items():
             if group not in taken:
                 left[(dataset, *group[1:])][side].append(group)
-    found += [Match(key[0], a[0], b[0]) for key, (a, b) in left.items() if len(a) == len(b) == 1]
+    matched += [Match(key[0], a[0], b[0]) for key, (a, b) in left.items() if len(a) == len(b) == 1]
     order = {group: place for place, group in enumerate(mine)}
-    return sorted(found, key=lambda match: order[match.first])
+    return sorted(matched, key=lambda match: order[match.first])
 
 
-def groups_with_data(found: ResultSet) -> dict[Group, str]:
-    """Return the groups of repeats in a set that have a record, with the data set of each."""
-    cells = found.cells[~found.cells["status"].isin(UNMEASURED)].drop_duplicates(GROUP)
+def groups_with_data(result_set: ResultSet) -> dict[Group, str]:
+    """Return the groups of repeats with a record, and the data set of each."""
+    cells = result_set.cells[~result_set.cells["status"].isin(UNMEASURED)].drop_duplicates(GROUP)
     listed = cells[[*GROUP, "dataset"]].itertuples(index=False, name=None)
     return {Group(*key): str(dataset) for *key, dataset in listed}
 
 
 @lru_cache(maxsize=32)
-def facts_by_group(found: ResultSet) -> dict[Group, Facts]:
-    """Return the facts that the cells of each group state, by path, over all repeats and workers."""
-    said: dict[Group, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for record in found.records:
+def facts_by_group(result_set: ResultSet) -> dict[Group, Facts]:
+    """Return the recorded values of each group, by path, over all repeats and workers."""
+    values: dict[Group, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for record in result_set.records:
         group = Group(*(record["cell"][name] for name in Group._fields))
         for path, texts in texts_by_path(record).items():
-            said[group][path] |= texts
-    if found.is_published:
-        for group, rows in rows_by_group(found.cells).items():
+            values[group][path] |= texts
+    if result_set.is_published:
+        for group, rows in rows_by_group(result_set.cells).items():
             for column, path in PUBLISHED.items():
-                said[group][path] |= {_text(value) for value in rows[column].dropna().unique()}
+                values[group][path] |= {_text(value) for value in rows[column].dropna().unique()}
     return {
         group: {path: frozenset(texts) for path, texts in facts.items() if texts}
-        for group, facts in said.items()
+        for group, facts in values.items()
     }
 
 
@@ -164,7 +164,12 @@ def kind_of(path: str) -> str | None:
 def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Difference]:
     """Yield every field that differs between two matched cells.
 
-    A value that is missing is `not stated`.
+    A missing value is `not stated`.
+
+    Args:
+        match: The matched cells.
+        first: The first set.
+        other: The other set.
     """
     mine = facts_by_group(first).get(match.first, {})
     theirs = facts_by_group(other).get(match.other, {})
@@ -181,29 +186,28 @@ def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Di
         yield Difference(kind, path, *texts)
 
 
-def why_not_comparable(found: list[Difference], published: bool) -> list[Difference]:
-    """Return those differences of two cells that make a ratio meaningless.
+def why_not_comparable(differences: list[Difference], published: bool) -> list[Difference]:
+    """Return the differences between two cells that make a ratio meaningless.
 
-    A field that one of them does not state is no reason by itself, except for the amount of work in
-    published tables.
+    A missing field alone is no reason, except for the amount of work in published tables.
     """
     return [
         d
-        for d in found
+        for d in differences
         if d.kind in WORK.values()
         and (NOT_STATED not in (d.first, d.other) or (published and d.path in AMOUNT))
     ]
 
 
-def not_stated(found: list[Difference]) -> list[Difference]:
-    """Fields of the work that only one of two cells states, so that they are not known to be equal."""
-    return [d for d in found if d.kind in WORK.values() and NOT_STATED in (d.first, d.other)]
+def not_stated(differences: list[Difference]) -> list[Difference]:
+    """Return fields of the work that only one of two cells has, so that they may not be equal."""
+    return [d for d in differences if d.kind in WORK.values() and NOT_STATED in (d.first, d.other)]
 
 
-def together(found: Iterator[Difference]) -> tuple[Difference, ...]:
-    """Equal differences of several cells merged into one each, kinds in the order of WORK and PLACE."""
+def together(differences: Iterator[Difference]) -> tuple[Difference, ...]:
+    """Merge equal differences of several cells, in the order of WORK and PLACE."""
     counts: dict[tuple[str, ...], int] = defaultdict(int)
-    for d in found:
+    for d in differences:
         counts[(d.kind, d.path, d.first, d.other)] += d.cells
     kinds = [*WORK.values(), *PLACE.values()]
     merged = [Difference(*key, cells=n) for key, n in counts.items()]

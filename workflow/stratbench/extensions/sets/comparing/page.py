@@ -50,36 +50,36 @@ def set_lines(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
         }
 
 
-def pair_section(found: Comparison, figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the section of the page on one set against the first."""
     ranks = sorted(
-        found.rank_changes, key=lambda r: (not r.is_clear, r.after.value / r.before.value)
+        comparison.rank_changes, key=lambda r: (not r.is_clear, r.after.value / r.before.value)
     )
     hidden = ranks[MAX_RANK_CHANGES:]
     return {
-        "name": found.other.name,
-        "headline": headline_of(found),
-        "differences": list(difference_lines(found)),
-        "strategies": found.strategies,
-        "cells": found.with_ratio,
-        "has_memory": any(cell.memory is not None for cell in found.with_ratio),
-        "has_score": any(cell.score_change is not None for cell in found.with_ratio),
-        "has_caution": any(cell.unknown for cell in found.with_ratio),
-        "has_doubts": any(cell.doubts for cell in found.with_ratio),
-        "unit": unit_of(found.with_ratio),
-        "without": found.without_ratio,
+        "name": comparison.other.name,
+        "headline": headline_of(comparison),
+        "differences": list(difference_lines(comparison)),
+        "strategies": comparison.strategies,
+        "cells": comparison.with_ratio,
+        "has_memory": any(cell.memory is not None for cell in comparison.with_ratio),
+        "has_score": any(cell.score_change is not None for cell in comparison.with_ratio),
+        "has_caution": any(cell.unknown for cell in comparison.with_ratio),
+        "has_doubts": any(cell.doubts for cell in comparison.with_ratio),
+        "unit": unit_of(comparison.with_ratio),
+        "without": comparison.without_ratio,
         "ranks": ranks[:MAX_RANK_CHANGES],
         "more_ranks": len(hidden),
         "more_sure": sum(r.is_clear for r in hidden),
-        "changes": list(change_sentences(found)),
-        "outcomes": [c for c in found.cells if c.first.outcome != c.other.outcome],
+        "changes": list(change_sentences(comparison)),
+        "outcomes": [c for c in comparison.cells if c.first.outcome != c.other.outcome],
         "figures": list(figures),
     }
 
 
-def difference_lines(found: Comparison) -> Iterator[dict[str, Any]]:
+def difference_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Yield the differences by kind, the most serious first."""
-    for effect, listed in found.by_effect.items():
+    for effect, listed in comparison.by_effect.items():
         for kind in dict.fromkeys(d.kind for d in listed):
             rows = [d for d in listed if d.kind == kind]
             yield {
@@ -99,9 +99,9 @@ def unit_of(cells: Sequence[ComparedCell]) -> str:
     return units.pop() if len(units) == 1 else ""
 
 
-def change_sentences(found: Comparison) -> Iterator[str]:
+def change_sentences(comparison: Comparison) -> Iterator[str]:
     """Yield sentences on unusual changes of memory and score, one each."""
-    for cell in found.with_ratio:
+    for cell in comparison.with_ratio:
         if cell.memory is not None and abs(cell.memory - 1) > MEMORY_CHANGE:
             before, after = map(bytes_text, (cell.first.memory, cell.other.memory))
             yield f"{cell.in_words}: peak memory {cell.memory - 1:+.0%} ({before} to {after})."
@@ -119,11 +119,22 @@ def page_values(
     allowed: float | None,
     decisions: Sequence[Decision],
     constraints: Sequence[str],
-    given: Constraints,
+    limits: Constraints,
     by_cost: bool = False,
 ) -> dict[str, Any]:
-    """Return all values that the template prints."""
-    decided = answers_as_json(decisions, [], given) | {
+    """Return all values that the template prints.
+
+    Args:
+        sets: The sets.
+        pairs: Sections on pairs of sets.
+        watched: Outcomes of the regression watch, or None without.
+        allowed: Allowed slow-down, if configured.
+        decisions: Decisions over all sets.
+        constraints: Sentences on constraints.
+        limits: The constraints.
+        by_cost: Whether the ranking is by cost.
+    """
+    decided = answers_as_json(decisions, [], limits) | {
         "constraints": list(constraints),
         "by_cost": by_cost,
     }

@@ -1,7 +1,7 @@
-"""The regression watch: finds what got slower than in the first set, beyond noise and what is allowed.
+"""The regression watch: finds slow-downs against the first set, beyond noise and the allowed amount.
 
-What has times in the first set and none that can be used in the other is not watched any more: that
-fails, too, since nobody would look.
+Cells with times in the first set and no usable ones in the other are not watched any more: that fails, too,
+since it would go unnoticed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class Watched:
-    """A strategy over its cells, some of them or one, in a set other than the first."""
+    """A strategy, over all its cells, some or one, in a set other than the first."""
 
     set_name: str
     #: The subject in words.
@@ -46,17 +46,17 @@ class Watched:
 
     @property
     def fails(self) -> bool:
-        """Whether this makes a comparison fail."""
+        """Whether this fails a comparison."""
         return self.outcome in FAILING
 
     @property
     def shown(self) -> bool:
-        """Whether it is listed: cells that got no slower are not."""
+        """Whether it is listed: cells that are not slower are not."""
         return self.whole or self.fails or self.outcome in (OTHER_WORK, LESS)
 
     @property
     def sentence(self) -> str:
-        """The outcome with its figures."""
+        """The outcome with its values."""
         text = f"{self.set_name}: {self.what}: {self.outcome}"
         if self.slowdown is None:
             return text
@@ -68,17 +68,19 @@ class Watched:
         return f"{text} ({low:+.1%} to {high:+.1%}){doubts}"
 
 
-def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
-    """Verdicts on every strategy and cell of the other sets against the first, the worst first.
+def watch(comparisons: Sequence[Comparison], allowed: float) -> list[Watched]:
+    """Return outcomes of every strategy and cell against the first set, the worst first.
 
-    The chance of any false alarm by noise is at most ALPHA: half of it is shared between the strategies
-    of all sets, half between their cells (Bonferroni). The mean of a strategy has less noise; a cell
-    shows what such a mean hides.
+    The probability of any false alarm by noise is at most ALPHA: half of it is shared between the strategies
+    of all sets, half between their cells (Bonferroni). The mean of a strategy has less noise; a cell shows
+    what such a mean hides.
     """
-    strategies = [(c.other.name, *entry) for c in found for entry in by_strategy(c.with_ratio)]
+    strategies = [
+        (c.other.name, *entry) for c in comparisons for entry in by_strategy(c.with_ratio)
+    ]
     cells = [
         (c.other.name, cell.in_words, [cell])
-        for c in found
+        for c in comparisons
         for cell in c.with_ratio
         if len(cell.first.times) > 1 and len(cell.other.times) > 1
     ]
@@ -88,32 +90,32 @@ def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
         for entry in family
     ]
     for ended_worse, outcome in ((is_lost, LOST), (is_less_often, LESS)):
-        for c in found:
+        for c in comparisons:
             watched += [unfinished(c, cell, outcome) for cell in c.cells if ended_worse(cell)]
-    watched += [entry for c in found for entry in not_judged(c)]
+    watched += [entry for c in comparisons for entry in not_judged(c)]
     order = (*FAILING, LESS, OTHER_WORK, UNKNOWN, WITHIN)
     return sorted(watched, key=lambda w: order.index(w.outcome))
 
 
-def not_judged(found: Comparison) -> Iterator[Watched]:
-    """For each strategy, the kinds of cells with times in the first set that nothing here is held against."""
+def not_judged(comparison: Comparison) -> Iterator[Watched]:
+    """Yield per strategy the kinds of cells with times in the first set only."""
     places: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
-    for cell in found.cells:
+    for cell in comparison.cells:
         if cell.work and cell.first.times:
             places[OTHER_WORK, cell.group.strategy, "other work"].append(cell.group)
         elif cell.first.times and not cell.other.times and not is_lost(cell):
             places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
     # Published tables have no records that could be gone.
-    for group in () if found.other.is_published else found.gone:
+    for group in () if comparison.other.is_published else comparison.gone:
         places[GONE, group.strategy, "without a record"].append(group)
     for (outcome, strategy, reason), groups in places.items():
         named = names_text([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MAX_NAMED)
         what = f"{strategy}, {counted(len(groups), 'kind')} of cells {reason}: {named}"
-        yield Watched(found.other.name, what, False, len(groups), None, outcome)
+        yield Watched(comparison.other.name, what, False, len(groups), None, outcome)
 
 
 def is_lost(cell: ComparedCell) -> bool:
-    """Return whether a cell of equal work finished in the first set, but no repeat that ran in the other did.
+    """Return whether a cell of equal work finished in the first set, but in no repeat of the other.
 
     A repeat without a record has not ended: it does not count either way.
     """
@@ -121,18 +123,24 @@ def is_lost(cell: ComparedCell) -> bool:
 
 
 def is_less_often(cell: ComparedCell) -> bool:
-    """Whether every repeat of a cell that ran finished in the first set, and only some did in the other.
+    """Return whether all run repeats of a cell finished in the first set, but only some in the other.
 
-    Its ratio is of those that did.
+    Its ratio is that of the finished ones.
     """
     worse = cell.other.outcome and not cell.first.outcome
     return bool(worse and cell.first.times and cell.other.finished and not cell.work)
 
 
-def unfinished(found: Comparison, cell: ComparedCell, outcome: str) -> Watched:
-    """Return the outcome on a cell of which not all repeats finish that did."""
+def unfinished(comparison: Comparison, cell: ComparedCell, outcome: str) -> Watched:
+    """Return the outcome of a cell with repeats that no longer finish.
+
+    Args:
+        comparison: The comparison.
+        cell: The cell.
+        outcome: Its outcome.
+    """
     what = f"{cell.in_words}, {cell.other.outcome}"
-    return Watched(found.other.name, what, False, 1, None, outcome)
+    return Watched(comparison.other.name, what, False, 1, None, outcome)
 
 
 def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
@@ -143,15 +151,24 @@ def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[Compa
     groups: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         groups[cell.group.strategy].append(cell)
-    for strategy, found in groups.items():
-        repeated = [c for c in found if min(len(c.first.times), len(c.other.times)) > 1]
-        yield strategy, repeated or found
+    for strategy, cells_of_strategy in groups.items():
+        repeated = [c for c in cells_of_strategy if min(len(c.first.times), len(c.other.times)) > 1]
+        yield strategy, repeated or cells_of_strategy
 
 
 def watched_one(
     set_name: str, what: str, cells: list[ComparedCell], whole: bool, alpha: float, allowed: float
 ) -> Watched:
-    """Return the outcome on some cells together."""
+    """Return the outcome on some cells together.
+
+    Args:
+        set_name: Name of the set.
+        what: Text on the cells.
+        cells: The cells.
+        whole: Whether they are all of a strategy.
+        alpha: Probability of a false alarm.
+        allowed: Allowed slow-down.
+    """
     slowdown = slowdown_over_cells([(c.other.times, c.first.times) for c in cells], alpha)
     outcome = UNKNOWN
     if slowdown.low is not None and slowdown.low > allowed:
@@ -163,7 +180,7 @@ def watched_one(
 
 
 def is_slower(watched: Sequence[Watched]) -> bool:
-    """Return whether anything is slower, no longer finishes or is no longer judged: the comparison fails."""
+    """Return whether the comparison fails: anything is slower, unfinished or no longer comparable."""
     return any(w.fails for w in watched)
 
 
@@ -176,20 +193,20 @@ def describe_watch(watched: Sequence[Watched], allowed: float) -> Iterator[str]:
     strategies = [w for w in watched if w.whole]
     unknown = [w for w in strategies if w.outcome == UNKNOWN]
     if slower:
-        told = f"{len(slower)} slower"
+        text = f"{len(slower)} slower"
     elif len(unknown) < len(strategies):
-        told = "nothing slower"
+        text = "nothing slower"
     else:
-        told = "it cannot tell whether anything is slower"
-    told += f", {len(lost)} no longer finishing" if lost else ""
+        text = "it cannot tell whether anything is slower"
+    text += f", {len(lost)} no longer finishing" if lost else ""
     less = sum(w.outcome == LESS for w in watched)
-    told += f", {less} finishing less often" if less else ""
-    told += (
+    text += f", {less} finishing less often" if less else ""
+    text += (
         f", {counted(sum(w.cells for w in gone), 'kind')} of cells no longer judged" if gone else ""
     )
     if unknown:
-        told += f"; of {len(unknown)} the repeats cannot tell"
-    yield f"Regression watch ({allowed:.1%} allowed): {told}."
+        text += f"; of {len(unknown)} the repeats cannot tell"
+    yield f"Regression watch ({allowed:.1%} allowed): {text}."
     for w in watched:
         if w.shown:
             yield f"  {w.sentence}"

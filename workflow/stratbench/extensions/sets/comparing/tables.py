@@ -26,9 +26,9 @@ from stratbench.statistics.unpaired import geometric_mean
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def ratio_text(found: IntervalEstimate) -> str:
+def ratio_text(estimate: IntervalEstimate) -> str:
     """Return a ratio as tables print it, with its interval if there is one."""
-    return found.text("{:.3f}".format)
+    return estimate.text("{:.3f}".format)
 
 
 def change_text(cell: ComparedCell) -> str:
@@ -47,15 +47,15 @@ def times_text(times: tuple[float, ...]) -> str:
     return f"{geometric_mean(times):.4g} s" + (f" (n = {len(times)})" if len(times) > 1 else "")
 
 
-def columns_of(name: str, found: IntervalEstimate | None) -> dict[str, float | None]:
+def columns_of(name: str, estimate: IntervalEstimate | None) -> dict[str, float | None]:
     """Return the columns of a value and of the ends of its interval."""
     ends = (name, f"{name}_low", f"{name}_high")
-    return dict(zip(ends, found or (None, None, None), strict=True))
+    return dict(zip(ends, estimate or (None, None, None), strict=True))
 
 
-def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
+def cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Yield a row for every shared kind of cell, with all its numbers."""
-    for cell in found.cells:
+    for cell in comparison.cells:
         yield {
             "experiment": cell.match.first.experiment,
             "experiment_other": cell.match.other.experiment,
@@ -79,9 +79,9 @@ def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
         }
 
 
-def wide_table(found: Comparison, experiment: str) -> pd.DataFrame:
+def wide_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
     """Return the ratios of one experiment: models and strategies by worker count."""
-    cells = [c for c in found.cells if c.group.experiment == experiment]
+    cells = [c for c in comparison.cells if c.group.experiment == experiment]
     counts = sorted({c.group.gpus for c in cells})
     texts = ((c.group, ratio_text(c.time) if c.time else f"n/a ({c.why_not})") for c in cells)
     return table_by_count(counts, lines_by_model(texts), "worker")
@@ -95,35 +95,35 @@ def strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
     )
 
 
-def difference_table(found: Comparison) -> pd.DataFrame:
+def difference_table(comparison: Comparison) -> pd.DataFrame:
     """Return the differences: first those that prevent a ratio, then those that may explain ratios."""
     return pd.DataFrame(
         [
             [d.kind, d.path, shortened(d.first), shortened(d.other), d.cells, effect]
-            for effect, listed in found.by_effect.items()
+            for effect, listed in comparison.by_effect.items()
             for d in listed
         ],
-        columns=["kind", "field", found.first.name, found.other.name, "cells", "effect"],
+        columns=["kind", "field", comparison.first.name, comparison.other.name, "cells", "effect"],
     )
 
 
-def write_all(found: Comparison, out_dir: Path) -> None:
+def write_all(comparison: Comparison, out_dir: Path) -> None:
     """Write <out_dir>/<other>/: cells.csv, differences, strategies, and the ratios of each experiment."""
-    folder = out_dir / found.other.name
-    a, b = found.first.name, found.other.name
-    safe_csv(pd.DataFrame(list(cell_rows(found))), folder / "cells.csv")
+    folder = out_dir / comparison.other.name
+    a, b = comparison.first.name, comparison.other.name
+    safe_csv(pd.DataFrame(list(cell_rows(comparison))), folder / "cells.csv")
     write_table(
-        difference_table(found), f"What differs between {a} and {b}.", folder / "differences"
+        difference_table(comparison), f"What differs between {a} and {b}.", folder / "differences"
     )
     write_table(
-        strategy_table(found.strategies),
+        strategy_table(comparison.strategies),
         f"Training time in {b} divided by that in {a}: geometric mean over cells within a model, then over "
         "models [95 % t interval over models; of one model by its repeats].",
         folder / "strategies",
     )
-    for experiment in dict.fromkeys(cell.group.experiment for cell in found.cells):
+    for experiment in dict.fromkeys(cell.group.experiment for cell in comparison.cells):
         write_table(
-            wide_table(found, experiment),
+            wide_table(comparison, experiment),
             f"Training time in {b} divided by that in {a}, experiment {experiment}: ratio of geometric means "
             "[95 % interval by Welch's t on logarithms, unpaired; without: fewer than two repeats].",
             folder / experiment / "time_ratio",
@@ -131,7 +131,13 @@ def write_all(found: Comparison, out_dir: Path) -> None:
 
 
 def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
-    """Write a table of texts as <stem>.csv, .md and .tex."""
+    """Write a table of texts as <stem>.csv, .md and .tex.
+
+    Args:
+        table: The table.
+        title: Its title.
+        stem: Path without an ending.
+    """
     safe_csv(table, stem.with_suffix(".csv"))
     shown = table.map(lambda value: html.escape(str(value), quote=False))
     write_atomic(stem.with_suffix(".md"), markdown(shown, title))
@@ -139,7 +145,7 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
 
 
 def safe_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a CSV file in which no program finds formulas: a text that looks like one gets a ' in front."""
+    """Write a CSV file without formulas: a text that looks like one gets a leading '."""
 
     def plain(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

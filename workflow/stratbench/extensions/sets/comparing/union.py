@@ -1,4 +1,4 @@
-"""The decision over several sets: which strategy on which cluster, for each model and the same work."""
+"""The decision over several sets: which strategy on which cluster, per model and work."""
 
 from __future__ import annotations
 
@@ -32,34 +32,38 @@ class Part(NamedTuple):
 
 
 def decisions_over(
-    sets: Sequence[ResultSet], prices: Mapping[str, float], given: Constraints
+    sets: Sequence[ResultSet], prices: Mapping[str, float], constraints: Constraints
 ) -> list[Decision]:
     """Return a decision for each job; its candidates are strategies on worker counts in sets.
 
-    JOB defines a job. `prices`, by the name of a set, replace the constraints' price. Repeats of two
-    sets are paired by their numbers, which is arbitrary and makes the intervals no narrower. Experiments
-    keep the names that the first set gives them.
+    JOB defines a job. Repeats of two sets are paired by their numbers, which is arbitrary and makes the
+    intervals no narrower. Experiments have their names in the first set.
+
+    Args:
+        sets: The sets.
+        prices: Prices by name of a set, which override the constraints' price.
+        constraints: Constraints of the decision.
     """
     jobs: dict[tuple[str, ...], list[Part]] = {}
-    for found in sets:
-        told = found.findings.to_dict("records")
-        weak = found.cells.groupby("experiment")["global_batch"].nunique() > 1
-        for (experiment, _), rows in found.cells.groupby(["experiment", "model"], sort=False):
+    for result_set in sets:
+        findings = result_set.findings.to_dict("records")
+        weak = result_set.cells.groupby("experiment")["global_batch"].nunique() > 1
+        for (experiment, _), rows in result_set.cells.groupby(["experiment", "model"], sort=False):
             job = job_of(rows, bool(weak[experiment]))
             if job is not None:
                 on_them = [
-                    f for f in told if f["experiment"] == experiment or pd.isna(f["experiment"])
+                    f for f in findings if f["experiment"] == experiment or pd.isna(f["experiment"])
                 ]
-                jobs.setdefault(job, []).append(Part(found.name, rows, on_them))
+                jobs.setdefault(job, []).append(Part(result_set.name, rows, on_them))
     studied = [
         (
             named_alike(pd.concat([part.rows for part in parts])),
-            list(candidates_in(parts, prices, given)),
+            list(candidates_in(parts, prices, constraints)),
         )
         for parts in jobs.values()
         if len({part.set_name for part in parts}) > 1
     ]
-    return decide_together(studied, given)
+    return decide_together(studied, constraints)
 
 
 def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
@@ -74,25 +78,32 @@ def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
 
 
 def candidates_in(
-    parts: Sequence[Part], prices: Mapping[str, float], given: Constraints
+    parts: Sequence[Part], prices: Mapping[str, float], constraints: Constraints
 ) -> Iterator[Candidate]:
-    """Yield all candidates of a job: those of each set at its price, called `ddp (a100)`, judged together.
+    """Yield all candidates of a job, with each set's price, named `ddp (a100)`.
 
     If several experiments of a set are one job, the experiment is named, too: `ddp (a100, first)`.
+
+    Args:
+        parts: Parts of the job, by set.
+        prices: Prices by name of a set.
+        constraints: Constraints of the decision.
     """
-    found = []
+    candidates = []
     times = Counter(part.set_name for part in parts)
     for name, rows, findings in parts:
-        here = replace(given, price_per_gpu_hour=prices.get(name, given.price_per_gpu_hour))
+        here = replace(
+            constraints, price_per_gpu_hour=prices.get(name, constraints.price_per_gpu_hour)
+        )
         mine = candidates_among(rows, findings, here)
         whose = f"{name}, {rows['experiment'].iloc[0]}" if times[name] > 1 else name
         for candidate in mine:
             candidate.strategy = f"{candidate.strategy} ({whose})"
             # Hosts of two sets may have the same name.
             candidate.hosts = frozenset(f"{host} of {name}" for host in candidate.hosts)
-        found += mine
-    judge_scores(found, given)
-    yield from found
+        candidates += mine
+    judge_scores(candidates, constraints)
+    yield from candidates
 
 
 def named_alike(rows: pd.DataFrame) -> pd.DataFrame:
@@ -100,7 +111,7 @@ def named_alike(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(experiment=rows["experiment"].iloc[0])
 
 
-def sentences_on(given: Constraints, prices: Mapping[str, float]) -> Iterator[str]:
+def sentences_on(constraints: Constraints, prices: Mapping[str, float]) -> Iterator[str]:
     """Yield the constraints in words, with the prices of all sets."""
     listed = ", ".join(f"{price:g} per GPU-hour in {name}" for name, price in prices.items())
-    yield from given.sentences(f"ranked by cost at {listed}" if prices else "")
+    yield from constraints.sentences(f"ranked by cost at {listed}" if prices else "")

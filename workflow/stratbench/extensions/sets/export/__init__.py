@@ -1,4 +1,4 @@
-"""Writes a result set in formats that other tools read, each in its own folder, without any server."""
+"""Writes a result set in the formats of other tools, each in its own folder, without any server."""
 
 from __future__ import annotations
 
@@ -24,22 +24,30 @@ EXPORTS = {
 REQUIREMENTS = "envs/requirements-export.txt"
 
 
-def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path]:
-    """Write a set in each of `formats` (names of EXPORTS) below `out`; returns the folders.
+def export_set(result_set: ResultSet, formats: Sequence[str], out: Path) -> list[Path]:
+    """Write a set in each format below `out`; return the folders.
 
-    A folder is replaced in one step, once all of it is written. SetError if a format's package is not
-    installed, or if the set has nothing that the format holds; FileExistsError if `out` is not ours, so
-    that nobody's own folder `wandb` is replaced. Then nothing is written.
+    A folder is replaced in one step, once it is complete.
+
+    Args:
+        result_set: The set.
+        formats: Names of EXPORTS.
+        out: Folder to write below.
+
+    Raises:
+        SetError: If a format's package is not installed, or if the set has nothing for the format.
+        FileExistsError: If `out` is not ours, so that no other folder `wandb` is replaced; then nothing
+            is written.
     """
     modules = {name: _module_of(name) for name in formats}
-    if not found.records and (runs := [name for name in formats if modules[name].OF_RECORDS]):
-        raise SetError(f"{found.source} has no records, and {runs[0]} holds runs; use parquet")
+    if not result_set.records and (runs := [name for name in formats if modules[name].OF_RECORDS]):
+        raise SetError(f"{result_set.source} has no records, and {runs[0]} holds runs; use parquet")
     claim_folder(out)
     folders = []
     for name, module in modules.items():
         folder = out / name
         with _replacing(folder) as unfinished:
-            module.write(found, unfinished)
+            module.write(result_set, unfinished)
         folders.append(folder)
     return folders
 

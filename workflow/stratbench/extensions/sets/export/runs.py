@@ -1,4 +1,4 @@
-"""The records of a set as runs, as experiment trackers see them: parameters, metrics, tags, times."""
+"""The records of a set as runs of experiment trackers: parameters, metrics, tags, times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TAGS = (
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch: its number from 1, its end in seconds of training time, and the metrics at its end."""
+    """An epoch: its number from 1, end in seconds of training time, and metrics."""
 
     number: int
     end_s: float
@@ -52,13 +52,10 @@ class ExportedRun:
         return self.tags["status"] == "ok"
 
 
-def runs_of(found: ResultSet) -> Iterator[ExportedRun]:
-    """Yield the runs, one for each record of a set in the order of its cells.
-
-    Prints progress meanwhile.
-    """
-    records = {Cell(**record["cell"]): record for record in found.records}
-    epochs = dict(list(found.epochs.groupby(list(COORDINATES), sort=False)))
+def runs_of(result_set: ResultSet) -> Iterator[ExportedRun]:
+    """Yield a run for each record of a set in the order of its cells. Print progress."""
+    records = {Cell(**record["cell"]): record for record in result_set.records}
+    epochs = dict(list(result_set.epochs.groupby(list(COORDINATES), sort=False)))
     measured = [
         column.name
         for column in CELL_COLUMNS
@@ -70,7 +67,7 @@ def runs_of(found: ResultSet) -> Iterator[ExportedRun]:
         if name not in (*COORDINATES, "epoch", "train_time_s")
     ]
     done, next_line_s = 0, time.monotonic() + 3
-    for row in found.cells.to_dict("records"):
+    for row in result_set.cells.to_dict("records"):
         if time.monotonic() > next_line_s:
             print(f"wrote {done} of {len(records)} runs", file=sys.stderr, flush=True)
             next_line_s += 3
@@ -114,6 +111,6 @@ def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Value]
 
 
 def _seconds(record: dict[str, Any], name: str) -> float:
-    """Return a time in a record's provenance, or 0 if the record states none."""
+    """Return a time in a record's provenance, or 0 if it is missing."""
     text = record["provenance"].get(name)
     return datetime.fromisoformat(text).timestamp() if text else 0.0

@@ -26,26 +26,23 @@ MAX_METRICS, MAX_OTHERS = 1000, 100
 
 
 def metrics_of(run: ExportedRun) -> list[Metric]:
-    """Return the metrics of epochs by number, at the times when they ended.
-
-    Then those of the whole cell.
-    """
-    found = [
+    """Return the metrics of epochs by number, at their end times, and those of the whole cell."""
+    metrics = [
         Metric(f"epoch/{name}", value, int(1000 * (run.started_s + epoch.end_s)), epoch.number)
         for epoch in run.epochs
         for name, value in (epoch.metrics | {"train_time_s": epoch.end_s}).items()
     ]
     at_ms = int(1000 * run.finished_s)
-    return found + [Metric(name, value, at_ms, 0) for name, value in run.metrics.items()]
+    return metrics + [Metric(name, value, at_ms, 0) for name, value in run.metrics.items()]
 
 
-def write(found: ResultSet, folder: Path) -> None:
+def write(result_set: ResultSet, folder: Path) -> None:
     """Write mlflow.db, with one experiment for each experiment of the study."""
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     client = MlflowClient(tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}")
     experiments: dict[str, str] = {}
-    for run in runs_of(found):
+    for run in runs_of(result_set):
         name = f"{run.cell.study}/{run.cell.experiment}"
         if name not in experiments:
             # A server maps this scheme to its own storage; a path would be one of this machine.
@@ -55,9 +52,12 @@ def write(found: ResultSet, folder: Path) -> None:
 
 
 def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> None:
-    """Write one run.
+    """Write one run: `FINISHED` if the cell is ok, else `FAILED`, with the status as a tag.
 
-    `FINISHED` if the cell is ok, else `FAILED`, with the status as a tag.
+    Args:
+        client: Client of MLflow.
+        experiment_id: Its experiment.
+        run: The run.
     """
     created = client.create_run(
         experiment_id, start_time=int(1000 * run.started_s), run_name=run.cell.path

@@ -26,9 +26,12 @@ def type_of(column: Column) -> pa.DataType:
 
 
 def table_of(frame: pd.DataFrame, columns: Mapping[str, Column], about: dict[str, str]) -> pa.Table:
-    """A typed table from a frame like cells.csv or epochs.csv.
+    """Return a typed table from a frame like cells.csv or epochs.csv.
 
-    `about`: metadata of the whole table.
+    Args:
+        frame: The frame.
+        columns: Columns by name.
+        about: Metadata of the table.
     """
     fields, arrays = [], []
     for name, column in columns.items():
@@ -45,12 +48,12 @@ def _values(series: pd.Series, column: Column) -> list[Any]:
     return [float(v) if v is not None and column.kind == "number" else v for v in present]
 
 
-def write(found: ResultSet, folder: Path) -> None:
+def write(result_set: ResultSet, folder: Path) -> None:
     """Write cells.parquet and epochs.parquet."""
-    about = {f"stratbench.{key}": value for key, value in found.provenance.items()}
+    about = {f"stratbench.{key}": value for key, value in result_set.provenance.items()}
     about |= {"stratbench.version": __version__}
     for name, frame, columns in (
-        ("cells", found.cells, BY_NAME),
-        ("epochs", found.epochs, EPOCH_BY_NAME),
+        ("cells", result_set.cells, BY_NAME),
+        ("epochs", result_set.epochs, EPOCH_BY_NAME),
     ):
         pq.write_table(table_of(frame, columns, about), folder / f"{name}.parquet")

@@ -22,8 +22,8 @@ def events_of(run: ExportedRun) -> Iterator[Event]:
     Those of an epoch at the time when it ended.
     """
     yield Event(wall_time=run.started_s, file_version="brain.Event:2")
-    told = run.parameters | {"status": run.tags["status"]}
-    hyperparameters = hparams_pb(told, trial_id=run.cell.path, start_time_secs=run.started_s)
+    parameters = run.parameters | {"status": run.tags["status"]}
+    hyperparameters = hparams_pb(parameters, trial_id=run.cell.path, start_time_secs=run.started_s)
     yield Event(wall_time=run.started_s, summary=hyperparameters)
     for epoch in run.epochs:
         at_s = run.started_s + epoch.end_s
@@ -35,9 +35,9 @@ def events_of(run: ExportedRun) -> Iterator[Event]:
     yield Event(wall_time=run.finished_s, step=last, summary=Summary(value=values))
 
 
-def write(found: ResultSet, folder: Path) -> None:
+def write(result_set: ResultSet, folder: Path) -> None:
     """Write <cell>/events.out.tfevents.*, without the name of the host that writes them."""
-    for run in runs_of(found):
+    for run in runs_of(result_set):
         path = folder / run.cell.path / f"events.out.tfevents.{int(run.started_s):010d}.stratbench"
         path.parent.mkdir(parents=True)
         with open(path, "wb") as file:

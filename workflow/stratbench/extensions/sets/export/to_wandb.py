@@ -1,6 +1,6 @@
-"""Weights & Biases: an offline run for each record, which its user can upload by `wandb sync`.
+"""Weights & Biases: an offline run per record, which users can upload by `wandb sync`.
 
-Nothing about the machine that writes them is recorded, only what the records say.
+Nothing about the machine that writes them is recorded, only the records' content.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def settings_for(folder: Path) -> wandb.Settings:
     )
 
 
-def write(found: ResultSet, folder: Path) -> None:
+def write(result_set: ResultSet, folder: Path) -> None:
     """Write wandb/offline-run-*, a folder for each run."""
-    for run in runs_of(found):
+    for run in runs_of(result_set):
         write_run(run, folder)
 
 

@@ -31,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     config = json.loads(sys.stdin.read() if args.config == "-" else args.config)
     evidence, notes = read_evidence(config)
-    course = Course(evidence)
-    found = round_of(course)
+    analysis = Course(evidence)
+    next_round = round_of(analysis)
     if args.what == "next":
-        print(json.dumps(found.as_dict(), indent=1, allow_nan=False))
+        print(json.dumps(next_round.as_dict(), indent=1, allow_nan=False))
         return 0
-    verdict = verdict_of(course, found, notes)
+    verdict = verdict_of(analysis, next_round, notes)
     out = Path(config["results"], evidence.study, "verdict", "verdict.json")
     write_atomic(out, json.dumps(verdict, indent=1, allow_nan=False) + "\n")
     print(folded([*verdict_lines(verdict), f"{out} has it all."]), flush=True)

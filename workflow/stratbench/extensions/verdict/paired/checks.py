@@ -45,17 +45,17 @@ def off_from_steps(
         comparison: The comparison.
         blocks: Its blocks.
     """
-    found: dict[str, list[float]] = {}
+    deviations: dict[str, list[float]] = {}
     for strategy in comparison.strategies:
         known = [log for block in blocks if math.isfinite(log := block.value(strategy))]
         for run in evidence.runs_of(comparison, strategy):
             if known and run.step_log is not None:
-                found.setdefault(strategy, []).append(run.step_log - statistics.fmean(known))
-    return found
+                deviations.setdefault(strategy, []).append(run.step_log - statistics.fmean(known))
+    return deviations
 
 
 def moved_by(
-    off: Mapping[str, Sequence[float]],
+    deviations: Mapping[str, Sequence[float]],
     leader: str,
     bounds: Mapping[str, float],
     blocks: int,
@@ -69,37 +69,37 @@ def moved_by(
     One without full runs takes that of the others, if they are slower.
 
     Args:
-        off: Deviations from `off_from_steps`.
+        deviations: Deviations from `off_from_steps`.
         leader: The leader.
         bounds: Lower bound of each alternative's log time over the leader's.
         blocks: Number of blocks.
         level: Result of `level_scatter`.
     """
-    mean = {strategy: statistics.fmean(logs) for strategy, logs in off.items()}
-    others = [log for strategy, logs in off.items() if strategy != leader for log in logs]
+    mean = {strategy: statistics.fmean(logs) for strategy, logs in deviations.items()}
+    others = [log for strategy, logs in deviations.items() if strategy != leader for log in logs]
     like_others = max(0.0, beyond_chance(statistics.fmean(others))) if others else 0.0
     own, scatter, dof = mean.get(leader, 0.0), *level
-    moved = {}
+    corrected = {}
     for strategy, bound in bounds.items():
         if leader not in mean and strategy not in mean:
             continue
         shift = own - (beyond_chance(mean[strategy]) if strategy in mean else like_others)
         if shift > MAX_OFF:
-            runs = [len(off.get(leader, ())), len(off.get(strategy, others))]
+            runs = [len(deviations.get(leader, ())), len(deviations.get(strategy, others))]
             variance = scatter**2 * sum(1 / (n or blocks) for n in runs)
             by_chance = moderated.half_widths(
                 np.array(variance), np.array(float(dof)), np.array(1), moderated.ALPHA
             )
-            moved[strategy] = bound - shift - float(by_chance)
-    if not moved:
+            corrected[strategy] = bound - shift - float(by_chance)
+    if not corrected:
         return None
-    nearest = min(moved, key=moved.__getitem__)
-    return Moved(max(0.0, -moved[nearest]), moved[nearest] > 0, nearest)
+    nearest = min(corrected, key=corrected.__getitem__)
+    return Moved(max(0.0, -corrected[nearest]), corrected[nearest] > 0, nearest)
 
 
-def beyond_chance(off: float) -> float:
+def beyond_chance(deviation: float) -> float:
     """Return the deviation of a full run, or 0 if allocations may explain it."""
-    return off if abs(off) > MAX_OFF else 0.0
+    return deviation if abs(deviation) > MAX_OFF else 0.0
 
 
 def check_scatter(runs: int, blocks: int, level: tuple[float, int]) -> float:
@@ -166,10 +166,10 @@ def why_unusable(blocks: Sequence[PairedBlock]) -> Iterator[str]:
             return
     kinds = sorted({block.device for block in blocks})
     names = sorted({", ".join(block.gpu_names) for block in blocks if block.gpu_names})
-    for found in (kinds, names):
-        if len(found) > 1:
+    for devices in (kinds, names):
+        if len(devices) > 1:
             yield (
-                f"its blocks ran on {' and on '.join(found)}, whose times are not comparable: delete those "
+                f"its blocks ran on {' and on '.join(devices)}, whose times are not comparable: delete those "
                 "of all but one, and they are measured again"
             )
             return

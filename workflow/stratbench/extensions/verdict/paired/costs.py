@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class Costs:
     """GPU-seconds of a sequential analysis, measured on its blocks and full runs."""
 
-    def __init__(self, course: Course) -> None:
-        self._course, self._evidence = course, course.evidence
+    def __init__(self, analysis: Course) -> None:
+        self._course, self._evidence = analysis, analysis.evidence
         self._runs_s: dict[ComparisonKey, float] = {}
-        for cell in course.asked:
+        for cell in analysis.asked:
             if run := self._evidence.full_runs.get(cell):
                 place = ComparisonKey.of(cell)
                 self._runs_s[place] = self._runs_s.get(place, 0.0) + run.gpu_seconds
@@ -46,9 +46,9 @@ class Costs:
         """
         expected = 0.0
         for state, _ in self._course.missing_blocks:
-            if not (found := self._evidence.blocks_of(state.comparison.place)):
+            if not (blocks := self._evidence.blocks_of(state.comparison.place)):
                 return None
-            last = found[-1]
+            last = blocks[-1]
             before = {s.strategy for s in last.segments}
             still = len(before & set(state.active))
             expected += last.gpu_seconds * (still + 0.5) / (len(before) + 0.5)
@@ -89,6 +89,6 @@ class Costs:
 
         Failed cells cost nothing. None if the time of cells is unknown.
         """
-        found = [self.full_s(state, strategy) for strategy in state.comparison.strategies]
-        known = [f for f in found if f is not None]
+        costs = [self.full_s(state, strategy) for strategy in state.comparison.strategies]
+        known = [f for f in costs if f is not None]
         return MATRIX_REPEATS * sum(known) if known else None

@@ -96,10 +96,10 @@ class PairedEvidence:
 
     @cached_property
     def _blocks_by_place(self) -> dict[ComparisonKey, list[PairedBlock]]:
-        found: dict[ComparisonKey, list[PairedBlock]] = {}
+        blocks: dict[ComparisonKey, list[PairedBlock]] = {}
         for key in sorted(self.blocks):
-            found.setdefault(key[0], []).append(self.blocks[key])
-        return found
+            blocks.setdefault(key[0], []).append(self.blocks[key])
+        return blocks
 
     def blocks_of(self, place: ComparisonKey) -> list[PairedBlock]:
         """Return the blocks of a comparison, in order."""
@@ -176,7 +176,7 @@ def not_compared(study: Study) -> dict[str, str]:
 def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]:
     """Return the evidence of a config's study, and notes on what was not used. `config`: validated."""
     study = Study(config, config["study"])
-    given = config.get("verdict") or {}
+    keys = config.get("verdict") or {}
     root = Path(config["results"])
     skipped = Jobs(config, study).skipped | not_compared(study)
     comparisons = tuple(comparisons_of(study, skipped))
@@ -199,19 +199,19 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
         ),
         blocks=blocks,
         full_runs={cell: run for cell, (run, _) in runs.items()},
-        margin=given.get("margin", 0.03),
-        budget_gpu_hours=given.get("budget_gpu_hours"),
+        margin=keys.get("margin", 0.03),
+        budget_gpu_hours=keys.get("budget_gpu_hours"),
         tolerances=(config.get("decide") or {}).get("score_tolerance") or {},
     ), notes
 
 
 def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[PairedComparison]:
     """Yield the comparisons of a study in the config's order, without the cells in `skipped`."""
-    found: dict[ComparisonKey, list[Cell]] = {}
+    by_key: dict[ComparisonKey, list[Cell]] = {}
     for cell in study.cells:
         if cell.repeat == 0 and cell.path not in skipped:
-            found.setdefault(ComparisonKey.of(cell), []).append(cell)
-    for place, cells in found.items():
+            by_key.setdefault(ComparisonKey.of(cell), []).append(cell)
+    for place, cells in by_key.items():
         settings = [study.settings(cell) for cell in cells]
         known = MODELS.get(place.model)
         # Whether the loss of a user's task adds up, nobody knows yet.
@@ -287,31 +287,31 @@ def _full_runs(
                 if not path.exists():
                     continue
                 try:
-                    found = record.read_measured(path)
+                    measured = record.read_measured(path)
                 except record.RecordError as e:
                     notes.append(f"not used: {e}")
                     continue
                 wanted = study.settings(cell)
-                stated = found["settings"]
-                if any(stated.get(k) != v for k, v in wanted.as_dict().items() if k != "profile"):
+                recorded = measured["settings"]
+                if any(recorded.get(k) != v for k, v in wanted.as_dict().items() if k != "profile"):
                     notes.append(f"{cell} is not used: its settings are not the config's")
                     continue
-                samples = found["data"]["train_samples"]
-                yield cell, (full_run_from(found, wanted.total_steps(samples)), samples)
+                samples = measured["data"]["train_samples"]
+                yield cell, (full_run_from(measured, wanted.total_steps(samples)), samples)
 
 
-def full_run_from(found: record.Record, steps: int) -> FullRun:
+def full_run_from(measured: record.Record, steps: int) -> FullRun:
     """Return the full run that a record describes."""
-    task, score = found["task"], found["score"]["final"]
+    task, score = measured["task"], measured["score"]["final"]
     factor = 100 if task["unit"] == "share" else 1
     return FullRun(
-        status=found["status"],
-        reason=found["reason"],
+        status=measured["status"],
+        reason=measured["reason"],
         score=None if score is None else factor * score,
         better=task["better"],
         tolerance=task["tolerance"],
         score_name=task["score"],
-        gpu_seconds=found["time"]["total_s"] * found["cell"]["gpus"],
-        train_time_s=found["time"]["train_time_s"],
+        gpu_seconds=measured["time"]["total_s"] * measured["cell"]["gpus"],
+        train_time_s=measured["time"]["train_time_s"],
         steps=steps,
     )

@@ -147,28 +147,28 @@ def judge(
     """
     logs = in_common(logs, active)
     blocks = np.isfinite(logs).any(-2).sum(-1)
-    logs, sets, alike = by_node_set(logs, nodes)
+    logs, sets, reused = by_node_set(logs, nodes)
     means = mean_logs(logs)
     ahead = index_of_fastest(means, active)  # whether or not it may be chosen
     may_lead = active & admissible
     leader = np.where(may_lead.any(-1), index_of_fastest(means, may_lead), ahead)
     rivals = active & (np.arange(logs.shape[-2]) != leader[..., None])
     first = np.take_along_axis(logs, leader[..., None, None], axis=-2)
-    found = moderated.paired_differences(logs, first)
-    mean = np.where(rivals, found.mean, np.nan)
+    differences = moderated.paired_differences(logs, first)
+    mean = np.where(rivals, differences.mean, np.nan)
     counted = rivals & judged[..., None]
-    found = found._replace(repeats=np.where(counted, found.repeats, 0))
-    variance, dof = _moderated(found, served | at(served, leader)[..., None])
+    differences = differences._replace(repeats=np.where(counted, differences.repeats, 0))
+    variance, dof = _moderated(differences, served | at(served, leader)[..., None])
     ratio, unlike = dependence.neumann_ratio(logs, active)
-    wider = np.where(alike, dependence.widening(ratio, blocks), 1.0)[..., None]
+    wider = np.where(reused, dependence.widening(ratio, blocks), 1.0)[..., None]
     tails = moderated.tail_of(rivals.sum(-1))[..., None], reported_tail(started)[..., None]
     half, reported = (
-        wider * moderated.half_widths(variance, dof, found.repeats, tail) for tail in tails
+        wider * moderated.half_widths(variance, dof, differences.repeats, tail) for tail in tails
     )
     bound = np.where(rivals, mean - half, np.inf)
-    waits = alike & ((blocks < MIN_ALIKE) | ((unlike > dependence.SUSPECT) & (blocks < LOOKS[-1])))
+    waits = reused & ((blocks < MIN_ALIKE) | ((unlike > dependence.SUSPECT) & (blocks < LOOKS[-1])))
     screened = (blocks == 1)[..., None] & (mean > screen)
-    least = np.where(waits, np.inf, np.where(alike, np.log1p(margin), 0.0))[..., None]
+    least = np.where(waits, np.inf, np.where(reused, np.log1p(margin), 0.0))[..., None]
     slower = rivals & ((bound > least) | screened) & ~np.asarray(doubtful)
     at_most = np.maximum(0.0, -np.where(rivals & ~slower, bound, np.inf).min(-1))
     decided = (
@@ -180,15 +180,17 @@ def judge(
     )
     low, high = mean - reported, mean + reported
     return Look(
-        leader, blocks, sets, alike, unlike, mean, bound, low, high, slower, rivals, at_most, decided
+        leader, blocks, sets, reused, unlike, mean, bound, low, high, slower, rivals, at_most, decided
     )  # fmt: skip
 
 
-def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _moderated(
+    differences: moderated.Differences, kinds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Variances moderated over all comparisons of a study, and their degrees of freedom."""
-    shape = found.mean.shape
+    shape = differences.mean.shape
     flat = (*shape[:-2], -1)
-    joined = moderated.Differences(*(part.reshape(flat) for part in found))
+    joined = moderated.Differences(*(part.reshape(flat) for part in differences))
     variance, dof = moderated.moderated_variances(joined, kinds.reshape(flat))
     return variance.reshape(shape), dof.reshape(shape)
 
@@ -211,8 +213,8 @@ def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
     """
     near = index_of_fastest(look.mean, look.rivals)
     alone = (look.rivals & ~look.slower).sum(-1) == 0
-    kept = (look.blocks < MIN_BLOCKS) & alone
-    stays = kept[..., None] & (np.arange(look.mean.shape[-1]) == near[..., None])
+    nearest = (look.blocks < MIN_BLOCKS) & alone
+    stays = nearest[..., None] & (np.arange(look.mean.shape[-1]) == near[..., None])
     return look.slower & ~stays & ~decided[..., None]
 
 

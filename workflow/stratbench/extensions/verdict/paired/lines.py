@@ -13,10 +13,10 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
     titles: dict[str, list[dict[str, Any]]] = {"Decided": [], "Ended undecided": [], "Open": []}
     for comparison in verdict["comparisons"]:
         titles[title_of(comparison)].append(comparison)
-    for title, found in titles.items():
-        if found:
+    for title, comparisons in titles.items():
+        if comparisons:
             yield f"{title}:"
-            for comparison in found:
+            for comparison in comparisons:
                 yield from comparison_lines(comparison)
     yield from cost_lines(verdict)
     yield f"Noise: {verdict['noise']['text']}."
@@ -40,8 +40,8 @@ def comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
     if comparison["claimed"]:
         yield f"    Confidence: {comparison['confidence']}. {comparison['confidence_reason']}"
     for ratio in comparison["ratios"]:
-        if ratio["state"] != "leader" and (told := rival_words(ratio)):
-            yield f"    {ratio['strategy']}: {told}"
+        if ratio["state"] != "leader" and (text := rival_words(ratio)):
+            yield f"    {ratio['strategy']}: {text}"
 
 
 def rival_words(ratio: dict[str, Any]) -> str:

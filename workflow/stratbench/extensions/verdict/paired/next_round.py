@@ -65,22 +65,22 @@ def next_round(evidence: PairedEvidence) -> NextRound:
     return round_of(Course(evidence))
 
 
-def round_of(course: Course) -> NextRound:
+def round_of(analysis: Course) -> NextRound:
     """Return the next round of a replayed analysis."""
-    evidence = course.evidence
-    costs = Costs(course)
+    evidence = analysis.evidence
+    costs = Costs(analysis)
     spent_s = costs.spent_s
-    pending = (*course.missing_blocks, *course.missing_runs)
+    pending = (*analysis.missing_blocks, *analysis.missing_runs)
     expected_s = costs.expected_s if pending else 0.0
     known = expected_s is not None
     budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
     over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
     # The cost of an unmeasured round is not known: it is refused only once the budget is spent.
-    paired = any(state.looks for state in course.states)
+    paired = any(state.looks for state in analysis.states)
     reason = "everything is decided" if paired else "there is nothing to compare"
-    if not pending and not all(decided(course, s) for s in course.states if s.last):
+    if not pending and not all(decided(analysis, s) for s in analysis.states if s.last):
         reason = f"the verdict is over: {judging.LOOKS[-1]} blocks are the most"
-        if all(s.last is None or s.last.at_most <= most_allowed(evidence) for s in course.states):
+        if all(s.last is None or s.last.at_most <= most_allowed(evidence) for s in analysis.states):
             reason = "the verdict is over: full runs contradict blocks"
     elif over:
         reason = (
@@ -90,36 +90,36 @@ def round_of(course: Course) -> NextRound:
         reason = "open"
     done = not pending or bool(over)
     return NextRound(
-        number=course.round + (0 if done else 1),
-        blocks=() if done else tuple(entry(course, s, n) for s, n in course.missing_blocks),
-        full_runs=() if done else tuple(course.missing_runs),
+        number=analysis.round + (0 if done else 1),
+        blocks=() if done else tuple(entry(analysis, s, n) for s, n in analysis.missing_blocks),
+        full_runs=() if done else tuple(analysis.missing_runs),
         done=done,
         reason=reason,
         spent_gpu_hours=spent_s / 3600,
         expected_gpu_hours=expected_s / 3600 if known else None,
-        may_follow=0 if done else course.may_follow,
+        may_follow=0 if done else analysis.may_follow,
     )
 
 
-def decided(course: Course, state: State) -> bool:
+def decided(analysis: Course, state: State) -> bool:
     """Return whether a comparison has ended with the requested conclusion."""
-    last = course.claimed(state)
-    return last is not None and not state.open and last.at_most <= most_allowed(course.evidence)
+    last = analysis.claimed(state)
+    return last is not None and not state.open and last.at_most <= most_allowed(analysis.evidence)
 
 
 def most_allowed(evidence: PairedEvidence) -> float:
     return math.log1p(evidence.margin) + 1e-9
 
 
-def entry(course: Course, state: State, number: int) -> dict[str, Any]:
+def entry(analysis: Course, state: State, number: int) -> dict[str, Any]:
     """Return a block of round.json.
 
     Args:
-        course: The analysis.
+        analysis: The analysis.
         state: State of the comparison.
         number: Number of the block.
     """
-    evidence, place = course.evidence, state.comparison.place
+    evidence, place = analysis.evidence, state.comparison.place
     first = evidence.blocks.get((place, 1))
     steps = first.steps if first else None
     return {
@@ -132,7 +132,7 @@ def entry(course: Course, state: State, number: int) -> dict[str, Any]:
         "settings": {
             "steps": steps,
             "discard": None if steps is None else discarded_steps(steps),
-            "disagreement": course.disagreement(state.last.blocks if state.last else 0),
+            "disagreement": analysis.disagreement(state.last.blocks if state.last else 0),
         },
         "seed": evidence.block_seed(state.comparison, number),
     }

@@ -59,13 +59,13 @@ def noise_of(blocks: Iterable[PairedBlock]) -> Noise:
         by_place.setdefault(block.place, []).append(block)
     segment, trend, between, allocation = _Mean(), _Mean(), _Mean(), _Mean()
     within = _Mean()
-    for found in by_place.values():
-        for block in found:
+    for compared in by_place.values():
+        for block in compared:
             _add_differences(block, segment, trend)
             for s in block.segments:
                 if s.status == "ok" and s.step_cv is not None:
                     within.add(s.step_cv**2 * CORRELATED / block.steps, 1)
-        _add_blocks(found, between, allocation)
+        _add_blocks(compared, between, allocation)
     of_segment = segment.value
     # A mean of two segments has half the variance of one.
     interaction = None
@@ -115,9 +115,9 @@ def _add_differences(block: PairedBlock, segment: _Mean, trend: _Mean) -> None:
     """Add a block's mirror: mirror minus first pass is the trend times the slots between."""
     rows = []
     for strategy in dict.fromkeys(s.strategy for s in block.segments):
-        found = block.of(strategy)
+        pair = block.of(strategy)
         if logs := block.logs(strategy):
-            rows.append((found[1].slot - found[0].slot, logs[1] - logs[0]))
+            rows.append((pair[1].slot - pair[0].slot, logs[1] - logs[0]))
     if len(rows) < 2:
         return
     apart, difference = np.array(rows, dtype=float).T
@@ -129,17 +129,17 @@ def _add_differences(block: PairedBlock, segment: _Mean, trend: _Mean) -> None:
     trend.add((slope**2 - 2 * variance / squares) * half**2, 1)
 
 
-def _add_blocks(found: list[PairedBlock], between: _Mean, allocation: _Mean) -> None:
+def _add_blocks(blocks: list[PairedBlock], between: _Mean, allocation: _Mean) -> None:
     """Add several blocks of a comparison, for the strategies in all of them."""
     strategies = [
         strategy
-        for strategy in dict.fromkeys(s.strategy for s in found[0].segments)
-        if all(block.logs(strategy) for block in found)
+        for strategy in dict.fromkeys(s.strategy for s in blocks[0].segments)
+        if all(block.logs(strategy) for block in blocks)
     ]
-    n, k = len(found), len(strategies)
+    n, k = len(blocks), len(strategies)
     if n < 2 or not k:
         return
-    x = np.array([[block.value(strategy) for strategy in strategies] for block in found])
+    x = np.array([[block.value(strategy) for strategy in strategies] for block in blocks])
     of_block = x.mean(1)
     if k > 1:
         rest = x - of_block[:, None] - x.mean(0) + x.mean()

@@ -71,11 +71,11 @@ class Course:
 
         Shape [comparisons, strategies].
         """
-        found = np.zeros((len(self.states), self._strategies), dtype=bool)
-        for row, state in zip(found, self.states, strict=True):
+        array = np.zeros((len(self.states), self._strategies), dtype=bool)
+        for row, state in zip(array, self.states, strict=True):
             values = getattr(state.comparison, name)
             row[: len(values)] = [bool(value) for value in values]
-        return found
+        return array
 
     def _advance(self) -> bool:
         """Replays a round.
@@ -170,12 +170,12 @@ class Course:
 
         Shape [comparisons, strategies].
         """
-        found = np.zeros_like(self._analysis.active)
+        suspect = np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
             for block in self.evidence.blocks_of(state.comparison.place)[: targets[i]]:
                 for strategy, _ in checks.far_from_full_run(self.evidence, state.comparison, block):
-                    found[i, state.comparison.strategies.index(strategy)] = True
-        return found
+                    suspect[i, state.comparison.strategies.index(strategy)] = True
+        return suspect
 
     def _note(self, step: judging.InterimResult) -> None:
         """Records a round's looks and drops in words."""
@@ -232,8 +232,8 @@ class Course:
         state.drops = [drop for drop in state.drops if drop.strategy not in state.active]
 
     def _why_without_value(self, state: State, strategy: str, blocks: int) -> str:
-        found = self.evidence.blocks_of(state.comparison.place)[:blocks]
-        return next(filter(None, (block.status(strategy) for block in found)), "missing")
+        seen = self.evidence.blocks_of(state.comparison.place)[:blocks]
+        return next(filter(None, (block.status(strategy) for block in seen)), "missing")
 
     # ------------------------------------------------------------ full runs
 
@@ -302,21 +302,21 @@ class Course:
             if leader not in state.active:
                 continue
             runs = len(self.scores.runs_of(comparison, leader))
-            moved, off = self.moved(state), self.off_from_steps(state)
-            mean = {strategy: statistics.fmean(logs) for strategy, logs in off.items()}
+            correction, deviations = self.moved(state), self.off_from_steps(state)
+            mean = {strategy: statistics.fmean(logs) for strategy, logs in deviations.items()}
             own = mean.pop(leader, 0.0)
             equal = comparison.equal[comparison.strategies.index(leader)]
             loss = None if equal else self.scores.loss_of(comparison, leader)
-            near = moved is None and own <= MAX_OFF / 2
+            near = correction is None and own <= MAX_OFF / 2
             certain = near and (loss is None or loss.settled)
             if not runs or (not certain and runs < MATRIX_REPEATS):
                 self.asked.setdefault(self.evidence.cell(comparison, leader, runs))
             # The rival that makes up for the leader's full runs, or does not.
             rival = max(mean, key=mean.__getitem__, default=None)
-            if moved and (moved.nearest in mean or not mean):
-                rival = moved.nearest
-            done = len(off.get(rival, ()))
-            if rival and (moved or own > MAX_OFF) and done < MATRIX_REPEATS:
+            if correction and (correction.nearest in mean or not mean):
+                rival = correction.nearest
+            done = len(deviations.get(rival, ()))
+            if rival and (correction or own > MAX_OFF) and done < MATRIX_REPEATS:
                 self.asked.setdefault(self.evidence.cell(comparison, rival, done))
         return len(self.asked) > before
 
@@ -340,18 +340,18 @@ class Course:
         bounds = {strategy: ratio.bound for strategy, ratio in last.ratios.items()}
         for drop in state.drops:
             if drop.ratio is not None:
-                told = drop.ratio.bound if drop.kind == "slower" else math.log(moderated.SCREEN)
-                bounds[drop.strategy] = told
-        off = self.off_from_steps(state)
-        return checks.moved_by(off, last.leader, bounds, last.blocks, self._level)
+                bound = drop.ratio.bound if drop.kind == "slower" else math.log(moderated.SCREEN)
+                bounds[drop.strategy] = bound
+        deviations = self.off_from_steps(state)
+        return checks.moved_by(deviations, last.leader, bounds, last.blocks, self._level)
 
     def claimed(self, state: State) -> Judged | None:
         """Return the latest look, corrected by full runs: the basis of a conclusion."""
-        last, moved = state.last, self.moved(state)
-        if last is None or moved is None:
+        last, correction = state.last, self.moved(state)
+        if last is None or correction is None:
             return last
-        at_most = max(last.at_most, moved.at_most)
-        return replace(last, at_most=at_most, fastest=last.fastest and moved.fastest)
+        at_most = max(last.at_most, correction.at_most)
+        return replace(last, at_most=at_most, fastest=last.fastest and correction.fastest)
 
 
 #: Why a strategy left the comparison in a block, in words.

@@ -34,9 +34,9 @@ class Loss:
 class FullRunScores:
     """Scores of the strategies, from the full runs that the verdict has requested."""
 
-    def __init__(self, evidence: PairedEvidence, asked: Container[Cell]) -> None:
-        """`asked`: the cells that count, and it may grow; other records are not looked at."""
-        self._evidence, self._asked = evidence, asked
+    def __init__(self, evidence: PairedEvidence, requested: Container[Cell]) -> None:
+        """`requested`: the cells that count, and it may grow; other records are not looked at."""
+        self._evidence, self._asked = evidence, requested
         #: The strategies of equal arithmetic, and all strategies of a model: what a strategy may be compared
         #: with.
         self._equal: dict[object, list[tuple[PairedComparison, str]]] = {}
@@ -97,9 +97,9 @@ class FullRunScores:
         """Return the standard deviation of the score between seeds, over all strategies, and its degrees."""
         squares, dof = 0.0, 0
         for other, strategy in self._of_model[_model(comparison)]:
-            found = [r.score for r in self.runs_of(other, strategy) if r.score is not None]
-            squares += float(np.var(found) * len(found)) if found else 0.0
-            dof += max(0, len(found) - 1)
+            scores = [r.score for r in self.runs_of(other, strategy) if r.score is not None]
+            squares += float(np.var(scores) * len(scores)) if scores else 0.0
+            dof += max(0, len(scores) - 1)
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def why_failed(self, comparison: PairedComparison, strategy: str) -> str | None:

@@ -24,20 +24,20 @@ MUCH = 1.0
 CLAIMS = ("fastest", "within", "at most")
 
 
-def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, Any]:
+def verdict_of(analysis: Course, next_round: NextRound, notes: list[str]) -> dict[str, Any]:
     """Return the content of verdict.json.
 
     Args:
-        course: The analysis.
-        found: Its next round.
+        analysis: The analysis.
+        next_round: Its next round.
         notes: Notes on unused evidence.
     """
-    costs = Costs(course)
+    costs = Costs(analysis)
     # In one order, so that sums have the same last digit whatever the order of files.
-    blocks = [course.evidence.blocks[key] for key in sorted(course.evidence.blocks)]
-    noise, margin = noise_of(blocks), course.evidence.margin
-    rivals = max((len(s.comparison.strategies) - 1 for s in course.states), default=1)
-    comparisons = [comparison_values(course, costs, state) for state in course.states]
+    blocks = [analysis.evidence.blocks[key] for key in sorted(analysis.evidence.blocks)]
+    noise, margin = noise_of(blocks), analysis.evidence.margin
+    rivals = max((len(s.comparison.strategies) - 1 for s in analysis.states), default=1)
+    comparisons = [comparison_values(analysis, costs, state) for state in analysis.states]
     unusable = [f"{b['experiment']}, {b['model']} on {b['gpus']}: {b['unusable']}"
                 for b in comparisons if b["unusable"]]  # fmt: skip
     matrix = [
@@ -47,21 +47,21 @@ def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, 
     ]
     return with_seal({
         "schema_version": VERDICT_VERSION,
-        "study": course.evidence.study,
+        "study": analysis.evidence.study,
         "margin": margin,
-        "rounds": course.round,
-        "done": found.done,
-        "reason": found.reason,
+        "rounds": analysis.round,
+        "done": next_round.done,
+        "reason": next_round.reason,
         "hours": "worker-hours" if any(b.device == "cpu" for b in blocks) else "GPU-hours",
-        "spent_gpu_hours": found.spent_gpu_hours,
-        "expected_gpu_hours": found.expected_gpu_hours,
-        "budget_gpu_hours": course.evidence.budget_gpu_hours,
+        "spent_gpu_hours": next_round.spent_gpu_hours,
+        "expected_gpu_hours": next_round.expected_gpu_hours,
+        "budget_gpu_hours": analysis.evidence.budget_gpu_hours,
         "matrix_gpu_hours": None if None in matrix else sum(matrix),
         "matrix_repeats": MATRIX_REPEATS,
         "next": {
-            "blocks": len(found.blocks),
-            "full_runs": [str(c) for c in found.full_runs],
-            "may_follow": found.may_follow,
+            "blocks": len(next_round.blocks),
+            "full_runs": [str(c) for c in next_round.full_runs],
+            "may_follow": next_round.may_follow,
         },
         "comparisons": comparisons,
         "noise": vars(noise) | {"text": noise_text(noise, margin, rivals)},
@@ -69,24 +69,24 @@ def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, 
     })  # fmt: skip
 
 
-def comparison_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
+def comparison_values(analysis: Course, costs: Costs, state: State) -> dict[str, Any]:
     """Return the entry of a comparison.
 
     Args:
-        course: The analysis.
+        analysis: The analysis.
         costs: Its costs.
         state: State of the comparison.
     """
-    last, comparison = course.claimed(state), state.comparison
+    last, comparison = analysis.claimed(state), state.comparison
     # A block that no look has judged yet supports no claim.
-    blocks = course.evidence.blocks_of(comparison.place)[: last.blocks if last else None]
+    blocks = analysis.evidence.blocks_of(comparison.place)[: last.blocks if last else None]
     unusable = next(checks.why_unusable(blocks), None)
-    claim, text = claim_of(course, state, blocks)
+    claim, text = claim_of(analysis, state, blocks)
     if unusable and claim != "only":
         claim, text = "none", f"Nothing is claimed: {unusable}."
     matrix_s = costs.matrix_s(state)
-    doubts = list(doubts_on(course, state, blocks))
-    level, reason = confidence_in(course, state, blocks, claim, doubts)
+    doubts = list(doubts_on(analysis, state, blocks))
+    level, reason = confidence_in(analysis, state, blocks, claim, doubts)
     return {
         "experiment": comparison.place.experiment,
         "model": comparison.place.model,
@@ -106,7 +106,7 @@ def comparison_values(course: Course, costs: Costs, state: State) -> dict[str, A
         "node_sets": len({block.hosts for block in blocks}),
         "blocks": last.blocks if last else len(blocks),
         "unusable": unusable,
-        "checked": course.checked(state),
+        "checked": analysis.checked(state),
         "steps": blocks[0].steps if blocks else None,
         "open": is_open(state),
         "claim": claim,
@@ -125,7 +125,7 @@ def comparison_values(course: Course, costs: Costs, state: State) -> dict[str, A
         },
         "full_steps": comparison.full_steps,
         "scores": {
-            strategy: score_state(course, state, strategy) for strategy in comparison.strategies
+            strategy: score_state(analysis, state, strategy) for strategy in comparison.strategies
         },
         "block_gpu_hours": costs.blocks_s(state) / 3600,
         "full_run_gpu_hours": costs.runs_s(state) / 3600,
@@ -133,31 +133,33 @@ def comparison_values(course: Course, costs: Costs, state: State) -> dict[str, A
     }
 
 
-def doubts_on(course: Course, state: State, blocks: Sequence[PairedBlock]) -> Iterator[str]:
+def doubts_on(analysis: Course, state: State, blocks: Sequence[PairedBlock]) -> Iterator[str]:
     """Yield sentences against a comparison's blocks.
 
     Args:
-        course: The analysis.
+        analysis: The analysis.
         state: State of the comparison.
         blocks: Its blocks.
     """
-    for strategy, logs in course.off_from_steps(state).items():
-        found = sorted(log for log in logs if abs(log) > MAX_OFF)
-        if found:
+    for strategy, logs in analysis.off_from_steps(state).items():
+        logs_apart = sorted(log for log in logs if abs(log) > MAX_OFF)
+        if logs_apart:
             ends = " to ".join(
-                f"{math.expm1(log):+.1%}" for log in dict.fromkeys(found[:1] + found[-1:])
+                f"{math.expm1(log):+.1%}" for log in dict.fromkeys(logs_apart[:1] + logs_apart[-1:])
             )
             yield (
-                f"{counted(len(found), 'full run')} of {strategy} took {ends} against the steps times the "
-                "blocks' step time"
+                f"{counted(len(logs_apart), 'full run')} of {strategy} took {ends} against the steps "
+                "times the blocks' step time"
             )
-    if (moved := course.moved(state)) and (before := share_of(state.last.at_most)) < MUCH:
+    if (correction := analysis.moved(state)) and (before := share_of(state.last.at_most)) < MUCH:
         yield (
             f"by the blocks alone nothing would be faster than {state.last.leader} by more than "
-            f"{before:.1%}; the full runs let {moved.nearest} be"
+            f"{before:.1%}; the full runs let {correction.nearest} be"
         )
     for block in blocks:
-        for strategy, factor in checks.far_from_full_run(course.evidence, state.comparison, block):
+        for strategy, factor in checks.far_from_full_run(
+            analysis.evidence, state.comparison, block
+        ):
             times = f"{factor:.0f} times" if factor > 1 else f"1/{1 / factor:.0f} of"
             yield f"a step of {strategy} in block {block.number} takes {times} that of its own full run"
     last = state.last
@@ -194,15 +196,15 @@ def is_open(state: State) -> bool:
 # ---------------------------------------------------------------- claims
 
 
-def claim_of(course: Course, state: State, blocks: list[PairedBlock]) -> tuple[str, str]:
+def claim_of(analysis: Course, state: State, blocks: list[PairedBlock]) -> tuple[str, str]:
     """Return the kind of the conclusion (one of CLAIMS, `only` or `none`), and its sentence.
 
     Args:
-        course: The analysis.
+        analysis: The analysis.
         state: State of the comparison.
         blocks: Its blocks.
     """
-    last, margin = course.claimed(state), course.evidence.margin
+    last, margin = analysis.claimed(state), analysis.evidence.margin
     if len(state.comparison.strategies) == 1:
         return (
             "only",
@@ -211,7 +213,7 @@ def claim_of(course: Course, state: State, blocks: list[PairedBlock]) -> tuple[s
     if last is None:
         return "none", "Nothing is known yet: no block was judged."
     where, sure = on_node(blocks), f"(95 %{of_how_many(blocks)})"
-    if not course.checked(state):
+    if not analysis.checked(state):
         where = f" by its steps{where}"  # no full run could tell whether whole trainings agree
     if not state.active:
         return (
@@ -232,7 +234,7 @@ def claim_of(course: Course, state: State, blocks: list[PairedBlock]) -> tuple[s
     if last.fastest:
         return "fastest", f"{last.leader} is the fastest of {state.compared}{where} {sure}."
     shown = share_of(last.at_most)
-    if decided(course, state):
+    if decided(analysis, state):
         return (
             "within",
             f"{last.leader} is within {100 * margin:.3g} % of the fastest{where} {sure}.",
@@ -282,10 +284,10 @@ def ratio_values(state: State, strategy: str) -> dict[str, Any]:
         "strategy": strategy, "state": "open", "against": None, "ratio": None, "low": None, "high": None,
         "at_least": None, "blocks": last.blocks if last else 0, "reason": "",
     }  # fmt: skip
-    found = None
+    ratio = None
     if drop is not None:
         values |= {"state": drop.kind, "blocks": drop.blocks, "reason": drop.reason}
-        found, values["against"] = drop.ratio, drop.against
+        ratio, values["against"] = drop.ratio, drop.against
     elif last is not None and strategy == last.leader:
         values |= {"state": "leader", "ratio": 1.0}
     elif last is not None and strategy in last.ratios:
@@ -293,10 +295,10 @@ def ratio_values(state: State, strategy: str) -> dict[str, Any]:
             "slower" if strategy in last.slower else "equal" if strategy in last.equal else "open"
         )
         values |= {"state": kind, "against": last.leader}
-        found = last.ratios[strategy]
-    if found is not None:
+        ratio = last.ratios[strategy]
+    if ratio is not None:
         names = ("ratio", "low", "high", "at_least")
-        values |= {n: ratio_from(v) for n, v in zip(names, found, strict=True)}
+        values |= {n: ratio_from(v) for n, v in zip(names, ratio, strict=True)}
         if values["low"] is None or values["high"] is None or values["low"] == 0:
             values |= {"low": None, "high": None, "at_least": None}
     return values | {"text": ratio_text(values), "words": standing_words(values)}
@@ -347,8 +349,8 @@ def ratio_minus_one(log: float) -> float | None:
 
     Return None if it is not known.
     """
-    found = ratio_from(log)
-    return None if found is None else found - 1
+    ratio = ratio_from(log)
+    return None if ratio is None else ratio - 1
 
 
 def share_of(log: float) -> float:
@@ -356,18 +358,18 @@ def share_of(log: float) -> float:
 
     Infinite if it is not known.
     """
-    found = ratio_minus_one(log)
-    return math.inf if found is None else found
+    share = ratio_minus_one(log)
+    return math.inf if share is None else share
 
 
 # ---------------------------------------------------------------- how sure
 
 
-def score_state(course: Course, state: State, strategy: str) -> str:
+def score_state(analysis: Course, state: State, strategy: str) -> str:
     """Return the state of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`.
 
     Args:
-        course: The analysis.
+        analysis: The analysis.
         state: State of the comparison.
         strategy: The strategy.
     """
@@ -375,66 +377,66 @@ def score_state(course: Course, state: State, strategy: str) -> str:
         return "no score"
     if state.comparison.equal[state.comparison.strategies.index(strategy)]:
         return "equal"
-    if not course.scores.runs_of(state.comparison, strategy):
+    if not analysis.scores.runs_of(state.comparison, strategy):
         return "not measured"
-    return "worse" if course.scores.why_failed(state.comparison, strategy) else "good"
+    return "worse" if analysis.scores.why_failed(state.comparison, strategy) else "good"
 
 
 def confidence_in(
-    course: Course, state: State, blocks: list[PairedBlock], claim: str, doubts: list[str]
+    analysis: Course, state: State, blocks: list[PairedBlock], claim: str, doubts: list[str]
 ) -> tuple[str, str]:
     """Return the confidence (`high`, `medium` or `low`), and the reason; docs/verdict.md has the rules.
 
     Args:
-        course: The analysis.
+        analysis: The analysis.
         state: State of the comparison.
         blocks: Its blocks.
         claim: Kind of the conclusion.
         doubts: Sentences against its blocks.
     """
-    last = course.claimed(state)
+    last = analysis.claimed(state)
     if last is None or claim not in CLAIMS:
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
-    told, sure = [], True
+    reasons, sure = [], True
     hosts = {host for block in blocks for host in block.hosts}
     if (sets := len({block.hosts for block in blocks})) < judging.MIN_SETS:
         sure = False
         which = "" if sets == 1 else f", and {judging.MIN_SETS} are the fewest that tell of others"
-        told.append(
+        reasons.append(
             f"All blocks ran on {', '.join(sorted(hosts))}: other nodes may order them differently{which}."
         )
     if any(block.device == "cpu" for block in blocks):
         sure = False
-        told.append(f"It holds for {plural(worker_noun(['cpu']))} and says nothing of GPUs.")
-    if open_score := unsettled_score(course, state):
+        reasons.append(f"It holds for {plural(worker_noun(['cpu']))} and says nothing of GPUs.")
+    if open_score := unsettled_score(analysis, state):
         sure = False
-        told.append(open_score)
-    if not course.checked(state):
+        reasons.append(open_score)
+    if not analysis.checked(state):
         sure = False
-        if last.leader not in course.off_from_steps(state):
-            told.append("No full run of it has checked the step times yet.")
+        if last.leader not in analysis.off_from_steps(state):
+            reasons.append("No full run of it has checked the step times yet.")
         else:
-            told.append("Allocations differ too much for its full runs to check the step times.")
+            reasons.append("Allocations differ too much for its full runs to check the step times.")
     if doubts:
         sure = False
-        told.append(f"Doubts: {'; '.join(doubts)}.")
+        reasons.append(f"Doubts: {'; '.join(doubts)}.")
     at_most = share_of(last.at_most)
     narrow = last.fastest or at_most <= judging.EQUAL + 1e-9
     if not narrow:
         by = f"up to {at_most:.1%}" if at_most <= MUCH else "much"
-        told.insert(0, f"Something may be {by} faster.")
+        reasons.insert(0, f"Something may be {by} faster.")
     near = last.fastest or at_most <= ROUGH
     level = "high" if sure and narrow else "medium" if near else "low"
     over = f"Over {counted(last.counted, 'block')} on {counted(len(hosts), 'host')}."
-    return level, " ".join([over, *told])
+    return level, " ".join([over, *reasons])
 
 
-def unsettled_score(course: Course, state: State) -> str | None:
+def unsettled_score(analysis: Course, state: State) -> str | None:
     """Return why the leader's score may not be good enough, or None."""
     leader = state.last.leader
     if not state.comparison.scored:
         return "No score was measured (steps): equal scores are assumed."
-    scores = course.scores
+    scores = analysis.scores
     if state.comparison.equal[state.comparison.strategies.index(leader)]:
         if any(run.status == "ok" for run in scores.reference(state.comparison)):
             return None
@@ -445,9 +447,9 @@ def unsettled_score(course: Course, state: State) -> str | None:
     if loss.settled:
         return None
     differs = f"{abs(loss.lost):.2g} {'worse' if loss.lost > 0 else 'better'}"
-    told = (
+    text = (
         f"Over {counted(loss.seeds, 'seed')} its {loss.score_name} is {differs} than the reference"
     )
     if not math.isfinite(loss.at_most):
-        return f"{told}; one seed does not say by how much it may be worse ({loss.tolerance:g} allowed)."
-    return f"{told} and may be {loss.at_most:.2g} worse (95 %, {loss.tolerance:g} allowed)."
+        return f"{text}; one seed does not say by how much it may be worse ({loss.tolerance:g} allowed)."
+    return f"{text} and may be {loss.at_most:.2g} worse (95 %, {loss.tolerance:g} allowed)."
