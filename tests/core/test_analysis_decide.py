@@ -745,7 +745,7 @@ def test_the_figures_of_the_choice_come_first_and_those_of_its_rival_in_a_senten
         repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15], gpus=8)
     )
     assert found.reason == (
-        "It trains in 10.1 s, reaches accuracy 90.00 % and has a peak of 1000 MiB per worker. "
+        "It trains in 10.1 s, reaches accuracy 90.00 % and has a peak of 1,000 MiB per worker. "
         "fsdp on 8 GPUs takes 1.50 [1.50, 1.50] times the time (15.1 s)."
     )
 

@@ -25,7 +25,7 @@ def unit_for(n_bytes: float) -> tuple[str, int]:
 def bytes_text(n_bytes: float) -> str:
     """Return bytes as text: GiB with three digits, MiB or KiB as whole numbers."""
     name, unit = unit_for(n_bytes)
-    value = n_bytes / unit
+    value = float(n_bytes) / unit  # of numpy, two truths add up to one
     decimals = (abs(value) < 99.95) + (abs(value) < 9.995) if unit == GIB else 0
     return f"{value:,.{decimals}f} {name}" if n_bytes else "0"
 
