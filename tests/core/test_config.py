@@ -221,7 +221,7 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
         ),
         (
             {"elastic": True, "strategies": ["ddp"], "precision": "fp16"},
-            ["elastic = true: the loss scale", "use bf16"],
+            ["elastic = true: ddp: the loss scale", "use bf16"],
         ),
         (
             {"gradient_accumulation_steps": 3},
@@ -692,7 +692,7 @@ def test_a_target_score_is_a_setting_of_elastic_cells_alone(target):
     (rigid, *_) = settings_of(study(strategies=["ddp"], target_score=target))
     (elastic, *_) = settings_of(study(strategies=["ddp"], target_score=target, elastic=True))
     assert rigid.more == {}
-    assert elastic.without("elastic") == rigid
+    assert replace(elastic, more={}) == rigid
     assert elastic.of(Elastic) == Elastic(elastic=True, ends_at=target)
     assert elastic.more == {"elastic": {"elastic": True} | ({"ends_at": target} if target else {})}
 

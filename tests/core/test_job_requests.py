@@ -81,8 +81,9 @@ def request(strategy: str, gpus: int, planned_mib: int = 0, **given):
     configuration, study = study_of(**given)
     cell = Cell("s", "e", strategy, "vgg-compact", "digits", gpus, 0)
     settings = study.settings(cell)
+    needs = resources.PlannedNeeds(host_mem_mib=planned_mib)
     asked = resources.job_request(
-        cell, settings, configuration["cluster"], study.time_limit_s(cell), planned_mib
+        cell, settings, configuration["cluster"], study.time_limit_s(cell), needs
     )
     return cell, settings, asked
 

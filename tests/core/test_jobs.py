@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.study.config.config import load_config
+from stratbench.extensions.links.jobs import links_arguments, links_request
+from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
@@ -19,7 +20,7 @@ from stratbench.study.plan_file import digest_of
 from stratbench.study.slurm.nodes import Node
 
 
-def jobs_of(results: Path, changes: dict | None = None, **cluster) -> Jobs:
+def config_of(results: Path, changes: dict | None = None, **cluster) -> tuple[dict, Study]:
     block = {
         "dataset": "digits", "strategies": ["single", "ddp"], "models": ["vgg-compact"],
         "gpus": [1, 2], "epochs": 1, "global_batch": 64, "lr": 0.1, "time_limit_s": 600,
@@ -30,7 +31,11 @@ def jobs_of(results: Path, changes: dict | None = None, **cluster) -> Jobs:
         "cluster": cluster,
         "studies": {"s": {"experiments": {"e": block}}},
     }
-    return Jobs(*load_config(raw))
+    return load_config(raw)
+
+
+def jobs_of(results: Path, changes: dict | None = None, **cluster) -> Jobs:
+    return Jobs(*config_of(results, changes, **cluster))
 
 
 def wildcards(strategy: str, gpus: int) -> dict[str, str]:
@@ -128,9 +133,8 @@ def test_links_are_measured_as_the_strategies_use_them(tmp_path):
             "gpus": [1, 2, 4],
             "device": "cpu",
         }
-        return " ".join(
-            jobs_of(tmp_path, block, **{"gpus_per_node": 4} | cluster).links_arguments()
-        )
+        whole, study = config_of(tmp_path, block, **{"gpus_per_node": 4} | cluster)
+        return " ".join(links_arguments(study, whole["cluster"]))
 
     assert told("ddp") == "--a-node 4 --workers 2 4 --largest-mib 3 --kinds all_reduce broadcast"
     assert told("ddp", gpus_per_node=2).startswith("--a-node 2 --workers 2 ")
@@ -148,14 +152,14 @@ def test_links_are_measured_on_two_nodes_where_a_partition_has_them(tmp_path):
 
     block = {"strategies": ["ddp", "ps-sync"], "gpus": [1, 2]}
     cluster = {"gpus_per_node": 4, "cpus_per_gpu": 8, "mem_mib_per_gpu": 9000, "server_cpus": 3}
-    jobs = jobs_of(tmp_path, block, **cluster)
+    whole, study = config_of(tmp_path, block, **cluster)
     pair = [node("a", "n1"), node("a", "n2")]
-    asked = jobs.links_request(pair)
+    asked = links_request(study, whole["cluster"], pair)
     assert (asked.nodes, asked.gpus, asked.cpus) == (2, 4, 4 * 8 + 3)
     assert asked.mem_mib > 4 * 9000
     # Nodes of two partitions are no pair, and neither is one that lacks GPUs.
     for offered in ([], pair[:1], [pair[0], node("b", "n2")], [pair[0], node("a", "n2", gpus=2)]):
-        asked = jobs.links_request(offered)
+        asked = links_request(study, whole["cluster"], offered)
         assert (asked.nodes, asked.gpus) == (1, 4)
 
 

@@ -1,11 +1,12 @@
 from functools import cache
 
+from stratbench.extensions.links import jobs as links_jobs
 from stratbench.study.slurm.nodes import cluster_nodes
 
 # What the measurement asks a scheduler for; of one node where there is no SLURM.
 links_request = cache(
-    lambda: JOBS.links_request(
-        cluster_nodes() if internals.is_on_slurm(workflow) else []
+    lambda: links_jobs.links_request(
+        STUDY, CLUSTER, cluster_nodes() if internals.is_on_slurm(workflow) else []
     )
 )
 for stage in ("projection", "report"):
@@ -33,7 +34,7 @@ rule links_measured:
         runtime=lambda w: links_request().runtime_min,
         gpu_slots=1,
     params:
-        arguments=lambda w: JOBS.links_arguments(),
+        arguments=lambda w: links_jobs.links_arguments(STUDY, CLUSTER),
         folder=lambda w: f"{RESULTS}/{STUDY.name}/links",
     message:
         f"measure the links for the study {STUDY.name}, on nodes: {{resources.nodes}}; log: {{log}}"

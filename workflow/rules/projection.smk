@@ -6,11 +6,11 @@ ADDED["report"].inputs.append(lambda: existing("projection.csv"))
 
 
 if ASKS_PROJECTION:
-    ASKED = (
+    PROJECTED = (
         "-m stratbench.extensions.projection --config @asking"
         f" --most {CONFIG['decide']['gpus']} --out {{params.out:q}}/asked_projection.csv"
     )
-    ADDED["decide"].before.append(ASKED)
+    ADDED["decide"].before.append(PROJECTED)
     ADDED["decide"].params["asking"] = lambda w: json.dumps(
         STUDY_CONFIG, sort_keys=True
     )
@@ -41,7 +41,7 @@ if ASKS_PROJECTION:
         message:
             f"project {{wildcards.study}} to {CONFIG['decide']['gpus']} workers"
         shell:
-            f"{PROGRAM}{VALUES}{ASKED} > {{log:q}} 2>&1"
+            f"{PROGRAM}{VALUES}{PROJECTED} > {{log:q}} 2>&1"
 
 
 # Step times on counts that nobody has, from the study's records, and from its links.csv where `links` has

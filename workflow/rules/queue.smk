@@ -1,5 +1,5 @@
 def queue_history():
-    """The file of `decide.queue.history`; an empty text where none is given."""
+    """The file of `decide.queue.history`; an empty text where there is none."""
     history = (CONFIG["decide"]["queue"] or {}).get("history")
     return str(Path(history).expanduser()) if history else ""
 

@@ -78,7 +78,7 @@ rule train_cell:
         mem_mb=lambda w: JOBS.request_of(cell_of(w)).mem_mib,
         runtime=lambda w: JOBS.request_of(cell_of(w)).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
-        # Of an elastic cell the jobs that its own job submits, at most so many at a time; and in words.
+        # Workers that are jobs of their own, at most so many at a time, which this job submits; and in words.
         worker_jobs=lambda w: JOBS.request_of(cell_of(w)).workers,
         as_jobs=lambda w: (
             " (jobs of their own)" if JOBS.request_of(cell_of(w)).workers else ""

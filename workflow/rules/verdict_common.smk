@@ -27,7 +27,7 @@ def data_of_block(wildcards):
     return prepared_data(plan.dataset)
 
 
-def told_verdict():
+def verdict_path():
     """The study's verdict, where there is one of the config's settings; else an empty text."""
     path = ROUND.file.with_name("verdict.json")
     return str(path) if ROUND.has_current_verdict else ""
@@ -61,6 +61,6 @@ TRAINED_BY["run_block"] = block_of
 TRAINING_JOBS.append(block_jobs)
 BEFORE_JOBS.append(begin_round)
 AFTER_JOBS.append(end_round)
-ADDED["audit"].inputs.append(told_verdict)  # its blocks are audited, too
-ADDED["decide"].evidence["verdict"] = told_verdict
-ADDED["report"].evidence["verdict"] = told_verdict
+ADDED["audit"].inputs.append(verdict_path)  # its blocks are audited, too
+ADDED["decide"].evidence["verdict"] = verdict_path
+ADDED["report"].evidence["verdict"] = verdict_path

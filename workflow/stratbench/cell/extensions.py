@@ -27,6 +27,8 @@ class Extension:
     #: Classes of `cell.settings.Keys` by their place in config.yaml: `experiment`, `top`, or the name of a
     #: block of the top level.
     keys: Mapping[str, str] = field(default_factory=dict)
+    #: What its cells ask a scheduler for: as `study.resources.job_request`, but None for other cells.
+    request: str | None = None
     #: Who runs its cells: a `train.running.runner.Runner`.
     runner: str | None = None
     #: What happens beside the loop of a worker: a `train.beside.beside.Beside`.

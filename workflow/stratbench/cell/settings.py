@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from stratbench.cell.extensions import keys_of
@@ -81,14 +81,16 @@ class Keys:
 
     #: The extension's name, for keys of an experiment.
     extension: ClassVar[str]
+    #: Whether each worker of a cell that has such keys is a job of its own.
+    workers_are_jobs: ClassVar[bool] = False
 
     @classmethod
-    def settled(cls, configured: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
         """Return the extension's part of `more` of Settings or Constraints, for a block that gives its keys.
 
-        `configured` are the keys that the block gives; `whole`: all values of an experiment, else the config.
+        `own` are the keys that the block gives; `whole`: all values of an experiment, else the config.
         """
-        return configured
+        return own
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
@@ -224,9 +226,12 @@ class Settings:
         """Return the keys of an extension: what the study gives over their defaults."""
         return keys(**self.more.get(keys.extension, {}))
 
-    def without(self, extension: str) -> Settings:
-        """Return the same, of a cell that does not use an extension."""
-        return replace(self, more={k: v for k, v in self.more.items() if k != extension})
+    @property
+    def workers_are_jobs(self) -> bool:
+        """Whether each worker is a job of its own, so that the cell is no single allocation."""
+        return any(
+            keys.workers_are_jobs for name, keys in keys_of("experiment") if name in self.more
+        )
 
     def share_of_lr(self, step: int, steps: int) -> float:
         """Return the factor on the learning rate in `step` (from 0) of `steps`."""

@@ -72,7 +72,7 @@ def traits_of(
     options: Mapping[str, Any],
     gpus: int,
     moves_by_zeros: bool = False,
-    elastic: bool = False,
+    replaced: bool = False,
     adds_up: bool = True,
 ) -> Traits:
     """Return the traits of the strategy registered as `name`, with these options.
@@ -83,13 +83,13 @@ def traits_of(
         gpus: Number of workers.
         moves_by_zeros: Whether it moves the model's parameters in steps without a gradient for them
             (`acceptance.moves_by_zeros`), which one process and DDP leave unchanged.
-        elastic: Whether workers that end are replaced.
+        replaced: Whether workers that end are replaced.
         adds_up: Whether the loss of a batch is the mean over its parts; if not, parts of other sizes
             train something else.
     """
     strategy = make_strategy(name, options)
     traits = strategy.traits(gpus)
-    if elastic:
+    if replaced:
         traits = replace(traits, ends_with_a_worker=False)
     if not adds_up:
         parts = strategy.mesh(gpus).replicas * strategy.parts  # DDP has one for each worker

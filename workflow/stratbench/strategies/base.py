@@ -205,10 +205,9 @@ class Strategy:
     #: The phases of a step in which a worker waits for no other: how long they take says how the workers'
     #: computing lies apart. Empty: in each it may wait.
     own_phases: tuple[str, ...] = ()
-    #: Why its workers cannot join and leave while it trains (`elastic: true`), in a clause; None: they can.
+    #: Why its workers cannot join and leave while it trains, in a clause; None: they can.
     rigid: ClassVar[str | None] = "it does not say that workers may join and leave while it trains"
-    #: Why a training that was ended begins anew (`checkpoint_every`), in a clause; None: it goes on from a
-    #: checkpoint.
+    #: Why a training that was ended restarts from step 0, in a clause; None: its state can be saved.
     begins_anew: ClassVar[str | None] = "it does not say that all its state can be kept"
     #: Whether its first steps do what later ones do not: the plan then looks at later ones.
     warms_up: ClassVar[bool] = False
@@ -263,6 +262,16 @@ class Strategy:
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         """Yield why it does not support an experiment's `values`, each as `.key = ...: why`."""
         yield from ()
+
+    @classmethod
+    def rigid_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
+        """Return `rigid` as of all its `options` and an experiment's `values`."""
+        return cls.rigid
+
+    @classmethod
+    def restart_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
+        """Return `begins_anew` as of all its `options` and an experiment's `values`."""
+        return cls.begins_anew
 
     @classmethod
     def packages(cls, options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -114,23 +114,27 @@ class DDP(base.Collective):
         return self.options.powersgd_start_step if self.compress == "powersgd" else 0
 
     @classmethod
+    def rigid_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
+        """Return the reason of PowerSGD, or of the loss scale of fp16."""
+        if options.get("compress") == "powersgd":
+            return (
+                "each worker keeps what PowerSGD lost of its own gradients, which ends with the worker "
+                "(compress: powersgd)"
+            )
+        if values["precision"] == "fp16":
+            return "the loss scale of fp16 would be reset when a worker comes or goes (use bf16)"
+        return cls.rigid
+
+    @classmethod
+    def restart_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
+        """Return the reason of PowerSGD."""
+        if options.get("compress") == "powersgd":
+            return "what PowerSGD lost of each worker's gradients is in no checkpoint (compress: powersgd)"
+        return cls.begins_anew
+
+    @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         kind, precision = options.get("compress", "none"), values["precision"]
-        if values.get("elastic") and kind == "powersgd":
-            yield (
-                ".elastic = true: each worker keeps what PowerSGD lost of its own gradients, which ends with "
-                "the worker (compress: powersgd)"
-            )
-        if values.get("elastic") and precision == "fp16":
-            yield (
-                ".elastic = true: the loss scale of precision 'fp16' would begin anew whenever a worker "
-                "comes or goes; use bf16"
-            )
-        if values.get("checkpoint_every") and kind == "powersgd":
-            yield (
-                ".checkpoint_every: what PowerSGD lost of each worker's gradients is in no checkpoint "
-                "(compress: powersgd); remove the key"
-            )
         if kind in ("fp16", "bf16") and precision == "fp64":
             yield (
                 f".precision = 'fp64': gradients that are sent in 16 bits (compress: {kind}) leave "

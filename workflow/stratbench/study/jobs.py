@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.settings import Settings
-from stratbench.strategies import mesh_of, strategy_class
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.plan_file import PlanFile
-from stratbench.study.resources import JobRequest, job_request, largest_request, runtime_min
-from stratbench.study.slurm.nodes import Node, most_nodes
-from stratbench.workload.network import models
-
-#: Seconds that links are measured for at most.
-LINKS_S = 1800
-#: Links are measured with tensors up to this, or up to the largest model's weights: beyond it the time
-#: grows with the bytes.
-MAX_MEASURED_MIB = 256
+from stratbench.study.resources import JobRequest, PlannedNeeds, job_request
 
 
 class Jobs:
@@ -59,61 +50,6 @@ class Jobs:
             if path not in self.skipped
         ]
 
-    def links_request(self, offered: Sequence[Node]) -> JobRequest:
-        """Return the scheduler request for measuring links: the maximum over the study's cells on full nodes.
-
-        It has two nodes, so that the interconnect between them is measured, too. It has one node if no
-        partition of `offered` has two that are large enough.
-        """
-
-        def asked(nodes: int) -> JobRequest:
-            workers = nodes * self._cluster["gpus_per_node"]
-            full = {
-                replace(c, gpus=workers, repeat=0): self.settings_of(c).without("elastic")
-                for c in self._cells.values()
-            }
-            requests = [job_request(c, s, self._cluster, LINKS_S) for c, s in full.items()]
-            return largest_request(requests, runtime_min(LINKS_S, self._cluster))
-
-        return asked(2 if most_nodes(asked(2), offered) > 1 else 1)
-
-    def links_arguments(self) -> list[str]:
-        """Return the arguments for measuring links: everything that the strategies exchange on one node.
-
-        They are the worker counts and those of groups of workers within them, the kinds of collectives that
-        the strategies name, the servers' transports, and tensors up to the largest model. A study of single
-        workers measures two. On several nodes the measurement adds the interconnect.
-        """
-        most = self._cluster["gpus_per_node"]
-        counts, kinds, transports = set(), set(), set()
-        largest_mib, every_kind, on_gpus = 1, False, False
-        for cell in self._cells.values():
-            s = self.settings_of(cell)
-            strategy = strategy_class(s.strategy)
-            on_gpus |= s.device != "cpu"
-            if strategy.kind == "server":
-                wire = s.options["transport"]
-                transports.add("shm" if wire == "auto" else wire)
-            mesh = mesh_of(s.strategy, s.options, cell.gpus)
-            counts |= {
-                n for n in (cell.gpus, mesh.replicas, mesh.tensor, mesh.stages) if 1 < n <= most
-            }
-            every_kind |= strategy.collectives is None
-            kinds |= set(strategy.collectives or ())
-            known = models.MODELS.get(cell.model)
-            parameters = known.parameters if known else None
-            mib = MAX_MEASURED_MIB if parameters is None else -(-4 * parameters // (1 << 20))
-            largest_mib = max(largest_mib, min(MAX_MEASURED_MIB, mib))
-        arguments = ["--a-node", str(most), "--workers", *map(str, sorted(counts or {2}))]
-        arguments += ["--largest-mib", str(largest_mib)]
-        if (kinds or transports) and not every_kind:
-            arguments += ["--kinds", *sorted(kinds)]
-        if on_gpus:
-            arguments.append("--gpus")
-        if transports:
-            arguments += ["--servers", *sorted(transports)]
-        return arguments
-
     def cell_of(self, wildcards: Mapping[str, str]) -> Cell:
         """Return the cell that a training job's wildcards name.
 
@@ -137,15 +73,14 @@ class Jobs:
     def request_of(self, cell: Cell) -> JobRequest:
         """Return the request of a cell to the scheduler."""
         if cell not in self._requests:
-            settings, cluster = self.settings_of(cell), self._cluster
+            needs = PlannedNeeds(
+                host_mem_mib=self._plan.host_mem_mib(cell),
+                servers_mem_mib=self._plan.servers_mem_mib(cell),
+                longest_s=self.longest_s(cell),
+            )
+            limit_s = self._study.time_limit_s(cell)
             self._requests[cell] = job_request(
-                cell,
-                settings,
-                cluster,
-                self._study.time_limit_s(cell),
-                self._plan.host_mem_mib(cell),
-                self.longest_s(cell),
-                self._plan.servers_mem_mib(cell),
+                cell, self.settings_of(cell), self._cluster, limit_s, needs
             )
         return self._requests[cell]
 

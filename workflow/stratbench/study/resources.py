@@ -5,12 +5,12 @@ Nothing heavy is imported: the Snakefile uses it on every parse. `cluster` is co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.extensions import at
 from stratbench.cell.settings import Settings
 
 #: The limit in minutes where neither the cell's own limit nor a plan says how long it takes.
@@ -27,9 +27,10 @@ SEGMENT_ALLOWANCE_S = 180
 class JobRequest:
     """A cell's request: nodes, their GPUs, CPU cores and memory, and the time.
 
-    `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many of
-    `cpus` are for parameter servers. `workers`: maximum number of worker jobs of an elastic cell, each of
-    which requests `worker`. `gpu_type`: SLURM's name of the GPUs, or None for any.
+    `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many
+    of `cpus` are asked for because of parameter servers. `workers`: how many jobs of their own the workers
+    are at most, each of which asks for what `worker` does; 0: they are in this one. `gpu_type`: SLURM's
+    name of the GPUs; None: any.
     """
 
     nodes: int
@@ -60,9 +61,27 @@ class JobRequest:
 
     @property
     def sbatch(self) -> str:
-        """The sbatch command of this request, and of the workers' if the cell is elastic."""
+        """The command that makes this request to SLURM, and that of workers that are jobs of their own."""
         each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
         return f"sbatch {' '.join(self.options)}{each}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedNeeds:
+    """What the plan says of a cell's job; 0 and None without a plan.
+
+    Attributes:
+        host_mem_mib: Memory of the processes on the fullest node.
+        servers_mem_mib: Memory of all servers together.
+        longest_s: The upper estimate of its time.
+    """
+
+    host_mem_mib: int = 0
+    servers_mem_mib: int = 0
+    longest_s: float | None = None
+
+
+NO_PLAN = PlannedNeeds()
 
 
 def job_request(
@@ -70,42 +89,29 @@ def job_request(
     settings: Settings,
     cluster: Mapping[str, Any],
     time_limit_s: float | None,
-    host_mem_mib: int = 0,
-    longest_s: float | None = None,
-    servers_mem_mib: int = 0,
+    needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
-    """Return the request of a cell.
+    """Return the request of a cell: its own, or what an extension asks for in its place."""
+    for _, make_request in at("request"):
+        if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
+            return request
+    return plain_request(cell, settings, cluster, time_limit_s, needs)
 
-    A cell on GPUs requests its GPUs' shares of a node, and more memory if the plan says so. A cell on CPUs
-    requests its threads, and the plan's memory or a small default. An elastic cell requests only its servers,
-    for longer: its workers wait in the queue. The last three arguments are the plan's, 0 and None without a
-    plan.
 
-    Args:
-        cell: The cell.
-        settings: Its settings.
-        cluster: The `cluster` block of the config.
-        time_limit_s: Time limit of the cell.
-        host_mem_mib: Host memory of the processes on the fullest node.
-        longest_s: Upper estimate of the cell's time.
-        servers_mem_mib: Host memory of all servers together.
+def plain_request(
+    cell: Cell,
+    settings: Settings,
+    cluster: Mapping[str, Any],
+    time_limit_s: float | None,
+    needs: PlannedNeeds = NO_PLAN,
+) -> JobRequest:
+    """Return the request of a cell whose workers and servers are one job.
+
+    A cell on GPUs asks for its GPUs' shares of a node, and for more memory if the plan says so. A cell
+    on CPUs asks for its threads, and for the plan's memory or a small default.
     """
-    minutes = runtime_min(time_limit_s, cluster, longest_s)
+    host_mem_mib = needs.host_mem_mib
     of_node = workers_of_node(cell, cluster)
-    if "elastic" in settings.more:
-        share = {k: v for k, v in settings.options.items() if k != "servers"}
-        each = job_request(
-            replace(cell, gpus=1),
-            replace(settings.without("elastic"), gpus=1, options=share),
-            cluster,
-            time_limit_s,
-            -(-host_mem_mib // of_node),
-            longest_s,
-        )
-        minutes += math.ceil(60 * cluster["elastic_wait_h"])
-        of_servers = _servers_request(settings, cluster, minutes, servers_mem_mib)
-        each = replace(each, runtime_min=cluster["worker_time_limit_min"] or each.runtime_min)
-        return replace(of_servers, workers=cell.gpus, worker=each)
     n_nodes = node_count(cell, cluster)
     servers = -(-settings.options.get("servers", 0) // n_nodes)
     on_gpus = cluster["request_gpus"] and settings.device != "cpu"
@@ -127,29 +133,10 @@ def job_request(
         gpus=of_node if on_gpus else 0,
         cpus=worker_cpus + server_cpus,
         mem_mib=mem_mib,
-        runtime_min=minutes,
+        runtime_min=runtime_min(time_limit_s, cluster, needs.longest_s),
         planned_mib=planned_mib,
         server_cpus=server_cpus,
         gpu_type=cluster["gpu_type"] if on_gpus else None,
-    )
-
-
-def _servers_request(
-    settings: Settings, cluster: Mapping[str, Any], minutes: int, servers_mem_mib: int
-) -> JobRequest:
-    """Return the request of an elastic cell's own job: its servers and the supervisor of its workers."""
-    servers = settings.options.get("servers", 0)
-    cpus, mem_mib = servers * (settings.threads or 1), servers * cluster["mem_mib_per_cpu_worker"]
-    if servers and cluster["request_gpus"] and settings.device != "cpu":
-        cpus, mem_mib = cluster["server_cpus"], cluster["server_mem_mib"]
-    return JobRequest(
-        nodes=1,
-        gpus=0,
-        cpus=max(1, cpus),
-        mem_mib=max(mem_mib, servers_mem_mib) + JOB_MIB,
-        runtime_min=minutes,
-        planned_mib=servers_mem_mib > mem_mib,
-        server_cpus=max(1, cpus),
     )
 
 

@@ -341,11 +341,11 @@ def write_decisions(
     return describe_decisions(decisions, notes, constraints, further=further.values())
 
 
-def read_evidence(pairs: Iterable[str], given: Constraints) -> dict[str, Evidence]:
+def read_evidence(pairs: Iterable[str], constraints: Constraints) -> dict[str, Evidence]:
     """Return by extension what it knows beside the records; `pairs`: its file, as EXTENSION=FILE."""
     paths = dict(pair.split("=", 1) for pair in pairs)
     return {
-        name: reading.evidence(paths.get(name, ""), given)
+        name: reading.evidence(paths.get(name, ""), constraints)
         for name, reading in list_readings().items()
         if reading.evidence is not None
     }

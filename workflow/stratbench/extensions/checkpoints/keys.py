@@ -30,8 +30,8 @@ class Checkpoints(Keys):
         from stratbench.study.config.consistency import strategies_of
 
         every = block["checkpoint_every"]
-        for name, base, _ in strategies_of(block, study) if every else ():
-            if (reason := strategy_class(base).begins_anew) is not None:
+        for name, base, options in strategies_of(block, study) if every else ():
+            if (reason := strategy_class(base).restart_reason(options, block)) is not None:
                 yield (
                     f".checkpoint_every = {every}: {name}: {reason}; remove {name} from strategies, or give "
                     "it "

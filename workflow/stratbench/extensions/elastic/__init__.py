@@ -9,5 +9,6 @@ EXTENSION = Extension(
     needs=("checkpoints",),
     keys={"experiment": "stratbench.extensions.elastic.keys:Elastic"},
     rules=("elastic.smk",),
+    request="stratbench.extensions.elastic.request:request_workers",
     runner="stratbench.extensions.elastic.runner:ElasticRunner",
 )

@@ -32,6 +32,7 @@ class Elastic(Keys):
     """The keys of an experiment."""
 
     extension: ClassVar[str] = "elastic"
+    workers_are_jobs: ClassVar[bool] = True
 
     # fmt: off
     elastic: bool = setting(False,
@@ -45,9 +46,9 @@ class Elastic(Keys):
     # fmt: on
 
     @classmethod
-    def settled(cls, configured: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(cls, own: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         target = values.get("target_score")
-        return configured | {"ends_at": target} if configured and target is not None else configured
+        return own | {"ends_at": target} if own and target is not None else own
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
@@ -57,8 +58,8 @@ class Elastic(Keys):
 
         if not block["elastic"]:
             return
-        for name, base, _ in strategies_of(block, study):
-            if (reason := strategy_class(base).rigid) is not None:
+        for name, base, options in strategies_of(block, study):
+            if (reason := strategy_class(base).rigid_reason(options, block)) is not None:
                 yield (
                     f".elastic = true: {name}: {reason}; remove {name} from strategies, or give it an "
                     "experiment of its own"

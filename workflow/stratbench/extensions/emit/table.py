@@ -64,10 +64,10 @@ def emit(choice: Choice, target: str) -> str:
             f"{choice.cell.strategy} cannot be said as {engine}: strategy {strategy} has the target"
             f"{'s' if len(known) > 1 else ''} {', '.join(known)}"
         )
-    if "elastic" in choice.settings.more and target != "variant":
+    if choice.settings.workers_are_jobs and target != "variant":
         raise EmitError(
-            f"{choice.cell.strategy} has workers that come and go (elastic: true), which stratbench alone "
-            "trains; it has the target variant"
+            f"{choice.cell.strategy} has workers that are jobs of their own and come and go, which "
+            "stratbench alone trains; it has the target variant"
         )
     write: Callable[[Choice, str], str] = import_module(
         f"stratbench.extensions.emit.targets.{target}"

@@ -271,9 +271,11 @@ def _planned(
             s.settings,
             cluster,
             s.time_limit_s,
-            needs.host_mib if needs else 0,
-            longest_time_s(fit),
-            needs.servers_host_mib if needs else 0,
+            resources.PlannedNeeds(
+                host_mem_mib=needs.host_mib if needs else 0,
+                servers_mem_mib=needs.servers_host_mib if needs else 0,
+                longest_s=longest_time_s(fit),
+            ),
         ),
         least_samples=acceptance.least_samples(
             checked.networks[Network.of(s.request)].batchnorm,

@@ -33,7 +33,7 @@ def server_needs(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> di
     stream_bytes = _STREAM_SHARDS * ServerConfig.shard_bytes + flat_bytes["buffers"]
     if s.precision == "fp16":
         stream_bytes += part_bytes // 2 if s.options["wire"] == "bfloat16" else part_bytes
-    shares_memory = s.options["transport"] != "tcp" and n_nodes == 1 and "elastic" not in s.more
+    shares_memory = s.options["transport"] != "tcp" and n_nodes == 1 and not s.workers_are_jobs
     return {
         "weights": part_bytes,
         "optimizer": tensors * part_bytes,

@@ -16,14 +16,11 @@ from stratbench.study.config.messages import ConfigError
 
 
 class QueueEvidence(Evidence):
-    """The way of a training through a queue.
+    """The way of a training through a queue."""
 
-    Args:
-        given: Constraints, with what `decide.queue` asks.
-    """
-
-    def __init__(self, given: Constraints):
-        self.given = given
+    def __init__(self, constraints: Constraints) -> None:
+        """`constraints`: those of the decision, with `decide.queue`."""
+        self.constraints = constraints
 
     def answer(self) -> Mapping[str, Any] | None:
         """Return the simulation's answer, with progress on stderr.
@@ -31,13 +28,13 @@ class QueueEvidence(Evidence):
         Raises:
             ConfigError: The history does not do.
         """
-        asked = self.given.more.get("queue")
-        if asked is None:
+        block = self.constraints.more.get("queue")
+        if block is None:
             return None
-        request = QueueRequest(**asked["queue"])
-        margin = self.given.equivalence_margin
+        request = QueueRequest(**block["queue"])
+        margin = self.constraints.equivalence_margin
         try:
-            return answer(request, asked["gpus_per_node"], margin, show_progress)
+            return answer(request, block["gpus_per_node"], margin, show_progress)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -48,4 +45,6 @@ def show_progress(done: int, of: int) -> None:
         print(f"queue: {done} of {of} moments simulated", file=sys.stderr, flush=True)
 
 
-READING = Reading(sections=make_queue_sections, evidence=lambda path, given: QueueEvidence(given))
+READING = Reading(
+    sections=make_queue_sections, evidence=lambda path, constraints: QueueEvidence(constraints)
+)

@@ -91,9 +91,9 @@ class DecideQueue(Keys):
     # fmt: on
 
     @classmethod
-    def settled(cls, given: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
         """Return the training, with the size of a node, of a config that asks for one."""
-        return given and given | {"gpus_per_node": whole["cluster"]["gpus_per_node"]}
+        return own and own | {"gpus_per_node": whole["cluster"]["gpus_per_node"]}
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:

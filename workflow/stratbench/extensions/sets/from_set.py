@@ -71,10 +71,11 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     claim_folder(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
     try:
-        given = Constraints(**constraints_of(blocks))
-        evidence = read_evidence((), given)
-        found = decisions(result_set.cells, result_set.findings, given, list(evidence.values()))
-        answers = write_decisions(found, result_set.findings, given, *written, evidence)
+        constraints = Constraints(**constraints_of(blocks))
+        evidence = read_evidence((), constraints)
+        tables = (result_set.cells, result_set.findings)
+        made = decisions(*tables, constraints, list(evidence.values()))
+        answers = write_decisions(made, tables[1], constraints, *written, evidence)
     except ValueError as error:  # ConfigError is one
         raise CommandError(str(error)) from None
     print(printable(answers))

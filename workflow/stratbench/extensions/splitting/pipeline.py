@@ -348,6 +348,7 @@ class Pipeline(ModelSplit):
         return self._schedule
 
     def forget_batch(self) -> None:
+        """Free the schedule with its buffers."""
         self._schedule, self._stages, self._batch = None, [], 0
 
     def make_schedule(self, samples: int) -> Any:

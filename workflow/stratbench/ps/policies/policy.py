@@ -211,7 +211,7 @@ class Policy(ABC):
     #: One line for reports: what a push does to the weights W. g: a gradient; velocity: SGD's
     #: direction from it; lr: the learning rate of a global batch, eta that of a push; N workers.
     rule: ClassVar[str]
-    #: Why workers cannot join and leave while it trains (`elastic: true`), in a clause; None: they can.
+    #: Why workers cannot join and leave while it trains, in a clause; None: they can.
     rigid: ClassVar[str | None] = None
     #: Names of its fields that hold nothing between two calls.
     scratch: ClassVar[tuple[str, ...]] = ()

@@ -23,7 +23,7 @@ from stratbench.strategies import (
 from stratbench.study.config.consistency import check_experiment
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import keys_given
+from stratbench.study.config.schema import extension_values
 from stratbench.study.config.validation import validate
 from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.workload import tasks, users_code
@@ -105,7 +105,7 @@ class Study:
             own_task=self.own_task(values["task"]),
             global_batch=batch,
             per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
-            more=keys_given("experiment", values, values),
+            more=extension_values("experiment", values, values),
             **{key: values[key] for key in GIVEN},
         )
 
@@ -226,17 +226,13 @@ class Study:
 
     @staticmethod
     def _apart(values: Mapping[str, Any]) -> set[str]:
-        """The keys of an experiment that do not affect its training.
-
-        An elastic one ends at its target.
-        """
-        return {"time_limit_s"} | (set() if values.get("elastic") else {"target_score"})
+        """The keys of an experiment that do not affect its training, as extensions train it, too."""
+        without = {**values, "target_score": None}
+        own, other = (extension_values("experiment", v, v) for v in (values, without))
+        return {"time_limit_s"} | ({"target_score"} if own == other else set())
 
     def target_scores(self) -> dict[str, float]:
-        """The score to reach, by experiment, where there is one.
-
-        Changing it retrains elastic cells alone.
-        """
+        """Scores to reach, by experiment; a changed one retrains cells that end there."""
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}
 

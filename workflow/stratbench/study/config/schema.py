@@ -162,7 +162,7 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def keys_given(
+def extension_values(
     place: str, block: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Return by extension what a block gives for its keys, other than their defaults.
@@ -175,9 +175,9 @@ def keys_given(
     more = {}
     for name, keys in keys_of(place):
         default = {f.name: f.default for f in fields(keys) if f.metadata["given"]}
-        given = {k: block[k] for k in default if block.get(k, default[k]) != default[k]}
-        if held := keys.settled(given, whole):
-            more[name] = held
+        own = {k: block[k] for k in default if block.get(k, default[k]) != default[k]}
+        if values := keys.complete(own, whole):
+            more[name] = values
     return more
 
 
@@ -188,7 +188,7 @@ def constraints_of(config: Mapping[str, Any]) -> dict[str, Any]:
     constraints = {key: value for key, value in decide.items() if key not in added}
     # A peak fits with the same reserve as in the plan.
     constraints["memory_margin"] = config["cluster"]["memory_margin"]
-    return constraints | {"more": keys_given("decide", decide, config)}
+    return constraints | {"more": extension_values("decide", decide, config)}
 
 
 def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) -> None:

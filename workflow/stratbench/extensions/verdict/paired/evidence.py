@@ -161,16 +161,16 @@ def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int
 # ---------------------------------------------------------------- from files
 
 
-#: Why elastic cells, and those that a command trains, are in no comparison.
-ELASTIC = "its workers are jobs of their own (elastic), and a block is one allocation"
+#: Why cells of many jobs, and those that a command trains, are in no comparison.
+JOBS_APART = "its workers are jobs of their own, and a block is one allocation"
 COMMAND = "a command of yours cannot be stopped and begun in segments"
 
 
 def not_compared(study: Study) -> dict[str, str]:
     """Return paths of the cells that blocks cannot time, with the reason."""
-    elastic = {cell.path: ELASTIC for cell in study.cells if "elastic" in study.settings(cell).more}
+    apart = (cell.path for cell in study.cells if study.settings(cell).workers_are_jobs)
     own = (cell.path for cell in study.cells if study.strategy_kind(cell.strategy) == "own")
-    return elastic | dict.fromkeys(own, COMMAND)
+    return dict.fromkeys(apart, JOBS_APART) | dict.fromkeys(own, COMMAND)
 
 
 def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]:

@@ -1,0 +1,67 @@
+"""The request of an elastic cell to a scheduler: its own job, and that of each worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
+from stratbench.study.resources import (
+    JOB_MIB,
+    JobRequest,
+    PlannedNeeds,
+    plain_request,
+    runtime_min,
+    workers_of_node,
+)
+
+
+def request_workers(
+    cell: Cell,
+    settings: Settings,
+    cluster: Mapping[str, Any],
+    time_limit_s: float | None,
+    needs: PlannedNeeds,
+) -> JobRequest | None:
+    """Return the request of an elastic cell; None for another.
+
+    It asks for its servers alone, and for longer: its workers wait in the queue.
+    """
+    if "elastic" not in settings.more:
+        return None
+    share = {k: v for k, v in settings.options.items() if k != "servers"}
+    each_mib = -(-needs.host_mem_mib // workers_of_node(cell, cluster))
+    each = plain_request(
+        replace(cell, gpus=1),
+        replace(settings, gpus=1, options=share),
+        cluster,
+        time_limit_s,
+        PlannedNeeds(host_mem_mib=each_mib, longest_s=needs.longest_s),
+    )
+    each = replace(each, runtime_min=cluster["worker_time_limit_min"] or each.runtime_min)
+    minutes = runtime_min(time_limit_s, cluster, needs.longest_s)
+    minutes += math.ceil(60 * cluster["elastic_wait_h"])
+    request = request_servers(settings, cluster, minutes, needs.servers_mem_mib)
+    return replace(request, workers=cell.gpus, worker=each)
+
+
+def request_servers(
+    settings: Settings, cluster: Mapping[str, Any], minutes: int, servers_mem_mib: int
+) -> JobRequest:
+    """Return the request of the cell's own job: its servers, if it has any, and what looks after workers."""
+    servers = settings.options.get("servers", 0)
+    cpus, mem_mib = servers * (settings.threads or 1), servers * cluster["mem_mib_per_cpu_worker"]
+    if servers and cluster["request_gpus"] and settings.device != "cpu":
+        cpus, mem_mib = cluster["server_cpus"], cluster["server_mem_mib"]
+    return JobRequest(
+        nodes=1,
+        gpus=0,
+        cpus=max(1, cpus),
+        mem_mib=max(mem_mib, servers_mem_mib) + JOB_MIB,
+        runtime_min=minutes,
+        planned_mib=servers_mem_mib > mem_mib,
+        server_cpus=max(1, cpus),
+    )
