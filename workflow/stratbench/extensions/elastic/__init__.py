@@ -7,7 +7,10 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="workers that come and go",
     needs=("checkpoints",),
-    keys={"experiment": "stratbench.extensions.elastic.keys:Elastic"},
+    keys={
+        "experiment": "stratbench.extensions.elastic.keys:Elastic",
+        "cluster": "stratbench.extensions.elastic.keys:ElasticCluster",
+    },
     rules=("elastic.smk",),
     request="stratbench.extensions.elastic.request:request_workers",
     runner="stratbench.extensions.elastic.runner:ElasticRunner",

@@ -70,3 +70,20 @@ class Elastic(Keys):
                     f".{key} = {json.dumps(block[key])} with elastic = true: {reason}; remove one of the "
                     "two"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticCluster(Keys):
+    """The keys of `cluster`."""
+
+    # fmt: off
+    elastic_wait_h: float = setting(24, exclusiveMinimum=0,
+        help="Hours by which the job of an elastic cell may outlast its training, since its workers wait in "
+        "the queue one by one.")
+    worker_partition: str | None = setting(None, minLength=1,
+        help="SLURM's partition for the worker jobs of elastic cells, such as one that others preempt; null: "
+        "that of the cell's own job.")
+    worker_time_limit_min: int | None = setting(None, minimum=5,
+        help="Minutes that each worker job of an elastic cell asks for; one whose time ends leaves in order, "
+        "and another is submitted. null: as long as the training takes at most.")
+    # fmt: on

@@ -9,6 +9,7 @@ from stratbench.cell.extensions import Extension
 EXTENSION = Extension(
     says="which strategy is fastest, by paired blocks",
     needs=("audit", "plan"),
+    keys={"verdict": "stratbench.extensions.verdict.keys:Verdict"},
     rules=("verdict_common.smk", "verdict.smk"),
     commands="stratbench.extensions.verdict:add_subcommands",
     audited=("stratbench.extensions.verdict.full_runs",),
