@@ -20,7 +20,12 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import architecture  # noqa: E402
 import extensions  # noqa: E402
+from launching import settings  # noqa: E402
 from stratbench.cell.extensions import installed  # noqa: E402
+from stratbench.cell.run_folder import RunFolder  # noqa: E402
+from stratbench.cell.settings import Settings  # noqa: E402
+from stratbench.train.job import Job  # noqa: E402
+from stratbench.workload.data.prepared import verified_meta  # noqa: E402
 
 
 def all_imports() -> dict[str, set[str]]:
@@ -174,3 +179,51 @@ def test_the_declaration_in_the_docs_is_that_of_the_code():
     code = (ROOT / "workflow/stratbench/extensions/checkpoints" / "__init__.py").read_text()
     page = (ROOT / "docs" / "reference" / "extension-api.md").read_text()
     assert code[code.index("EXTENSION = ") :] in page
+
+
+# ---------------------------------------------------------------- the record of a plain cell
+
+#: Prints the record that is made of a job's run folder, by a clock that stands.
+RECORDS = """
+import json, sys
+from datetime import datetime
+from types import SimpleNamespace
+from stratbench.train import assemble, job
+from stratbench.train.ending import Ending
+job.time = SimpleNamespace(monotonic=lambda: 100.0)
+assemble.datetime = SimpleNamespace(
+    now=lambda zone: datetime.fromtimestamp(100, zone), fromtimestamp=datetime.fromtimestamp
+)
+assemble.git_state = lambda root: {}
+print(json.dumps(assemble.make_record(job.Job.from_json(sys.argv[1]), Ending("ok", None))))
+"""
+
+
+def shape_of(value: object) -> object:
+    """The keys of nested dicts, in their order."""
+    if isinstance(value, dict):
+        return [(key, shape_of(inner)) for key, inner in value.items()]
+    return [shape_of(inner) for inner in value] if isinstance(value, list) else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_record_of_a_plain_cell_is_the_same_without_extensions(start_cell, tiny_data, tmp_path):
+    bare = tmp_path / "bare"
+    copy_without(set(installed()), bare)
+    launched = start_cell(settings("ddp", epochs=1), workflow=bare / "workflow")
+    launched.record.parent.mkdir(parents=True)
+    code, output = launched.finish()
+    assert code == 0, output
+    trained = json.loads(launched.record.read_text(encoding="utf-8"))
+    trained["provenance"]["git"] = {}
+    job = Job(
+        cell=launched.cell, settings=Settings.of_record(trained["settings"]), data_dir=tiny_data,
+        data=verified_meta(tiny_data), folder=RunFolder.of_logs(launched.logs),
+        workers_per_node=2, use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=0.0,
+        time_limit_s=None,
+    )  # fmt: skip
+    made = [run(folder, "-c", RECORDS, job.to_json()) for folder in (ROOT, bare)]
+    assert made[0].returncode == 0, made[0].stderr
+    assert made[0].stdout == made[1].stdout, made[1].stderr
+    assert shape_of(json.loads(made[0].stdout)) == shape_of(trained)
