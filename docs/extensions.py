@@ -12,7 +12,7 @@ from stratbench.cell.extensions import installed
 
 #: Modules of each extension that are not yet below `extensions/NAME`; a package stands for all in it.
 MODULES = {
-    "plan": ("plan", "extensions.plan.pages.prediction_section"),
+    "plan": ("plan", "extensions.plan.pages.prediction_section", "study.model_question"),
     "projection": (
         "extensions.projection",
         "extensions.projection.shown",
@@ -33,7 +33,7 @@ MODULES = {
         "extensions.verdict.verdict_round",
         "extensions.verdict.block",
     ),
-    "audit": ("extensions.audit.audit", "extensions.audit.section"),
+    "audit": ("extensions.audit.audit", "analysis.records.facts", "extensions.audit.section"),
     "elastic": (
         "extensions.elastic.keys",
         "extensions.elastic.servers",

@@ -196,9 +196,9 @@ def test_the_trace_is_named_where_it_is(tmp_path):
     folder = RunFolder.of_logs(tmp_path)
     folder.create()
     one = replace(job(tmp_path), folder=folder)
-    assert efficiency.profile_entry(one) is None
+    assert assemble.profile_entry(one) is None
     folder.profile_trace.touch()
-    found = efficiency.profile_entry(one)
+    found = assemble.profile_entry(one)
     assert found["note"] is None
     assert tmp_path / found["trace"] == folder.profile_trace
 

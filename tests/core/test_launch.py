@@ -967,12 +967,12 @@ def test_what_a_worker_that_servers_lost_says_itself_is_told(tmp_path, said, rea
     assert ending.classify(job, exits) == ending.Ending("error", reason)
 
 
-def test_the_record_has_what_a_lost_worker_says_itself(tmp_path):
+def test_the_record_has_what_a_lost_worker_says_itself():
     """An asynchronous cell that went on without one is ok."""
     lost = {"status": "error", "reason": "AcceleratorError: CUDA error: uncorrectable ECC error"}
-    job = replace(job_with(tmp_path, [None, lost]), settings=settings("ps-async"))
     told = [{"worker": 1, "reason": "the connection was closed"}]
-    found = assemble.servers_entry(job, [{"server": 0, "lost": told, "step_ends_s": [1.0]}])
+    reasons = {1: ending.own_reason(lost)}
+    found = assemble.servers_entry(reasons, [{"server": 0, "lost": told, "step_ends_s": [1.0]}])
     assert found == [{"server": 0, "lost": [told[0] | {"own_reason": lost["reason"]}]}]
 
 

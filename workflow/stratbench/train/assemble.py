@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +17,7 @@ from stratbench.cell.record import SCHEMA_VERSION, Record
 from stratbench.cell.run_folder import rank_of
 from stratbench.cell.settings import Settings
 from stratbench.strategies import mesh_of, option_defaults, strategy_class, traits_of
+from stratbench.strategies.base import Strategy
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import git_state
 from stratbench.train import efficiency
@@ -31,10 +33,12 @@ from stratbench.workload.data.sources import DataError
 def make_record(job: Job, ending: Ending) -> Record:
     """Return the record of a cell that ended with a result."""
     total_s, finished_at = job.elapsed_s, datetime.now(UTC)  # what follows may take seconds
-    s = job.settings
+    s, strategy = job.settings, strategy_class(job.settings.strategy)
     runner = runner_of(s)
     whole = [w for w in runner.workers(job) if "phases_s" in w]
     servers = job.folder.read_servers(job.n_servers)
+    workers = job.folder.read_workers(job.world_size) if servers else {}
+    reasons = {rank: own_reason(worker) for rank, worker in workers.items()}
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
     if meta != job.data:
@@ -49,12 +53,12 @@ def make_record(job: Job, ending: Ending) -> Record:
         "status": ending.status,
         "reason": ending.reason,
         "settings": s.as_dict(),
-        "strategy": strategy_entry(s, first, runner.is_gang),
+        "strategy": strategy_entry(s, strategy, first, runner.is_gang),
         "model": model_entry(job, first.get("model")),
         "task": task,
         "data": data_entry(job, meta),
-        "batch": batch_entry(s, meta, run),
-        "time": time_figures(job, whole, first, run, runner.is_gang)
+        "batch": batch_entry(s, strategy, meta, run),
+        "time": time_figures(job, strategy, whole, first, run, runner.is_gang)
         | {
             "breakdown_ms": efficiency.mean_phases_ms(whole, communication),
             **efficiency.bubble_figures(whole),
@@ -69,20 +73,23 @@ def make_record(job: Job, ending: Ending) -> Record:
         "score": score_entry(
             ending, first, run.get("per_epoch") or runner.epochs(job), task["better"]
         ),
-        "server": {"servers": servers_entry(job, servers)} if servers else None,
+        "server": {"servers": servers_entry(reasons, servers)} if servers else None,
         "workers": [worker_entry(w) for w in whole],
-        "profile": efficiency.profile_entry(job),
+        "profile": profile_entry(job),
         **({"pauses": pauses} if (pauses := pauses_entry(job, runner.trained)) else {}),
         **({runner.section: runner.entry(job, whole)} if runner.section else {}),
         "provenance": launcher_provenance(job, finished_at),
     }
 
 
-def strategy_entry(s: Settings, worker: dict[str, Any], is_gang: bool) -> dict[str, Any]:
+def strategy_entry(
+    s: Settings, strategy: type[Strategy], worker: dict[str, Any], is_gang: bool
+) -> dict[str, Any]:
     """Return the record's `strategy`.
 
     Args:
         s: Settings of the cell.
+        strategy: Class of its strategy.
         worker: Results of a worker.
         is_gang: Whether all workers are there from beginning to end.
     """
@@ -92,7 +99,7 @@ def strategy_entry(s: Settings, worker: dict[str, Any], is_gang: bool) -> dict[s
     traits = traits_of(s.strategy, s.options, s.gpus, by_zeros, not is_gang, adds_up)
     return {
         "name": s.strategy,
-        "kind": strategy_class(s.strategy).kind,
+        "kind": strategy.kind,
         "options": option_defaults(s.strategy) | s.options,
         "traits": asdict(traits),
         "mesh": asdict(mesh_of(s.strategy, s.options, s.gpus)),
@@ -101,18 +108,21 @@ def strategy_entry(s: Settings, worker: dict[str, Any], is_gang: bool) -> dict[s
     }
 
 
-def batch_entry(s: Settings, meta: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+def batch_entry(
+    s: Settings, strategy: type[Strategy], meta: dict[str, Any], run: dict[str, Any]
+) -> dict[str, Any]:
     """Return the record's `batch`.
 
     Args:
         s: Settings of the cell.
+        strategy: Class of its strategy.
         meta: Metadata of the data set.
         run: Totals of the run.
     """
     return {
         "global_batch": s.global_batch,
         "per_worker_batch": s.per_worker_batch,
-        "samples_per_step": strategy_class(s.strategy).samples_per_step(s),
+        "samples_per_step": strategy.samples_per_step(s),
         "steps_per_epoch": meta["train_samples"] // s.global_batch,
         "samples_seen": run.get("samples_seen"),
         "samples_applied": run.get("samples_applied"),
@@ -122,6 +132,7 @@ def batch_entry(s: Settings, meta: dict[str, Any], run: dict[str, Any]) -> dict[
 
 def time_figures(
     job: Job,
+    strategy: type[Strategy],
     workers: list[dict[str, Any]],
     first: dict[str, Any],
     run: dict[str, Any],
@@ -144,7 +155,7 @@ def time_figures(
         # Clocks of nodes of several attempts do not compare.
         "start_skew_ms": start_skew_ms(workers) if is_gang and not job.attempts else None,
         "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
-        "breakdown_note": strategy_class(s.strategy).breakdown_note,
+        "breakdown_note": strategy.breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
         "setup_s": setup_s(first, is_gang, job.spent_s),
         "data_s": longest_phase_s(workers, "data_s"),
@@ -203,18 +214,28 @@ def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
     return [max(each) for each in zip(*skews_ms, strict=False)] if skews_ms else None
 
 
-def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the servers' statistics, with each lost worker's own report, without single step times."""
-    workers = job.folder.read_workers(job.world_size)
+def servers_entry(
+    reasons: Mapping[int, str | None], servers: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the servers' statistics, with each lost worker's own report, without single step times.
+
+    `reasons` are the workers' reports by rank.
+    """
     entries = []
     for server in servers:
-        lost = [
-            entry | {"own_reason": own_reason(workers.get(entry["worker"]))}
-            for entry in server["lost"]
-        ]
+        lost = [entry | {"own_reason": reasons.get(entry["worker"])} for entry in server["lost"]]
         statistics = {key: value for key, value in server.items() if key != "step_ends_s"}
         entries.append(statistics | {"lost": lost})
     return entries
+
+
+def profile_entry(job: Job) -> dict[str, Any] | None:
+    """Return the path of the profiler's trace, relative to the cell's log folder, or None."""
+    trace = job.folder.profile_trace
+    if not trace.exists():
+        return None
+    note = "the servers had ended: the exchange with them is not in it" if job.has_servers else None
+    return {"trace": str(trace.relative_to(job.folder.logs)), "note": note}
 
 
 def step_distribution(step_ms: list[float]) -> dict[str, float] | None:

@@ -213,12 +213,3 @@ def energy_figures(
     if joules is None:
         return None
     return {"train_joules": joules, "joules_per_sample": joules / run["samples_applied"]}
-
-
-def profile_entry(job: Job) -> dict[str, Any] | None:
-    """Return the path of the profiler's trace, relative to the cell's log folder, or None."""
-    trace = job.folder.profile_trace
-    if not trace.exists():
-        return None
-    note = "the servers had ended: the exchange with them is not in it" if job.has_servers else None
-    return {"trace": str(trace.relative_to(job.folder.logs)), "note": note}
