@@ -60,7 +60,9 @@ def decided(rows, findings=(), **constraints):
     """The decision on one experiment and model."""
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     found = pd.DataFrame(list(findings), columns=list(AUDIT_COLUMNS))
-    (decision,) = decide.decisions(frame, found, Constraints(**constraints))
+    under = Constraints(**constraints)
+    evidence = decide.read_evidence((), under)
+    (decision,) = decide.decisions(frame, found, under, list(evidence.values()))
     return decision
 
 

@@ -37,6 +37,8 @@ class Extension:
     rules: tuple[str, ...] = ()
     #: A function that adds subcommands: it is given a `command.subcommands.Adder`.
     commands: str | None = None
+    #: Further columns of cells.csv: tuples of the arguments of an `analysis.records.columns.Column`.
+    columns: str | None = None
     #: What changes rows of cells.csv before they are written, such as one status by another.
     judge: str | None = None
     #: Modules with rules of the audit.

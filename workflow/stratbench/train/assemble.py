@@ -142,6 +142,7 @@ def time_figures(
 
     Args:
         job: The cell's.
+        strategy: Class of its strategy.
         workers: Results of the workers.
         first: Results of the worker whose set-up time counts.
         run: Totals of the run.

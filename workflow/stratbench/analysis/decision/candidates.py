@@ -47,7 +47,7 @@ def candidates_among(
     for key, on_it in findings_by_group(findings, groups.all):
         candidate = measured_candidate(groups, key, constraints)
         for one in evidence:
-            one.measure(candidate, key)
+            one.measure(candidate, groups, key)
         exclude_by_records(candidate, groups.all[key], on_it, constraints)
         candidates.append(candidate)
     question = (str(rows.iloc[0]["experiment"]), str(rows.iloc[0]["model"]))
@@ -108,7 +108,6 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
         global_batch=most("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
-        **time_of_elastic_workers(groups, group),
         repeats_fixed=has_planned_repeats(frame),
     )
 
@@ -116,19 +115,6 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
 def says_no(flags: pd.Series) -> bool:
     """Return whether a record has the value false."""
     return bool((flags.dropna().astype(str) == "False").any())
-
-
-def time_of_elastic_workers(groups: Repeats, group: Group) -> dict[str, float]:
-    """`held_s` and `present` of a group whose workers were jobs of their own.
-
-    Empty for others.
-    """
-    columns = ("allocated_s", "idle_s", "train_time_s")
-    values = [list(groups.values(group, name).values()) for name in columns]
-    if not all(values):
-        return {}
-    held_s, idle_s, time_s = map(np.mean, values)
-    return {"held_s": float(held_s), "present": float((held_s - idle_s) / time_s)}
 
 
 def has_planned_repeats(frame: pd.DataFrame) -> bool:

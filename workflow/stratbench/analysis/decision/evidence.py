@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stratbench.analysis.decision.candidate import Candidate
     from stratbench.analysis.decision.constraints import Constraints
-    from stratbench.analysis.records.groups import Group
+    from stratbench.analysis.records.groups import Group, Repeats
 
 #: (experiment, model)
 Question = tuple[str, str]
@@ -17,8 +17,14 @@ Question = tuple[str, str]
 class Evidence:
     """Evidence of one kind. The methods are called in this order, and each may be left out."""
 
-    def measure(self, candidate: Candidate, group: Group) -> None:
-        """Give a candidate from records other times, or exclude it."""
+    def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
+        """Give a candidate from records other times, or exclude it.
+
+        Args:
+            candidate: That of the group.
+            groups: All repeats of the experiment and model.
+            group: The repeats of the candidate.
+        """
 
     def extend(
         self, question: Question, candidates: Sequence[Candidate], constraints: Constraints

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from stratbench.analysis.records import derived
 from stratbench.analysis.records.derived import value_at
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.extensions import at
 from stratbench.cell.record import Record, RecordError, schema
 from stratbench.strategies.base import Traits
 
@@ -77,9 +78,6 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "error or infeasible; incomparable, if a command of the user's did other work than its "
            "comparison."),
     Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
-    Column("same_work", "text", "", None,
-           "Of a cell that a command of the user's trained: whether its samples, batch, parameters and "
-           "score are those of the cells beside it; if not, why. Empty for others, which share one loop."),
     Column("strategy_base", "text", "", "strategy.name"),
     Column("strategy_kind", "text", "", "strategy.kind"),
     *(
@@ -140,14 +138,6 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("time_to_result_s", "number", "s", derived.time_to_result_s,
            "From the submission of the cell's job to its end, the wait in the queue included; of an "
            "elastic cell the waits of its workers, too. Of cells in SLURM, and of elastic ones."),
-    Column("restarts", "number", "", "restarts.count"),
-    Column("repeated_s", "number", "s", "restarts.repeated_s"),
-    Column("checkpoint_blocked_s", "number", "s", "restarts.checkpoints.held_up_s"),
-    Column("first_step_s", "number", "s", "elastic.first_step_s"),
-    Column("allocated_s", "number", "s", "elastic.allocated_s"),
-    Column("idle_s", "number", "s", "elastic.idle_s"),
-    Column("worker_joins", "number", "", "elastic.joins"),
-    Column("pauses_s", "number", "s", "elastic.pauses.total_s"),
     Column("time_limit_s", "number", "s", "time.time_limit_s"),
     Column("achieved_flops_per_s", "number", "FLOP/s", "compute.achieved_flops_per_s",
            "Three times the operations of the forward pass (backward computes two gradients) for "
@@ -248,11 +238,6 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("staleness", "json", "", derived.staleness,
            "Pushes by staleness, which is the index: updates between a push and the weights that it "
            "was computed from."),
-    Column("command_workers", "number", "", "program.self_reported.workers"),
-    Column("command_batch", "number", "samples", "program.self_reported.batch"),
-    Column("command_cpu_time_s", "number", "s", "program.external.cpu_time_s"),
-    Column("command_rss_bytes", "number", "bytes", "program.external.node_rss_bytes"),
-    Column("command_gpu_bytes", "number", "bytes", "program.external.gpu_bytes"),
     Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
     Column("processes", "number", "", derived.processes,
            "Number of workers and parameter servers. GPU-hours, worker-hours and costs count the workers "
@@ -262,6 +247,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("server_wait_s", "number", "s", derived.server_wait_s,
            "How long servers held workers back, summed over servers and workers."),
     Column("server_lost", "number", "", derived.server_lost, "Workers that a server lost."),
+    *(Column(*values) for _, columns in at("columns") for values in columns),
     Column("record_path", "text", "", None, "The record, below results/<study>."),
     Column("log_path", "text", "", None, "The log, below results/<study>."),
 )

@@ -9,4 +9,5 @@ EXTENSION = Extension(
     keys={"experiment": "stratbench.extensions.checkpoints.keys:Checkpoints"},
     runner="stratbench.extensions.checkpoints.runner:RestartRunner",
     beside="stratbench.extensions.checkpoints.keeping:CheckpointWriter",
+    columns="stratbench.extensions.checkpoints.columns:COLUMNS",
 )

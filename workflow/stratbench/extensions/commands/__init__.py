@@ -14,4 +14,5 @@ EXTENSION = Extension(
     judge="stratbench.extensions.commands.same_work:judge_same_work",
     audited=("stratbench.extensions.commands.audit_rules",),
     reading="stratbench.extensions.commands.same_work:READING",
+    columns="stratbench.extensions.commands.columns:COLUMNS",
 )

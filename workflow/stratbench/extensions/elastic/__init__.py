@@ -14,4 +14,6 @@ EXTENSION = Extension(
     rules=("elastic.smk",),
     request="stratbench.extensions.elastic.request:request_workers",
     runner="stratbench.extensions.elastic.runner:ElasticRunner",
+    reading="stratbench.extensions.elastic.evidence:READING",
+    columns="stratbench.extensions.elastic.columns:COLUMNS",
 )

@@ -13,7 +13,7 @@ import pandas as pd
 from stratbench.analysis.decision.candidate import EXCLUDED, Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence, Question
-from stratbench.analysis.records.groups import Group
+from stratbench.analysis.records.groups import Group, Repeats
 from stratbench.cell.files import read_json
 from stratbench.extensions.verdict.blocks import VERDICT_VERSION, why_broken
 from stratbench.strategies.base import Traits
@@ -102,7 +102,7 @@ class BlocksEvidence(Evidence):
     def __init__(self, paired: Mapping[Group, PairedResult]):
         self.paired = paired
 
-    def measure(self, candidate: Candidate, group: Group) -> None:
+    def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
         """Give a candidate its times in blocks, and exclude it if it left the comparison."""
         result = self.paired.get(group)
         if result is None:

@@ -71,10 +71,9 @@ class ProjectionEvidence(Evidence):
 
 
 def read_evidence(path: str, constraints: Constraints) -> Evidence:
-    """Return the evidence of a projection.csv.
-
-    `path`: "" or of no file where none was made.
-    """
+    """Return the evidence of a projection.csv; none if `path` is ""."""
+    if not path:
+        return Evidence()
     return ProjectionEvidence(read_projection(path, constraints.gpus), read_crossings(path))
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.decide import Decision, decide_together
+from stratbench.analysis.decision.decide import Decision, decide_together, read_evidence
 from stratbench.analysis.decision.tolerance import judge_scores
 from stratbench.cell.coordinates import STATUSES
 from stratbench.extensions.sets.check import SHARED
@@ -95,7 +95,7 @@ def candidates_in(
         here = replace(
             constraints, price_per_gpu_hour=prices.get(name, constraints.price_per_gpu_hour)
         )
-        mine = candidates_among(rows, findings, here)
+        mine = candidates_among(rows, findings, here, list(read_evidence((), here).values()))
         whose = f"{name}, {rows['experiment'].iloc[0]}" if times[name] > 1 else name
         for candidate in mine:
             candidate.strategy = f"{candidate.strategy} ({whose})"

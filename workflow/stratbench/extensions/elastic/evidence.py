@@ -1,0 +1,26 @@
+"""Has a decision count the workers of elastic cells for as long as they were there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.evidence import Evidence
+from stratbench.analysis.records.groups import Group, Repeats
+from stratbench.analysis.records.reading import Reading
+
+
+class PresenceEvidence(Evidence):
+    """How long workers that are jobs of their own held their GPUs."""
+
+    def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
+        """Set `held_s` and `present` of a candidate whose records state them."""
+        columns = ("allocated_s", "idle_s", "train_time_s")
+        values = [list(groups.values(group, name).values()) for name in columns]
+        if all(values):
+            held_s, idle_s, time_s = map(np.mean, values)
+            candidate.held_s = float(held_s)
+            candidate.present = float((held_s - idle_s) / time_s)
+
+
+READING = Reading(evidence=lambda path, constraints: PresenceEvidence())
