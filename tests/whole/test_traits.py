@@ -43,7 +43,7 @@ MAY_NAME = {
     ),
     "extensions/paper/metrics.py",
     "extensions/plan/footprint/trace.py",  # torch's namespace of FSDP's operators
-    "extensions/plan/estimate.py",  # what it takes where its caller names none
+    "extensions/plan/one_model/estimate.py",  # what it takes where its caller names none
     "extensions/elastic/servers/saved_state.py",  # a key of a saved tensor
     "extensions/tune/differences.py",  # kinds of differences
     "extensions/tune/keys.py",  # the default of `baseline`

@@ -14,10 +14,11 @@ from browser import Browser
 from browser_fixtures import browser  # noqa: F401
 
 from stratbench.cell.text.words import COLUMNS, bytes_text
-from stratbench.extensions.plan import check, one_network, public_runs, schedule
+from stratbench.extensions.plan import check, public_runs, schedule
 from stratbench.extensions.plan.__main__ import main as plan_main
 from stratbench.extensions.plan.duration import ProjectedDuration, Span
 from stratbench.extensions.plan.footprint.traffic import PARTS
+from stratbench.extensions.plan.one_model import one_network
 from stratbench.extensions.plan.pages import what_fits
 from stratbench.extensions.plan.pages.text import side_by_side, write_html
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class

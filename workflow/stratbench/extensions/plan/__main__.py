@@ -20,8 +20,8 @@ from stratbench.cell.text.words import counted, folded
 from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.device_rates import named_gpus
 from stratbench.extensions.plan.duration import ProjectedDuration
-from stratbench.extensions.plan.model_answer import Answer, answer_for
-from stratbench.extensions.plan.one_network import study_of
+from stratbench.extensions.plan.one_model.model_answer import Answer, answer_for
+from stratbench.extensions.plan.one_model.one_network import study_of
 from stratbench.extensions.plan.pages import table
 from stratbench.extensions.plan.pages.check_text import check_text
 from stratbench.extensions.plan.pages.model_answer import answer_text, first_text

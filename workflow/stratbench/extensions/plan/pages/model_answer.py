@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from stratbench.cell.text.words import GIB, bytes_text, counted, folded, hours_text
-from stratbench.extensions.plan.model_answer import Answer, StrategyAnswer
+from stratbench.extensions.plan.one_model.model_answer import Answer, StrategyAnswer
 from stratbench.extensions.plan.quantities import in_unit
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
 from stratbench.study.resources import node_count_of

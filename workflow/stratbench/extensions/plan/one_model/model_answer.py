@@ -21,7 +21,7 @@ from stratbench.extensions.plan.device_rates import Device, find_gpu, gpu_device
 from stratbench.extensions.plan.duration import BEST, USUAL, WORST, step_on
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.needs import Subject, data_bytes_of, needs_of, subject_of
-from stratbench.extensions.plan.one_network import study_of
+from stratbench.extensions.plan.one_model.one_network import study_of
 from stratbench.extensions.plan.public_runs import span_from_runs
 from stratbench.extensions.plan.schedule import FITS, verdict_of
 from stratbench.strategies import acceptance

@@ -23,8 +23,8 @@ from stratbench.extensions.plan.device_rates import find_gpu, gpu_device
 from stratbench.extensions.plan.footprint import fake
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.torch_internals import replaced
-from stratbench.extensions.plan.model_answer import NODE_GPUS, choose_batch
 from stratbench.extensions.plan.needs import Subject
+from stratbench.extensions.plan.one_model.model_answer import NODE_GPUS, choose_batch
 from stratbench.strategies import (
     REGISTRY,
     mesh_of,

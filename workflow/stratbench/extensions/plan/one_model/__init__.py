@@ -1,0 +1,1 @@
+"""One network alone: what `plan --model` and `estimate` say of it."""
