@@ -188,5 +188,5 @@ def test_the_page_fits_a_screen_and_a_phone(tmp_path, browser, width):  # noqa: 
     browser.complaints.clear()
     browser.open((tmp_path / "index.html").as_uri())
     assert browser.run("document.documentElement.scrollWidth") <= width
-    assert 250 < browser.run("document.querySelector('img.log-chart').clientWidth") < width
+    assert 250 < browser.run("document.querySelector('figure img').clientWidth") < width
     assert not browser.complaints

@@ -39,8 +39,8 @@ from stratbench.analysis.figures.sheet import (
 
 #: Room for ticks and the axis' name below, and above the highest point.
 BELOW = 50
-#: The heights of a plot: of few names, and the most that further ones make of it.
-MIN_HEIGHT, MAX_HEIGHT = 160, 290
+#: The least height of a plot; further names make it higher.
+MIN_HEIGHT = 160
 #: The distance of two names beside lines, and of names from the plot.
 APART, NAMES_FROM = 14, 18
 #: The most lines of words below a figure.
@@ -89,13 +89,11 @@ class Curves:
     level: tuple[float, str] | None = None
     #: What is said of cells without points, a line each.
     notes: Sequence[str] = ()
-    #: Strategies to name first where not all have room.
-    named_first: Sequence[str] = ()
 
 
-def draw_curves(shown: Curves) -> tuple[Figure, int]:
-    """The figure, and how many of its strategies have no room for their name."""
-    height = min(MAX_HEIGHT, max(MIN_HEIGHT, APART * (len(shown.curves) + 1)))
+def draw_curves(shown: Curves) -> Figure:
+    """The figure, high enough for the names of all lines."""
+    height = max(MIN_HEIGHT, APART * (len(shown.curves) + 1))
     notes = noted(shown.notes)
     axes = new_axes(height + BELOW + LINE_HEIGHT * len(notes))
     set_ticks(axes.yaxis, y_limits(shown), shown.y_log)
@@ -111,17 +109,15 @@ def draw_curves(shown: Curves) -> tuple[Figure, int]:
     if shown.level:
         axes.axhline(shown.level[0], color=MUTED, linestyle=dashes("2 2.5"), zorder=1.5)
         write(axes, 0, *shown.level, MUTED, va="bottom", transform=beside(axes, 4))
+    names = []
     for curve in shown.curves:
-        draw_curve(axes, curve, shown.marks[curve.strategy])
-    known = [curve for curve in shown.curves if any(v == v for v in curve.y)]
-    kept = first_named(shown, known, 1 + int(height / APART))
-    put_names(axes, [name_of(curve, shown.marks[curve.strategy]) for curve in kept])
-    return figure_of(axes), len(known) - len(kept)
-
-
-def end_of(curve: Curve) -> tuple[float, float]:
-    """The last point of a line that has a value."""
-    return [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y == y][-1]
+        mark, text = shown.marks[curve.strategy], shortened(curve.strategy) + curve.suffix
+        draw_curve(axes, curve, mark)
+        if known := [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y == y]:
+            colour = colour_of(mark, True) if curve.chosen else INK
+            names.append((text, colour, curve.chosen, known[-1]))
+    put_names(axes, names)
+    return figure_of(axes)
 
 
 def bars_show(shown: Curves) -> bool:
@@ -169,14 +165,13 @@ def y_limits(shown: Curves) -> tuple[float, float]:
 
 def draw_ideal(axes: Axes, shown: Curves) -> None:
     """Draw the line on which a speed-up is the number of workers, and end it where the data end."""
-    (low, high), known = axes.get_xlim(), [v for c in shown.curves for v in c.y if v == v]
-    first, last = min([*shown.x_ticks, *known, high]), min(high, max(known, default=low))
-    first = max(first, low, axes.get_ylim()[0])
+    known = [v for c in shown.curves for v in c.y if v == v]
+    first, last = min(shown.x_ticks), min(max(shown.x_ticks), max(known, default=0))
     if last > 1.5 * first:
         axes.plot([first, last], [first, last], color=RULE, zorder=1.4)
         # Left of the line, where only what is better than ideal could lie.
-        place = {"ha": "right", "va": "top", "transform": beside(axes, -6, of=axes.transData)}
-        write(axes, last, last, "ideal", MUTED, **place)
+        place = beside(axes, -8, of=axes.transData)
+        write(axes, last, last, "ideal", MUTED, ha="right", transform=place)
 
 
 def dashes(lengths: str) -> Any:
@@ -210,23 +205,8 @@ def put_names(axes: Axes, names: Sequence[tuple[str, str, bool, tuple[float, flo
     settle(axes)
     box, to_values = axes.bbox, axes.transData.inverted().transform
     wanted = [box.y1 - axes.transData.transform(end)[1] for *_, end in names]
-    places = spread(wanted, 3, box.height, min(APART, box.height / max(1, len(names))))
+    places = spread(wanted, 3, box.height, APART)
     for name, (*_, (x, y)), place in zip(written, names, places, strict=True):
         line = to_values([(box.x1 + NAMES_FROM - left, box.y1 - place) for left in (10, 3)])
         name.set_y(line[0][1])
         axes.plot([x, *line[:, 0]], [y, *line[:, 1]], color=LINE, zorder=1.3, clip_on=False)
-
-
-def name_of(curve: Curve, mark: Mark) -> tuple[str, str, bool, tuple[float, float]]:
-    """The name beside a line: text, colour, whether bold, and the line's end."""
-    colour = colour_of(mark, True) if curve.chosen else INK
-    return shortened(curve.strategy) + curve.suffix, colour, curve.chosen, end_of(curve)
-
-
-def first_named(shown: Curves, known: Sequence[Curve], room: int) -> Sequence[Curve]:
-    """The curves that get a name: all if they have room, or the chosen one and those named first."""
-    if len(known) <= room:
-        return known
-    ranks = {strategy: place for place, strategy in enumerate(shown.named_first)}
-    first = sorted(known, key=lambda c: (not c.chosen, ranks.get(c.strategy, len(ranks))))[:room]
-    return [curve for curve in known if curve in first]

@@ -42,46 +42,38 @@ def log_chart(
     """The chart as an image element. `label`: what it shows, for readers who cannot see it."""
     # Here, so that a report without such a chart needs no time for it.
     import matplotlib.pyplot as plt
+    import numpy as np
 
-    from stratbench.analysis.figures.axes import (
-        figure_of,
-        limits_of,
-        new_axes,
-        put_mark,
-        set_ticks,
-        shortened,
-    )
-    from stratbench.analysis.figures.curves import ROOM, dashes, put_names
-    from stratbench.analysis.figures.sheet import PX, RC, both_themes, svg_of
+    from stratbench.analysis.figures import axes as shared
+    from stratbench.analysis.figures import curves, sheet
 
-    with plt.rc_context(RC):
-        axes = new_axes(HEIGHT)
+    with plt.rc_context(sheet.RC):
+        axes = shared.new_axes(HEIGHT)
         points = [p for s in series for p in (*s.dots, *s.full, *s.dashed)]
         points += [(x, y) for s in series for x, *ends in s.fan for y in ends]
-        xs, ys = [x for x, _ in points], [y for _, y in points]
-        across = limits_of([*xs, *x_ticks], ROOM, True)
-        set_ticks(axes.xaxis, across, True, at=x_ticks, text_of=text_of_x)
-        set_ticks(axes.yaxis, limits_of(ys, ROOM, True), True, text_of=text_of_y)
+        across, up = np.array(points).T
+        x_limits = shared.limits_of([*across, *x_ticks], curves.ROOM, True)
+        shared.set_ticks(axes.xaxis, x_limits, True, at=x_ticks, text_of=text_of_x)
+        y_limits = shared.limits_of(up, curves.ROOM, True)
+        shared.set_ticks(axes.yaxis, y_limits, True, text_of=text_of_y)
         axes.set(xlabel=x_title, ylabel=y_title)
-        colours = {name: light for light, (name, _) in both_themes().items()}
+        colours = {name: light for light, (name, _) in sheet.both_themes().items()}
         names = []
         for s in series:
             colour = colours[s.colour]
-            if s.fan:
-                axes.fill_between(*zip(*s.fan, strict=True), color=colour, alpha=0.16, linewidth=0)
+            x, low, high = np.array(s.fan).reshape(-1, 3).T
+            axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
             for line, dash in ((s.full, ""), (s.dashed, "5 4")):
-                x, y = [x for x, _ in line], [y for _, y in line]
-                axes.plot(x, y, color=colour, linewidth=1.6 * PX, linestyle=dashes(dash))
-            for x, y in s.dots:
-                if s.mark:
-                    put_mark(axes, x, y, s.mark, True, SIZE)
-                else:
-                    axes.plot([x], [y], ".", color=colour, markersize=SIZE * PX, zorder=3)
-            if s.name and (s.dots or s.full or s.dashed):
-                end = max([*s.dots, *s.full, *s.dashed])
-                names.append((shortened(s.name), colour, True, end))
-        put_names(axes, names)
-        svg = base64.b64encode(svg_of(figure_of(axes)).encode()).decode()
-    return Markup('<img class="log-chart" src="data:image/svg+xml;base64,{}" alt="{}">').format(
-        svg, label
-    )
+                style = {"linewidth": 1.6 * sheet.PX, "linestyle": curves.dashes(dash)}
+                axes.plot(*np.array(line).reshape(-1, 2).T, color=colour, **style)
+            dots = np.array(s.dots).reshape(-1, 2).T
+            if s.mark:
+                shared.put_mark(axes, dots[0], dots[1], s.mark, True, SIZE)
+            else:
+                axes.plot(*dots, ".", color=colour, markersize=SIZE * sheet.PX, zorder=3)
+            if ends := [*s.dots, *s.full, *s.dashed] if s.name else []:
+                names.append((shared.shortened(s.name), colour, True, max(ends)))
+        curves.put_names(axes, names)
+        svg = base64.b64encode(sheet.svg_of(shared.figure_of(axes)).encode()).decode()
+    image = '<img src="data:image/svg+xml;base64,{}" alt="{}">'
+    return Markup(image).format(svg, label)

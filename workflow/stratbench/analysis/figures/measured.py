@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,28 +277,10 @@ def scaling_figure(data: FigureData, measure: Measure) -> Drawn:
         y_log=log,
         ideal=is_ratio,
         notes=notes,
-        named_first=by_end(curves, measure.better != "lower"),
     )
     drawn = rows[rows["strategy"].isin([c.strategy for c in curves])]
-    sentences = scaling_caption(measure, drawn, shown)
-    return named_curves(shown, sentences, data.doubt_note(drawn["flags"]))
-
-
-def named_curves(
-    shown: Curves, sentences: Iterable[str], last_sentences: Iterable[str] = ()
-) -> Drawn:
-    """The figure of lines; its caption also says how many of them have no name, if any."""
-    figure, unnamed = draw_curves(shown)
-    drawn, words = len(shown.curves), list(sentences)
-    if unnamed:
-        words.append(f"{drawn - unnamed} of {drawn} strategies are named; the table has all.")
-    return Drawn(figure, " ".join([*words, *last_sentences]))
-
-
-def by_end(curves: Sequence[Curve], higher: bool) -> list[str]:
-    """The strategies by the last value of their line, the best first."""
-    ends = {c.strategy: [v for v in c.y if v == v][-1] for c in curves}
-    return sorted(ends, key=lambda name: ends[name], reverse=higher)
+    caption = [*scaling_caption(measure, drawn, shown), *data.doubt_note(drawn["flags"])]
+    return Drawn(draw_curves(shown), " ".join(caption))
 
 
 def scaling_caption(measure: Measure, drawn: pd.DataFrame, shown: Curves) -> Iterator[str]:
@@ -345,16 +327,15 @@ def score_figure(data: FigureData, measure: Measure, count: int) -> Drawn:
         sentences.append(
             f"Lines: medians of the repeats; bars: lowest to highest of {data.choice[0]}."
         )
-    doubts = data.doubt_note(flags.values())
-    return score_curves(data, curves, count, sentences, doubts, x_name="epoch", x_whole=True)
+    sentences += data.doubt_note(flags.values())
+    return score_curves(data, curves, count, sentences, x_name="epoch", x_whole=True)
 
 
 def score_curves(
     data: FigureData,
     curves: Sequence[Curve],
     count: int,
-    sentences: Iterable[str],
-    last_sentences: Iterable[str] = (),
+    sentences: Sequence[str],
     **axis: Any,
 ) -> Drawn:
     """A figure of scores on `count` workers, with the least possible one; `axis`: the horizontal one."""
@@ -365,7 +346,6 @@ def score_curves(
         from_zero=False,
         level=None if least is None else (least, f"least possible: {least:.3g}"),
         notes=list(notes_of(rows[rows["gpus"] == count])),
-        named_first=by_end(curves, data.score.better == "higher"),
         **axis,
     )
-    return named_curves(shown, sentences, last_sentences)
+    return Drawn(draw_curves(shown), " ".join(sentences))

@@ -199,7 +199,7 @@ def draw_scale(axes: Axes, shown: Rows, scale: RowScale) -> None:
         return
     set_ticks(axes.xaxis, scale.limits, shown.log, unit=shown.unit)
     if scale.at(axes.get_xticks()[-1]) > scale.width - DISC:  # it would touch what stands beside it
-        axes.get_xticklabels()[-1].set_ha("right")
+        axes.get_xticklabels()[-1].set_horizontalalignment("right")
     if shown.band:
         axes.axvspan(*shown.band, color=BAND, linewidth=0, zorder=0)
     if shown.head:

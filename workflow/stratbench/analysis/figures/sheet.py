@@ -88,6 +88,11 @@ RC: Any = {
     "legend.labelcolor": MUTED,
     "legend.borderpad": 0,
     "legend.borderaxespad": 0,
+    "legend.columnspacing": 1,
+    "legend.handleheight": 0.9,
+    "legend.handlelength": 0.9,
+    "legend.handletextpad": 0.4,
+    "legend.labelspacing": 0.25,
 }
 #: Matplotlib's markers of the families' shapes.
 MARKERS = {

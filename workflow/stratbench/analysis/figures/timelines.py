@@ -30,6 +30,9 @@ PANEL, BETWEEN, AXIS = 34, 10, 34
 #: The column of a timeline and its factor, for a GPU and for a process.
 UTILISATION_COLUMNS = {"gpu": ("gpu_util_pct", 1.0), "process": ("cpu_pct", 1.0)}
 MEMORY_COLUMNS = {"gpu": ("mem_used_bytes", 1 / MIB), "process": ("rss_bytes", 1 / MIB)}
+#: The line of a worker: its name, times and values; and a cell with its timeline and its lines.
+Line = tuple[str, np.ndarray, np.ndarray]
+Panel = tuple[pd.Series, pd.DataFrame | None, list[Line]]
 
 
 def utilisation_figure(data: FigureData) -> Drawn:
@@ -53,6 +56,7 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
     cells = [cell_of(data, name) for name in data.strategies]
     timelines = [read_timeline(data.study_dir, cell) for cell in cells]
     lines = [[] if t is None else list(worker_lines(t, what)) for t in timelines]
+    panels = list(zip(cells, timelines, lines, strict=True))
     workers = ", ".join(dict.fromkeys(data.workers(int(cell["gpus"])) for cell in cells))
     caption = [f"The first repeat on the most workers ({workers}).", "Shaded: training."]
     if any(name.startswith("server") for of in lines for name, _, _ in of):
@@ -61,28 +65,23 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
     if unit == "MiB":
         caption += ["The device's memory in use."] * ("gpu" in kinds)
         caption += ["The process's resident set."] * ("process" in kinds)
-    return Drawn(draw_timelines(data, cells, timelines, lines, unit), " ".join(caption))
+    return Drawn(draw_timelines(data, panels, unit), " ".join(caption))
 
 
-def draw_timelines(
-    data: FigureData,
-    cells: Sequence[pd.Series],
-    timelines: Sequence[pd.DataFrame | None],
-    lines: Sequence[Sequence[tuple[str, np.ndarray, np.ndarray]]],
-    unit: str,
-) -> Figure:
+def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figure:
     """Draw the panels of all cells, one below the other, each from 0 to the highest value of all."""
-    end = max([t.max() for of in lines for _, t, _ in of], default=0) or 1e-3
-    highest = max([v.max() for of in lines for _, _, v in of], default=0) or 1e-3
-    axes = new_axes(8 + len(cells) * (PANEL + BETWEEN) + AXIS)
-    axes.set_ylim(len(cells), -BETWEEN / PANEL)
+    lines = [line for _, _, of in panels for line in of]
+    end = max([t.max() for _, t, _ in lines], default=0) or 1e-3
+    highest = max([v.max() for _, _, v in lines], default=0) or 1e-3
+    axes = new_axes(8 + len(panels) * (PANEL + BETWEEN) + AXIS)
+    axes.set_ylim(len(panels), -BETWEEN / PANEL)
     axes.set_yticks([])
     axes.spines["bottom"].set_visible(False)
     axes.tick_params("x", length=0)
     set_ticks(axes.xaxis, (0, end), False, unit="s")
     axes.set_xlabel("since the start of the cell")
     used = PANEL / (PANEL + BETWEEN)
-    for i, (cell, timeline, of) in enumerate(zip(cells, timelines, lines, strict=True)):
+    for i, (cell, timeline, of) in enumerate(panels):
         bottom, strategy = i + used, str(cell["strategy"])
         mark, chosen = data.marks[strategy], data.is_chosen(strategy)
         put_row_name(axes, i + used / 2, strategy, mark, chosen)
@@ -136,9 +135,7 @@ def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | Non
     return timeline.replace([np.inf, -np.inf], np.nan).dropna(subset=["t_s"])
 
 
-def worker_lines(
-    timeline: pd.DataFrame, what: dict[str, tuple[str, float]]
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+def worker_lines(timeline: pd.DataFrame, what: dict[str, tuple[str, float]]) -> Iterator[Line]:
     """Name, times (s) and values of each GPU; without GPUs, of each worker and server process."""
     kind = "gpu" if (timeline["kind"] == "gpu").any() else "process"
     column, scale = what[kind]

@@ -23,9 +23,9 @@ from stratbench.analysis.figures.axes import (
     shortened,
     write,
 )
-from stratbench.analysis.figures.curves import Curve, Curves
+from stratbench.analysis.figures.curves import Curve, Curves, draw_curves
 from stratbench.analysis.figures.figure_data import FigureData
-from stratbench.analysis.figures.measured import Drawn, by_end, named_curves, score_curves
+from stratbench.analysis.figures.measured import Drawn, score_curves
 from stratbench.analysis.figures.rows import ROW
 from stratbench.analysis.figures.sheet import (
     INK,
@@ -94,11 +94,8 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
         text = f"{format_number(width, None)} ms"
         write(axes, width, y, text, full, bold=chosen, transform=place)
     bars = axes.get_legend_handles_labels()[0]
-    figure_of(axes).legend(
-        handles=[bar for column in range(KEY_COLUMNS) for bar in bars[column::KEY_COLUMNS]],
-        loc="outside upper left", ncols=KEY_COLUMNS, handlelength=0.9, handleheight=0.9,
-        handletextpad=0.4, columnspacing=1, labelspacing=0.25,
-    )  # fmt: skip
+    key = [bar for column in range(KEY_COLUMNS) for bar in bars[column::KEY_COLUMNS]]
+    figure_of(axes).legend(handles=key, loc="outside upper left", ncols=KEY_COLUMNS)
     return settle(axes)
 
 
@@ -189,7 +186,9 @@ def draw_tradeoff(
         colour = colour_of(data.marks[key[0]], True) if chosen else INK
         text = f"{shortened(key[0])} × {key[1]}{doubt}"
         name = write(axes, 0, 0, text, colour, bold=chosen, zorder=6)
-        box = free_place(places[key], name.get_window_extent().width, taken, figure_of(axes).bbox)
+        box = free_place(
+            places[key], name.get_window_extent().width + 6, taken, figure_of(axes).bbox
+        )
         taken.append(box)
         x, y = places[key]
         left, middle = to_values((box.x0, (box.y0 + box.y1) / 2))
@@ -236,9 +235,9 @@ def staleness_figure(data: FigureData) -> Drawn:
         data.marks,
         "updates that a push is behind",
         x_whole=True,
-        named_first=by_end(curves, True),
     )
-    return named_curves(shown, [f"Share of the pushes, %, on {data.workers(data.shown_count)}."])
+    caption = f"Share of the pushes, %, on {data.workers(data.shown_count)}."
+    return Drawn(draw_curves(shown), caption)
 
 
 def shares_by_value(counts: list[list[int]]) -> np.ndarray:
