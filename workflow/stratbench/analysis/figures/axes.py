@@ -46,6 +46,8 @@ def figure_of(axes: Axes) -> Figure:
 def settle(axes: Axes) -> Figure:
     """Make the layout, so that all texts have room: from now on pixels are known. Returns the figure."""
     figure = figure_of(axes)
+    for drawn in (*axes.lines, *axes.patches, *axes.collections):
+        drawn.set_in_layout(False)  # texts alone need room beside the axes
     ConstrainedLayoutEngine(h_pad=2 / 96, w_pad=2 / 96).execute(figure)
     return figure
 

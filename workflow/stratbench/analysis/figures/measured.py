@@ -134,8 +134,8 @@ def outcome_of(text: str) -> str:
 def words_of(rows: pd.DataFrame, several: bool) -> str:
     """How the cells of a strategy ended that have no value: `OOM on 2, 4`."""
     outcomes: dict[str, list[str]] = {}
-    failed = rows["value"].isna()
-    for row in rows[failed | (rows["ok"] < rows["cells"])].sort_values("gpus").to_dict("records"):
+    lost = rows[rows["value"].isna() | (rows["ok"] < rows["cells"])].sort_values("gpus")
+    for row in lost.to_dict("records") if len(lost) else ():
         if row["value"] != row["value"]:
             why = outcome_of(row["text"])
         else:

@@ -83,7 +83,7 @@ RC: Any = {
     "xtick.major.width": PX,
     "ytick.labelcolor": MUTED,
     "ytick.labelsize": TEXT * PX,
-    "ytick.major.size": 0,
+    "ytick.left": False,
     "legend.frameon": False,
     "legend.labelcolor": MUTED,
     "legend.borderpad": 0,
