@@ -13,12 +13,13 @@ function el(tag, given, ...children) {
 }
 
 /** Labels of an axis, at shares of it, for chart.css. */
-const labels = (ticks) => ticks.map(([at, text]) => el("span", { title: text, style: `--at:${at}` }, String(text)));
+const labels = (ticks) => ticks.map(([at, text]) => el("span", { title: text, style: `--at:${at}` }, text));
 
 const countText = (number) => Math.round(number).toLocaleString("en");
 /** The count with its noun: `1 worker`, `4 workers`. */
 const pluralize = (count, noun) => `${countText(count)} ${noun}${count === 1 ? "" : "s"}`;
-const listed = (names) => (names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names.at(-1)}`);
+const listed = (names) => [names.slice(0, -1).join(", "), ...names.slice(-1)].filter(Boolean).join(" and ");
+const unique = (values) => [...new Set(values)];
 
 /** A number with three digits, or with all digits before its point. */
 function digits(number) {
@@ -29,7 +30,8 @@ function digits(number) {
 /** An amount of memory, as `bytes_text` has it. */
 function bytesText(bytes) {
   if (bytes >= 2 ** 30) return `${digits(bytes / 2 ** 30)} GiB`;
-  return bytes ? `${bytes >= 2 ** 20 ? countText(bytes / 2 ** 20) + " MiB" : countText(bytes / 1024) + " KiB"}` : "0";
+  if (bytes >= 2 ** 20) return `${countText(bytes / 2 ** 20)} MiB`;
+  return bytes ? `${countText(bytes / 1024)} KiB` : "0";
 }
 
 /** A measured value with five digits; very large and very small ones as powers of ten. */
@@ -39,13 +41,17 @@ function numberText(value) {
   return String(size >= 1e4 ? Math.round(value * 10) / 10 : Number(value.toPrecision(5)));
 }
 
-const isTurned = (control) => control.checked !== control.defaultChecked;
-const startOf = ({ options, defaultValue }) => (options ? [...options].find((o) => o.defaultSelected) ?? options[0] : { value: defaultValue }).value;
+/** What a control has at first: whether a box is checked, or a value. */
+function startOf({ type, options, defaultChecked, defaultValue }) {
+  if (!options) return type === "checkbox" ? defaultChecked : defaultValue;
+  return ([...options].find((option) => option.defaultSelected) ?? options[0]).value;
+}
 
 /** What of a form is not as the page has it at first: values, and the boxes that are turned over. */
 function addressOf(form) {
-  const changed = [...form.elements].filter((c) => c.name && (c.type === "checkbox" ? isTurned(c) : c.value !== startOf(c)));
-  return new URLSearchParams(changed.map((control) => [control.name, control.value])).toString();
+  const stateOf = (control) => (control.type === "checkbox" ? control.checked : control.value);
+  const changed = [...form.elements].filter((c) => c.name && stateOf(c) !== startOf(c));
+  return new URLSearchParams(changed.map((c) => [c.name, c.value])).toString();
 }
 
 /** Fills a form by an address; values that it does not offer stay as they are at first. */
@@ -54,8 +60,9 @@ function fillForm(form, address) {
   form.reset();
   for (const control of form.elements) {
     if (!given.has(control.name)) continue;
-    if (control.type === "checkbox") control.checked = given.getAll(control.name).includes(control.value) !== control.defaultChecked;
-    else control.value = given.get(control.name);
+    const values = given.getAll(control.name);
+    if (control.type === "checkbox") control.checked = values.includes(control.value) !== startOf(control);
+    else control.value = values[0];
     if (control.selectedIndex === -1) control.value = startOf(control);
   }
 }

@@ -36,6 +36,10 @@ GROUPS = {
 #: Of a training in which it shows whether workers exchange in every step.
 MANY_STEPS = 1 << 20
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "bf16-true")
+#: The order of the page's control.
+SHOWN_PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp64")
+#: The most workers up to which the page extends lines in 1 / workers.
+MAX_WORKERS = 1024
 #: Cards of usual sizes, beside which the page shows a choice where the config names none of that size.
 USUAL_CARDS = ("A10G", "L40S", "A100 SXM 80 GB", "H200 SXM")
 
@@ -165,14 +169,27 @@ def _network(
         kind = kinds.setdefault(kind_of(c.subject.settings), {})
         by_count = kind.setdefault(c.cell.strategy, {})
         by_count.setdefault(c.cell.gpus, _entry(plan, c, footprints))
+    s, samples = first.settings, f"{first.data.train_samples:,} samples"
+    counts = sorted({c.cell.gpus for c in cells})
+    lines = any(
+        sum(entry.get("regular", False) for entry in by_count.values()) > 1
+        for kind in kinds.values()
+        for by_count in kind.values()
+    )
     return {
         "name": label,
-        "dataset": first.cell.dataset,
-        "optimizer": first.settings.optimizer,
+        "about": f"{first.cell.dataset}: {samples}; {'AdamW' if s.optimizer == 'adamw' else 'SGD'}",
+        "length": f"{s.steps:,} steps"
+        if s.steps
+        else f"{s.epochs} {'epoch' if s.epochs == 1 else 'epochs'} of {samples}",
+        "strategies": list(dict.fromkeys(c.cell.strategy for c in cells)),
+        "counts": counts,
+        "most_workers": max(MAX_WORKERS if lines else 0, counts[-1]),
+        "precisions": [p for p in SHOWN_PRECISIONS if any(k.split("+")[0] == p for k in kinds)],
         "train_samples": first.data.train_samples,
-        "epochs": first.settings.epochs,
-        "steps": first.settings.steps,
-        "batch": first.settings.global_batch,
+        "epochs": s.epochs,
+        "steps": s.steps,
+        "batch": s.global_batch,
         "on_cuda": first.request.on_cuda,
         "kinds": kinds,
         "ahead": _ahead(plan, cells),
@@ -195,7 +212,9 @@ def _ahead(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[st
 
 def _recorded(kind: str, batch: int, span: Span) -> dict[str, Any]:
     """A training's time by records. `kind`: measured, projected, or nearby (of another cell)."""
-    return {"kind": kind, "batch": batch, "span": [*span], "source": span.source}
+    before = {"measured": "measured: ", "nearby": "between perfect scaling and none, from "}
+    source = before.get(kind, "") + span.source
+    return {"kind": kind, "batch": batch, "span": [*span], "source": source}
 
 
 def kind_of(s: Settings) -> str:

@@ -134,14 +134,8 @@ const networkOf = (s) => D.networks.find((n) => n.name === s.network);
 const devicesOf = (network) => D.devices.filter((d) => d.is_gpu === network.on_cuda);
 const deviceOf = (s) => D.devices.find((d) => d.name === s.device);
 const kindOf = (s) => s.precision + (s.checkpointing ? "+checkpointing" : "");
-const strategiesOf = (network) => [...new Set(Object.values(network.kinds).flatMap(Object.keys))];
-const countsOf = (network) => [...new Set(Object.values(network.kinds).flatMap((k) => Object.values(k).flatMap(Object.keys)))].map(Number).sort((a, b) => a - b);
-
 /** The numbers of workers of a strategy whose amounts are a line in 1 / workers. */
 const regularOf = (given) => Object.keys(given).map(Number).filter((n) => given[n].regular).sort((a, b) => a - b);
-const MAX_WORKERS = 1024;
-/** The most workers that this plan can say something of. */
-const mostWorkers = (network) => Object.values(network.kinds).some((kind) => Object.values(kind).some((given) => regularOf(given).length > 1)) ? Math.max(MAX_WORKERS, countsOf(network).at(-1)) : countsOf(network).at(-1);
 
 /** What the plan has of a choice; on numbers of workers that it lacks, from two that it has: a line in 1 / workers. */
 function entryOf(s) {
@@ -162,7 +156,7 @@ function entryOf(s) {
 const aheadOf = (s) => networkOf(s).ahead[kindOf(s)]?.[s.strategy] ?? [];
 
 /** The columns of the table: the numbers of workers that the plan has, and the one chosen. */
-const columnsOf = (network) => [...new Set([...countsOf(network), S.workers])].sort((a, b) => a - b);
+const columnsOf = (network) => [...new Set([...network.counts, S.workers])].sort((a, b) => a - b);
 
 /** The state of a choice, fit, tight, no or none, and all figures of it. `whole`: with those that the table does not show. */
 function figures(s, whole = true) {
@@ -200,11 +194,10 @@ function spanText([low, high]) {
 }
 const GLYPH = { fit: "●", tight: "◐", no: "×", none: "–" };
 const WORD = { fit: "Fits", tight: "Tight", no: "Does not fit", none: "Not possible" };
-const COLOUR = { weights: 1, gradients: 2, optimizer: 3, communication: 4, activations: 5, temporary: 6, data: 7, "warm-up’s copy": 8 };
 
 // ---- the page ----------------------------------------------------------------------------------------------
 
-const form = $("controls"), PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp64"];
+const form = $("controls");
 const BATCHES = [];
 for (let b = 1; b <= 2 ** 16; b *= 2) BATCHES.push(b, ...(b > 1 ? [b * 1.5] : []));
 const S = {};
@@ -216,8 +209,8 @@ function settle() {
   if (!devicesOf(network).some((d) => d.name === S.device)) S.device = devicesOf(network)[0].name;
   if (!kinds.some((k) => k.split("+")[0] === S.precision)) S.precision = first[0];
   if (!network.kinds[kindOf(S)]) S.checkpointing = network.kinds[`${S.precision}+checkpointing`] ? 1 : 0;
-  const counts = countsOf(network), strategies = strategiesOf(network);
-  if (!(Number.isInteger(S.workers) && S.workers >= counts[0] && S.workers <= mostWorkers(network))) S.workers = counts.findLast((n) => n <= 8) ?? counts[0];
+  const { counts, strategies } = network;
+  if (!(Number.isInteger(S.workers) && S.workers >= counts[0] && S.workers <= network.most_workers)) S.workers = counts.findLast((n) => n <= 8) ?? counts[0];
   if (!strategies.includes(S.strategy)) S.strategy = strategies.find((strategy) => counts.every((workers) => entryOf({ ...S, strategy, workers }))) || strategies[0];
   if (!(Number.isInteger(S.batch) && S.batch >= 1 && S.batch < 2 ** 24)) S.batch = network.batch;
 }
@@ -241,12 +234,11 @@ function show() {
   const network = networkOf(S), kinds = network.kinds;
   options("network", D.networks.map((n) => n.name));
   options("device", devicesOf(network).map((d) => d.name));
-  options("strategy", strategiesOf(network));
-  radios("workers", countsOf(network));
-  radios("precision", PRECISIONS.filter((p) => kinds[p] || kinds[`${p}+checkpointing`]));
+  options("strategy", network.strategies);
+  radios("workers", network.counts);
+  radios("precision", network.precisions);
   for (const key of ["network", "device", "strategy"]) form[key].value = S[key];
-  const counts = countsOf(network);
-  Object.assign(form.count, { value: S.workers, min: counts[0], max: mostWorkers(network) });
+  Object.assign(form.count, { value: S.workers, min: network.counts[0], max: network.most_workers });
   form.batch.value = S.batch;
   form.slider.value = BATCHES.findLastIndex((b) => b <= S.batch);
   form.slider.setAttribute("aria-valuetext", countText(S.batch));
@@ -265,7 +257,7 @@ function verdict(f, device) {
 function hint(f) {
   const network = networkOf(S), workers = pluralize(S.workers, "worker");
   if (f.state === "fit") return `${S.strategy} on ${workers} trains ${S.network} with ${countText(S.batch / f.entry.replicas)} samples per ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}.`;
-  const better = strategiesOf(network).filter((strategy) => strategy !== S.strategy && figures({ ...S, strategy }, false).state === "fit");
+  const better = network.strategies.filter((strategy) => strategy !== S.strategy && figures({ ...S, strategy }, false).state === "fit");
   const others = better.length ? `On ${workers} ${listed(better.length > 3 ? [...better.slice(0, 3), `${better.length - 3} more`] : better)} would fit` : `No other strategy fits on ${workers}`;
   const most = !f.entry ? "" : f.most ? `; with ${S.strategy} the largest batch is ${countText(f.most)}` : `; with ${S.strategy} no batch ${f.state === "tight" ? `leaves ${percent(D.margin)} free` : "fits"}`;
   return `${others}${most}.`;
@@ -276,26 +268,16 @@ function bar(f, device) {
   if (f.state === "none") return;
   const whole = device.whole_bytes, top = Math.max(whole, f.needed) * 1.005, share = (n) => `${(100 * n) / top}%`;
   const parts = Object.entries(f.parts).filter(([, n]) => n > 0);
-  let at = 0;
-  const segments = parts.map(([name, n]) => {
-    const segment = el("i", { className: `part p${COLOUR[name]}`, title: `${name}: ${bytesText(n)}`, style: `left:${share(at)};width:${share(n)}` });
-    at += n;
-    return segment;
-  });
-  $("track").replaceChildren(
-    el("i", { className: "card", style: `width:${share(whole)}` }),
-    el("i", { className: "reserve", style: `left:${share(device.memory_bytes - device.reserve_bytes)};width:${share(whole - device.memory_bytes + device.reserve_bytes)}` }),
-    ...segments,
-    el("i", { className: "edge", style: `left:${share(whole)}` }),
-  );
+  const piece = (className, from, width, title = "") =>
+    el("i", { className, title, style: `left:${share(from)};width:${share(width)}` });
+  const usable = device.memory_bytes - device.reserve_bytes, before = parts.map((_, k) => parts.slice(0, k).reduce((sum, [, n]) => sum + n, 0));
+  $("track").replaceChildren(piece("card", 0, whole), piece("reserve", usable, whole - usable),
+    ...parts.map(([name, n], k) => piece(`part p${NAMED.indexOf(name) + 1}`, before[k], n, `${name}: ${bytesText(n)}`)), el("i", { className: "edge", style: `left:${share(whole)}` }));
   $("cardname").textContent = `${device.name}: ${bytesText(whole)}`;
   $("cardname").style.width = share(whole);
-  $("parts").replaceChildren(...parts.map(([name, n]) => el("span", {}, el("i", { className: `part p${COLOUR[name]}` }), `${name} `, el("b", {}, bytesText(n)))));
+  $("parts").replaceChildren(...parts.map(([name, n]) => el("span", {}, el("i", { className: `part p${NAMED.indexOf(name) + 1}` }), `${name} `, el("b", {}, bytesText(n)))));
   $("reserved").textContent = `At the peak of a worker, in its ${f.phase}${device.is_gpu ? "; hatched: kept free for the driver, CUDA, NCCL and cuDNN" : "; hatched: kept free for the process itself"}.`;
 }
-
-/** From what a time by records is. */
-const sourceOf = ({ kind, source }) => (kind === "measured" ? `measured: ${source}` : kind === "nearby" ? `between perfect scaling and none, from ${source}` : source);
 
 function facts(f, device) {
   const network = networkOf(S), none = f.state === "none";
@@ -303,18 +285,17 @@ function facts(f, device) {
   $("mostsub").textContent = !f.entry ? "" : f.most ? `largest batch that fits, ${percent(D.margin)} kept as margin: ${countText(f.most / f.entry.replicas)} a ${f.entry.replicas === S.workers ? "worker" : "copy of the network"}` : `fits, ${percent(D.margin)} kept as margin: what the batch does not change is too large`;
   $("sent").textContent = none ? "–" : f.sent ? bytesText(f.sent) : "nothing";
   $("time").textContent = none ? "–" : f.span ? spanText(f.span) : "Not known";
-  const length = network.steps ? `${countText(network.steps)} steps` : `${network.epochs === 1 ? "an epoch" : `${network.epochs} epochs`} of ${countText(network.train_samples)} samples`;
-  const by = f.recorded ? sourceOf(f.recorded) : !f.span && !none && f.steps ? `the datasheet has no rate for ${S.precision}` : f.times?.source ? `from ${f.times.source}` : device.is_gpu ? "theory, by the card’s datasheet" : "theory, by this host’s CPU";
+  const by = f.recorded ? f.recorded.source : !f.span && !none && f.steps ? `the datasheet has no rate for ${S.precision}` : f.times?.source ? `from ${f.times.source}` : device.is_gpu ? "theory, by the card’s datasheet" : "theory, by this host’s CPU";
   const compared = f.usual && !f.recorded ? `${spanText([f.usual, f.usual]).replace(/.* to /, "")} to compare by; ` : "";
-  $("timesub").textContent = none ? "" : f.steps ? `${compared}${length}; ${by}` : `the data set has fewer than ${countText(S.batch)} samples`;
+  $("timesub").textContent = none ? "" : f.steps ? `${compared}${network.length}; ${by}` : `the data set has fewer than ${countText(S.batch)} samples`;
 }
 
 // ---- the training's time over workers ----------------------------------------------------------------------
 
 /** Times of the chosen strategy on numbers of workers: by records and what they were projected to, and by theory. */
 function timesOverWorkers() {
-  const network = networkOf(S), counts = new Set([...countsOf(network), ...aheadOf(S).map((p) => p.workers)]);
-  for (let n = countsOf(network)[0]; n <= mostWorkers(network); n *= 2) counts.add(n);
+  const network = networkOf(S), counts = new Set([...network.counts, ...aheadOf(S).map((p) => p.workers)]);
+  for (let n = network.counts[0]; n <= network.most_workers; n *= 2) counts.add(n);
   const found = { theory: [], measured: [], projected: [], nearby: [] };
   for (const workers of [...counts].sort((a, b) => a - b)) {
     const f = figures({ ...S, workers });
@@ -375,7 +356,7 @@ function timesText(times) {
 function table() {
   const network = networkOf(S), counts = columnsOf(network);
   const head = el("tr", {}, el("th", { scope: "col" }, "workers"), ...counts.map((n) => el("th", { scope: "col" }, String(n))));
-  const rows = strategiesOf(network).map((strategy) => el("tr", {}, el("th", { scope: "row" }, strategy), ...counts.map((workers) => {
+  const rows = network.strategies.map((strategy) => el("tr", {}, el("th", { scope: "row" }, strategy), ...counts.map((workers) => {
     const choice = { ...S, strategy, workers };
     if (!entryOf(choice)) return el("td", { className: "absent" });
     const f = figures(choice), shown = f.needed === undefined ? "" : gibText(f.needed);
@@ -390,7 +371,7 @@ function table() {
 }
 
 function cards() {
-  const network = networkOf(S), counts = columnsOf(network), strategies = strategiesOf(network);
+  const network = networkOf(S), counts = columnsOf(network), strategies = network.strategies;
   const names = D.beside.includes(S.device) ? D.beside : [S.device, ...D.beside];
   const shown = names.map((name) => devicesOf(network).find((d) => d.name === name)).filter(Boolean);
   $("others").hidden = shown.length < 2;
@@ -415,8 +396,7 @@ function draw() {
   $("verdict").replaceChildren(el("span", { className: `glyph ${f.state}`, "aria-hidden": "true" }, GLYPH[f.state]), verdict(f, device));
   $("hint").textContent = hint(f);
   $("kept").textContent = form.checkpointing.disabled ? `In ${S.precision} ${S.checkpointing ? "every" : "no"} cell of ${S.network} has it.` : "";
-  const network = networkOf(S);
-  $("about").textContent = `${network.dataset}: ${countText(network.train_samples)} samples; ${network.optimizer === "adamw" ? "AdamW" : "SGD"}`;
+  $("about").textContent = networkOf(S).about;
   bar(f, device);
   facts(f, device);
   fan();
