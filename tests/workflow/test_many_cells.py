@@ -1,4 +1,4 @@
-"""A study of 5,000 cells: what grows with it fits on no command line."""
+"""A study of 2,400 cells: what grows with it fits on no command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tiny_study import Workflow, tiny_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-EXPERIMENTS = 420
+EXPERIMENTS = 200
 #: Of an experiment.
 CELLS = 12
 
