@@ -233,7 +233,8 @@ def test_the_plain_script_reaches_the_cells_losses(start_cell, warm, tiny_data, 
 
 def test_the_plain_script_takes_the_cells_memory(start_cell, tiny_data, tmp_path):
     """A network of 134 million parameters, beside which the interpreter's own memory is small."""
-    launched = trained(start_cell, "ddp", {}, {**ADAMW, "model": "vgg16", "epochs": 1})
+    two_steps = {"epochs": 1, "global_batch": 32, "per_worker_batch": 16}
+    launched = trained(start_cell, "ddp", {}, {**ADAMW, **two_steps, "model": "vgg16"})
     script = emit(launched, "pytorch", tmp_path)
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     command = [sys.executable, "-m", *torchrun, script, launched.record, tiny_data]
