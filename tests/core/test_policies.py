@@ -298,6 +298,7 @@ def options_for(name):
     return st.builds(options, **{f.name: values[f.name] for f in fields(options)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())

@@ -171,6 +171,7 @@ OPTION_VALUES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(schedule=schedules(), data=st.data())

@@ -58,6 +58,7 @@ def repeats_of(noise: float, repeats: int, seed: int) -> list[Record]:
     return records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeats", [2, 3, 5, 10])
 @pytest.mark.parametrize(
     ("noise", "least", "most"), [(0.01, 0, 0), (0.03, 0, 1), (0.25, 12, 20), (0.4, 14, 20)]

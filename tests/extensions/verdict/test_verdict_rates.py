@@ -25,6 +25,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", [1, 3, 30])
 @pytest.mark.parametrize(("truth", "k"), CASES)
 def test_few_claims_are_wrong_and_all_intervals_hold_together(truth, k, percent):
@@ -33,6 +34,7 @@ def test_few_claims_are_wrong_and_all_intervals_hold_together(truth, k, percent)
     assert found["covered"] >= 94
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comparisons", [1, 3])
 @pytest.mark.parametrize(("truth", "k"), CASES)
 def test_a_study_of_few_comparisons_errs_no_more(truth, k, comparisons):
