@@ -301,9 +301,7 @@ def test_a_killed_worker_fails_the_block_and_its_evidence_stays(start_block):
 
 @pytest.mark.slow
 def test_a_segment_that_reaches_its_limit_is_a_result(start_block):
-    asleep = {
-        "slowdown": {"workers": [0, 1], "factor": 20}
-    }  # most of the time, as a wait costs nobody
+    asleep = {"slowdown": {"workers": [0, 1], "factor": 20}}  # most of the time
     for limit_s in LIMITS_S:
         block = start_block(plan_of("ddp", steps=100_000), limit_s=limit_s, ddp=asleep)
         output = block.finish()
