@@ -16,12 +16,13 @@ from torch import nn
 import stratbench
 from stratbench.cell.text.words import COLUMNS
 from stratbench.command.__main__ import main as stratbench_main
+from stratbench.extensions.plan import public_runs
 from stratbench.extensions.plan.__main__ import main as plan_main
 from stratbench.extensions.plan.device_rates import find_gpu, gpu_device
 from stratbench.extensions.plan.footprint import drawn_out, equal_blocks
 from stratbench.extensions.plan.footprint.footprint import make_footprint
 from stratbench.extensions.plan.needs import subject_of
-from stratbench.extensions.plan.one_model import model_answer, one_network, public_runs
+from stratbench.extensions.plan.one_model import model_answer, one_network
 from stratbench.extensions.plan.one_model.model_answer import Question, answer_for, choose_batch
 from stratbench.extensions.plan.pages.model_answer import answer_text
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
