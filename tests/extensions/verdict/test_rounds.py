@@ -11,11 +11,15 @@ import pytest
 
 from stratbench.cell.settings import Settings
 from stratbench.extensions.verdict.blocks import trained_digest
-from stratbench.extensions.verdict.verdict_round import Round
+from stratbench.extensions.verdict.verdict_round import (
+    SEGMENT_ALLOWANCE_S,
+    Round,
+    block_min,
+    segment_limit_s,
+)
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.jobs import Jobs
-from stratbench.study.resources import SEGMENT_ALLOWANCE_S, block_min, segment_limit_s
 
 BLOCK = {
     "experiment": "e", "model": "vgg-compact", "dataset": "digits", "gpus": 2, "block": 3,

@@ -51,7 +51,7 @@ def answer(
     margin: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """Return the content of queue.json: `headline`, `lines`, `refused`, and numbers in `modes` and `even`.
+    """Return the answer: `headline`, `lines`, `refused`, and numbers in `modes` and `even`.
 
     Args:
         request: The queue and the training.
@@ -308,7 +308,7 @@ class _Told:
         return f"{text}; they are worth {tested}, {ranges}."
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each mode, for queue.json."""
+        """Return a row for each mode of the answer."""
         table = []
         for mode in MODES:
             mean = self.times.mean(self.key(mode))

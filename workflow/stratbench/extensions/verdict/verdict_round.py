@@ -30,11 +30,13 @@ from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.jobs import Jobs
 from stratbench.study.resources import (
+    UNLIMITED_MIN,
     JobRequest,
-    block_min,
     largest_request,
-    segment_limit_s,
 )
+
+#: The longest that the processes of a segment may take to start and to end, in seconds.
+SEGMENT_ALLOWANCE_S = 180
 
 
 class Round:
@@ -202,3 +204,37 @@ class Round:
                 file=sys.stderr,
             )
         return unchanged
+
+
+def segment_limit_s(
+    time_limit_s: float | None, steps: int, total_steps: int | None
+) -> float | None:
+    """Return the limit of a segment: SEGMENT_ALLOWANCE_S, and its fraction of the cell's limit.
+
+    A segment that reaches it belongs to a cell that would reach its own. None if the cell has no limit.
+
+    Args:
+        time_limit_s: Limit of the cell, if any.
+        steps: Steps of the segment.
+        total_steps: Steps of the cell, if known.
+    """
+    if time_limit_s is None:
+        return None
+    share = min(1.0, steps / total_steps) if total_steps else 1.0
+    return SEGMENT_ALLOWANCE_S + share * time_limit_s
+
+
+def block_min(limit_s: float | None, strategies: int, cluster: Mapping[str, Any]) -> int:
+    """Return the scheduler's limit of a block, in minutes.
+
+    Each strategy may take a third of `limit_s` for each of its segments, or all of it once; the burn-in may
+    take as much.
+
+    Args:
+        limit_s: Limit of the block's segments, if any.
+        strategies: Number of strategies.
+        cluster: The `cluster` block of the config.
+    """
+    if limit_s is None:
+        return UNLIMITED_MIN
+    return -(-int((strategies + 1) * limit_s + cluster["startup_allowance_s"]) // 60)
