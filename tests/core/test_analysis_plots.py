@@ -154,7 +154,7 @@ def test_the_ideal_line_ends_where_the_data_end(tmp_path, draw):
 
 
 def points_of(axes):
-    """The points of all lines and marks of a figure that stand at values."""
+    """The points of all lines and marks of a figure that are at values."""
     lines = [line for line in axes.lines if line.get_transform() == axes.transData]
     return {
         (round(float(x), 6), round(float(y), 6))
@@ -179,8 +179,8 @@ def test_figures_of_rows_show_the_numbers_of_the_table(tmp_path, draw, name):
         assert sorted(parts) == pytest.approx(sorted(set(states)))
     assert set(data.strategies) & set(table["strategy"]) <= set(found.texts)
     chosen = table[(table["strategy"] == data.choice[0]) & (table["gpus"] == data.choice[1])]
-    told = measured.format_number(chosen["value"].iloc[0], None)
-    assert any(text.startswith(f"{told} ") for text in found.texts)
+    best = measured.format_number(chosen["value"].iloc[0], None)
+    assert any(text.startswith(f"{best} ") for text in found.texts)
 
 
 def test_figures_of_lines_show_the_numbers_of_the_table(tmp_path, draw):

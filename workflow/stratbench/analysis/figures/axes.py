@@ -1,4 +1,4 @@
-"""What all figures share on matplotlib's axes: their size, round ticks, names beside them, and marks."""
+"""What all figures share on matplotlib's axes: their size, round ticks, names next to them, and marks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def within_reach(values: list[float], ends: Iterable[float]) -> list[float]:
 
 
 def share_of(value: float, limits: tuple[float, float], log: bool) -> float:
-    """Where a value stands between the ends of an axis: 0 to 1."""
+    """The share of an axis that is below a value: 0 to 1."""
     low, high, at = (math.log(v) if log else v for v in (*limits, value))
     return (at - low) / (high - low)
 
@@ -82,17 +82,17 @@ def share_of(value: float, limits: tuple[float, float], log: bool) -> float:
 def round_ticks(limits: tuple[float, float], log: bool, whole: bool = False) -> list[float]:
     """About four round values between the ends of an axis."""
     low, high = limits
-    found: list[float] = []
+    ticks: list[float] = []
     for digits in FIRST_DIGITS if log else ():
-        ticks = LogLocator(subs=digits, numticks=9).tick_values(low, high)
-        found = [float(t) for t in ticks if low <= t <= high]
-        if len(found) > 2:
-            return found[:: -(-len(found) // 6)]
-    if len(found) < 2:
+        values = LogLocator(subs=digits, numticks=9).tick_values(low, high)
+        ticks = [float(t) for t in values if low <= t <= high]
+        if len(ticks) > 2:
+            return ticks[:: -(-len(ticks) // 6)]
+    if len(ticks) < 2:
         steps = MaxNLocator(4, steps=[1, 2, 2.5, 5, 10], integer=whole).tick_values(low, high)
         room = 1e-9 * (high - low)
-        found = [float(t) for t in steps if low - room <= t <= high + room]
-    return found if len(found) > 1 else [low, high]
+        ticks = [float(t) for t in steps if low - room <= t <= high + room]
+    return ticks if len(ticks) > 1 else [low, high]
 
 
 def set_ticks(
@@ -130,7 +130,7 @@ def tick_text(value: float) -> str:
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def beside(axes: Axes, right: float, up: float = 0, of: Transform | None = None) -> Transform:
+def shifted(axes: Axes, right: float, up: float = 0, of: Transform | None = None) -> Transform:
     """Where so many pixels are from a place: a share of the width and a value, unless `of` says else."""
     given = of or axes.get_yaxis_transform()
     return offset_copy(given, figure_of(axes), x=right * PX, y=up * PX, units="points")
@@ -150,8 +150,8 @@ def put_mark(axes: Axes, x: Any, y: Any, mark: Mark, full: bool, size: float, **
 
 def put_row_name(axes: Axes, y: float, name: str, mark: Mark, chosen: bool) -> None:
     """Write a strategy's name and its mark left of the axes."""
-    put_mark(axes, 0, y, mark, chosen, 8.5, transform=beside(axes, -10))
-    write(axes, 0, y, shortened(name), ha="right", bold=chosen, transform=beside(axes, -20))
+    put_mark(axes, 0, y, mark, chosen, 8.5, transform=shifted(axes, -10))
+    write(axes, 0, y, shortened(name), ha="right", bold=chosen, transform=shifted(axes, -20))
 
 
 def write(axes: Axes, x: float, y: float, text: str, colour: str = INK, **style: Any) -> Text:

@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.axes import (
     LETTER,
-    beside,
     figure_of,
     limits_of,
     new_axes,
     put_mark,
     set_ticks,
     settle,
+    shifted,
     shortened,
     spread,
     within_reach,
@@ -108,7 +108,7 @@ def draw_curves(shown: Curves) -> Figure:
         draw_ideal(axes, shown)
     if shown.level:
         axes.axhline(shown.level[0], color=MUTED, linestyle=dashes("2 2.5"), zorder=1.5)
-        write(axes, 0, *shown.level, MUTED, va="bottom", transform=beside(axes, 4))
+        write(axes, 0, *shown.level, MUTED, va="bottom", transform=shifted(axes, 4))
     names = []
     for curve in shown.curves:
         mark, text = shown.marks[curve.strategy], shortened(curve.strategy) + curve.suffix
@@ -170,7 +170,7 @@ def draw_ideal(axes: Axes, shown: Curves) -> None:
     if last > 1.5 * first:
         axes.plot([first, last], [first, last], color=RULE, zorder=1.4)
         # Left of the line, where only what is better than ideal could lie.
-        place = beside(axes, -8, of=axes.transData)
+        place = shifted(axes, -8, of=axes.transData)
         write(axes, last, last, "ideal", MUTED, ha="right", transform=place)
 
 
@@ -199,7 +199,7 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
 def put_names(axes: Axes, names: Sequence[tuple[str, str, bool, tuple[float, float]]]) -> None:
     """Write names beside the ends of their lines, apart from each other: text, colour, whether bold, end."""
     written = [
-        write(axes, 1, end[1], text, colour, bold=bold, transform=beside(axes, NAMES_FROM))
+        write(axes, 1, end[1], text, colour, bold=bold, transform=shifted(axes, NAMES_FROM))
         for text, colour, bold, end in names
     ]
     settle(axes)

@@ -137,10 +137,12 @@ def words_of(rows: pd.DataFrame, several: bool) -> str:
     lost = rows[rows["value"].isna() | (rows["ok"] < rows["cells"])].sort_values("gpus")
     for row in lost.to_dict("records") if len(lost) else ():
         if row["value"] != row["value"]:
-            why = outcome_of(row["text"])
+            outcome = outcome_of(row["text"])
         else:
-            why = f"{row['cells'] - row['ok']} of {row['cells']} {row['outcome'].split(' × ')[-1]}"
-        outcomes.setdefault(why, []).append(str(row["gpus"]))
+            outcome = (
+                f"{row['cells'] - row['ok']} of {row['cells']} {row['outcome'].split(' × ')[-1]}"
+            )
+        outcomes.setdefault(outcome, []).append(str(row["gpus"]))
     if not several:
         return "; ".join(outcomes)
     return "; ".join(f"{what} on {', '.join(counts)}" for what, counts in outcomes.items())

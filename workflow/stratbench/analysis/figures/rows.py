@@ -13,7 +13,6 @@ from matplotlib.patches import BoxStyle
 from stratbench.analysis.figures.axes import (
     LETTER,
     MAX_LETTERS,
-    beside,
     limits_of,
     new_axes,
     put_mark,
@@ -21,6 +20,7 @@ from stratbench.analysis.figures.axes import (
     set_ticks,
     settle,
     share_of,
+    shifted,
     within_reach,
     write,
 )
@@ -41,7 +41,7 @@ from stratbench.analysis.figures.sheet import (
 #: The height of the axis above, of a row, and of a further lane in it for marks that would overlap.
 HEAD, ROW, LANE = 24, 24, 18
 #: What is beside the axes but letters: marks, and room around them.
-BESIDE = 44
+MARGINS = 44
 #: The width of a mark with a number in it: of one or two digits, and of more.
 DISC, WIDE_DISC = 17, 25
 #: The mark of a number of more than two digits, a round one drawn long.
@@ -100,7 +100,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowScale:
-    """The horizontal axis of a figure of rows: its ends, and its width in pixels as far as letters tell."""
+    """The horizontal axis of a figure of rows: its ends, and its width in pixels, reckoned by letters."""
 
     limits: tuple[float, float]
     log: bool
@@ -113,7 +113,7 @@ class RowScale:
         letters += max(
             (len(text) for text in (shown.head, *(r.told for r in shown.rows))), default=0
         )
-        width = WIDTH - BESIDE - LETTER * letters
+        width = WIDTH - MARGINS - LETTER * letters
         points = [p for row in shown.rows for p in row.points]
         values = [v for p in points for v in (p.value, p.part) if v is not None]
         values = within_reach(values, [v for p in points for v in (p.low, p.high) if v is not None])
@@ -147,9 +147,9 @@ def lanes_of(row: FigureRow, scale: RowScale) -> Iterator[int]:
     for point in row.points:
         at, half = scale.at(point.value), width_of(point) / 2
         free = [all(abs(at - a) >= half + h for a, h in lane) for lane in lanes]
-        found = free.index(True) if any(free) else len(lanes)
-        lanes[found : found + 1] = [[*(lanes[found] if any(free) else ()), (at, half)]]
-        yield found
+        chosen = free.index(True) if any(free) else len(lanes)
+        lanes[chosen : chosen + 1] = [[*(lanes[chosen] if any(free) else ()), (at, half)]]
+        yield chosen
 
 
 def width_of(point: Point) -> float:
@@ -176,15 +176,15 @@ def draw_rows(shown: Rows) -> Figure:
         put_row_name(axes, middle, row.strategy, mark, row.chosen)
         axes.axhline(middle, color=LINE, zorder=1)
         full = colour_of(mark, True) if row.chosen else MUTED
-        write(axes, 1, middle, row.told, full, bold=row.chosen, transform=beside(axes, 6))
+        write(axes, 1, middle, row.told, full, bold=row.chosen, transform=shifted(axes, 6))
         for point, lane in zip(row.points, of, strict=True):
             draw_point(axes, point, mark, middle + LANE * lane)
         if row.words:
-            room = int((scale.width + BESIDE / 2) / LETTER) + len(row.told)
+            room = int((scale.width + MARGINS) / LETTER)  # the values next to it are in other lines
             words = row.words if len(row.words) <= room else f"{row.words[: room - 1]}…"
             below = low + (ROW + LINE_HEIGHT) / 2 - 2 if row.points else 0
             paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0}
-            write(axes, 0, middle + below, words, BAD, transform=beside(axes, 0), bbox=paper)
+            write(axes, 0, middle + below, words, BAD, transform=shifted(axes, 0), bbox=paper)
     return settle(axes)
 
 
@@ -198,12 +198,12 @@ def draw_scale(axes: Axes, shown: Rows, scale: RowScale) -> None:
         axes.set_xticks([])
         return
     set_ticks(axes.xaxis, scale.limits, shown.log, unit=shown.unit)
-    if scale.at(axes.get_xticks()[-1]) > scale.width - DISC:  # it would touch what stands beside it
+    if scale.at(axes.get_xticks()[-1]) > scale.width - DISC:  # it would touch the words next to it
         axes.get_xticklabels()[-1].set_horizontalalignment("right")
     if shown.band:
         axes.axvspan(*shown.band, color=BAND, linewidth=0, zorder=0)
     if shown.head:
-        write(axes, 1, 0, shown.head, MUTED, va="bottom", transform=beside(axes, 6, 6))
+        write(axes, 1, 0, shown.head, MUTED, va="bottom", transform=shifted(axes, 6, 6))
     if shown.limit:
         value, text = shown.limit
         axes.axvline(value, color=MUTED, linewidth=1.5 * PX, zorder=2)

@@ -10,11 +10,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.axes import (
-    beside,
     new_axes,
     put_row_name,
     set_ticks,
     settle,
+    shifted,
     write,
 )
 from stratbench.analysis.figures.curves import dashes
@@ -89,7 +89,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
         axes.axhline(bottom, color=RULE, zorder=1.5)
         if timeline is None:
             reason = "no timeline" if cell["status"] == "ok" else outcome_of(str(cell["status"]))
-            write(axes, 0, i + used / 2, reason, BAD, transform=beside(axes, 4))
+            write(axes, 0, i + used / 2, reason, BAD, transform=shifted(axes, 4))
             continue
         if "phase" in timeline:
             training = timeline.loc[timeline["phase"] == "train", "t_s"]
@@ -100,7 +100,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
             style = {"linestyle": dashes("3 2" if name.startswith("server") else ""), "zorder": 3}
             style |= {"color": colour_of(mark, chosen), "linewidth": 1.25 * PX}
             axes.plot(t, bottom - used * v / highest, **style)
-    write(axes, 1, 0, highest_text(highest, unit), MUTED, va="top", transform=beside(axes, 4))
+    write(axes, 1, 0, highest_text(highest, unit), MUTED, va="top", transform=shifted(axes, 4))
     return settle(axes)
 
 

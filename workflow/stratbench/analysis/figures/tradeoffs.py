@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox, BboxBase
 
 from stratbench.analysis.figures.axes import (
-    beside,
     figure_of,
     limits_of,
     new_axes,
@@ -20,6 +19,7 @@ from stratbench.analysis.figures.axes import (
     put_row_name,
     set_ticks,
     settle,
+    shifted,
     shortened,
     write,
 )
@@ -56,7 +56,7 @@ MAX_NAMED = 7
 KEY_COLUMNS = 3
 #: The height of the scatter chart.
 SCATTER = 258
-#: How far above its point the middle of a name stands, and a name's height.
+#: The distance of the middle of a name from its point, and a name's height.
 ABOVE, NAME = 13, 12
 
 
@@ -90,7 +90,7 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
         chosen, mark = data.is_chosen(str(name)), data.marks[str(name)]
         put_row_name(axes, y, str(name), mark, chosen)
         full = colour_of(mark, True) if chosen else MUTED
-        place = beside(axes, 6, of=axes.transData)
+        place = shifted(axes, 6, of=axes.transData)
         text = f"{format_number(width, None)} ms"
         write(axes, width, y, text, full, bold=chosen, transform=place)
     bars = axes.get_legend_handles_labels()[0]
@@ -201,14 +201,14 @@ def draw_tradeoff(
 
 def free_place(at: Sequence[float], width: float, taken: Sequence[Bbox], page: BboxBase) -> Bbox:
     """The place of a name near its point that lies over nothing, or else over the least. All in pixels."""
-    found: list[tuple[float, int, Bbox]] = []
+    places: list[tuple[float, int, Bbox]] = []
     for step, side, left in product(range(1, 5), (1, -1), (at[0] - 4, at[0] + 4 - width)):
         bottom = at[1] + side * step * ABOVE - NAME / 2
         box = Bbox.from_bounds(min(max(left, page.x0), page.x1 - width), bottom, width, NAME)
         if page.y0 <= box.y0 and box.y1 <= page.y1:
             shared = (Bbox.intersection(box, other) for other in taken)
-            found.append((sum(s.width * s.height for s in shared if s), len(found), box))
-    return min(found)[2]
+            places.append((sum(s.width * s.height for s in shared if s), len(places), box))
+    return min(places)[2]
 
 
 def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
