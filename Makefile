@@ -6,7 +6,7 @@
 # make test-gpu-path   tests without a GPU what runs on one: PyTorch's CUDA build (a download of some GB) on a GPU
 #              in software (tests/software_gpu); no part of make test
 # make test-deepspeed   tests the strategy deepspeed, with DeepSpeed in an environment of its own; no part of make test
-# make test-transformers   tests models of transformers and timm and files for Accelerate, in an environment of its own; no part of make test
+# make test-transformers   tests models of transformers and timm and files for their trainers, in an environment of its own; no part of make test
 # make test-versions   tests the oldest and the newest versions that are promised, for releases; no part of make test
 # make clean   removes the environments and keeps results/; make clean-results deletes all records, too
 
@@ -116,7 +116,8 @@ $(TRANSFORMERS_STAMP): envs/requirements-transformers.txt envs/requirements.txt 
 
 # Nothing is downloaded from a hub of models.
 test-transformers: $(TRANSFORMERS_STAMP)
-	HF_HUB_OFFLINE=1 $(TRANSFORMERS_VENV)/bin/python -m pytest tests/whole/test_transformers.py tests/extensions/emit/test_emit_trains.py tests/core/test_own_labelled.py $(ARGS)
+	HF_HUB_OFFLINE=1 $(TRANSFORMERS_VENV)/bin/python -m pytest tests/whole/test_transformers.py tests/extensions/emit/test_emit_trains.py tests/extensions/emit/test_emit_memory.py \
+	  tests/core/test_own_labelled.py $(ARGS)
 	$(TRANSFORMERS_VENV)/bin/python -m pytest tests/workflow/test_tutorials.py -k transformers $(ARGS)
 
 # ARGS: `oldest` or `newest` alone.

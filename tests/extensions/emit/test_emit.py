@@ -316,6 +316,22 @@ def test_settings_of_a_named_variant_stay_its_own():
     assert not named["experiments"]["chosen"].keys() & changes.keys()
 
 
+def test_engines_are_told_to_hold_nothing_twice():
+    """Lightning frees gradients late and writes a checkpoint; the Trainer has it so by default, too."""
+    for strategy in ("single", "ddp", "fsdp"):
+        script = emitted(strategy, "lightning", gpus=1 if strategy == "single" else 2)
+        assert "    optimizer.step(closure)\n    optimizer.zero_grad()" in script
+        assert "enable_checkpointing=False" in script
+    assert "optimizer.zero_grad()" not in emitted("deepspeed", "lightning")
+    script = emitted("ddp", "trainer")
+    assert "save_strategy='no'" in script
+    assert "ddp_find_unused_parameters=False" in script
+    remedy = "trainer.accelerator.ddp_handler.gradient_as_bucket_view = True"
+    assert remedy in " ".join(script.replace("\n#", "").split())
+    other = emitted("ddp", "trainer", options={"gradient_as_bucket_view": False})
+    assert "ddp_handler" not in other
+
+
 def test_lightning_gets_no_key_twice():
     """It refuses a DeepSpeed config with accumulation, and autocast would round twice beside a policy."""
     script = emitted(

@@ -17,6 +17,12 @@ from stratbench.extensions.emit.targets.hyperparameters import (
 from stratbench.extensions.emit.targets.python_text import Code, call, folded_call
 from stratbench.extensions.emit.targets.sharding_lines import sharding_lines
 
+#: Lightning frees gradients after the next forward: they add to its activations, or to DDP's new buckets.
+FREE_GRADIENTS = (
+    "def optimizer_step(self, epoch, batch, optimizer, closure):  # of your LightningModule",
+    "    optimizer.step(closure)",
+    "    optimizer.zero_grad()  # else gradients are in memory in the next forward, too",
+)
 #: The Trainer's precision, by the setting; tf32 is a switch of torch beside it.
 PRECISION = {
     "bf16": "bf16-mixed",
@@ -70,7 +76,8 @@ def write(choice: Choice, called: str) -> str:
         value = s.precision == "tf32"
         switches = [f"torch.backends.cuda.matmul.allow_tf32 = {value}"]
         switches.append(f"torch.backends.cudnn.allow_tf32 = {value}")
-    blocks = [imports, switches, schedule, model, optimizers]
+    freeing = [] if called == "DeepSpeedStrategy" else list(FREE_GRADIENTS)
+    blocks = [imports, switches, schedule, model, optimizers, freeing]
     body = "\n\n".join("\n".join(map(folded_call, lines)) for lines in blocks if lines)
     head = commented(
         [*choice.title, "start: python train.py (Lightning starts the others)", *choice.comments]
@@ -88,6 +95,8 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
         "strategy": Code("strategy"),
         "precision": PRECISION.get(choice.take("precision"), "32-true"),
         "accumulate_grad_batches": choice.take("gradient_accumulation_steps"),
+        # By default it writes one at the end, which is in memory whole, with the optimizer's states.
+        "enable_checkpointing": False,
     }
     choice.take("gpus")
     by_itself = choice.options.get("mixed_precision") == "policy"

@@ -36,6 +36,7 @@ def write(choice: Choice, called: str) -> str:
         "max_grad_norm": choice.take("max_grad_norm") or 0.0,  # its default clips
         "seed": choice.take("seed"),
         "dataloader_drop_last": True,
+        "save_strategy": "no",  # its default writes a checkpoint at the end, too
         "use_cpu": choice.device == "cpu" and called in ("", "ddp"),
     }
     choice.take("global_batch")
@@ -50,11 +51,16 @@ def write(choice: Choice, called: str) -> str:
     if choice.take("compile"):
         arguments["torch_compile"] = True
     if called == "ddp":
-        arguments["ddp_bucket_cap_mb"] = ddp_arguments(choice)["bucket_cap_mb"]
-        choice.note(
-            "the Trainer's DDP keeps gradients in addition to the buckets: a copy more",
-            "gradient_as_bucket_view",
-        )
+        options = ddp_arguments(choice)
+        arguments["ddp_bucket_cap_mb"] = options["bucket_cap_mb"]
+        arguments["ddp_find_unused_parameters"] = False  # the Trainer's default differs by model
+        if options.get("gradient_as_bucket_view"):
+            choice.note(
+                "no argument has it; between trainer = Trainer(...) and trainer.train(), "
+                "trainer.accelerator.ddp_handler.gradient_as_bucket_view = True, else DDP has each gradient "
+                "twice",
+                "gradient_as_bucket_view",
+            )
         if hook := hook_of(choice):
             choice.note(
                 f"no argument has it: register torch's {hook} on the DistributedDataParallel",
