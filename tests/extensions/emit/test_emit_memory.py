@@ -68,6 +68,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 
 ddp = DistributedDataParallelKwargs(bucket_cap_mb=25, gradient_as_bucket_view=True)
 accelerator = Accelerator(kwargs_handlers=[ddp])
+{sharded}
 meter = MemoryMeter("cpu")
 work = Work(record, data, rank, accelerator.device)
 optimizer = torch.optim.AdamW(
@@ -79,6 +80,18 @@ for x, y in measured(work.batches(0)):
     optimizer.step()
     optimizer.zero_grad()
 tell()
+"""
+#: Accelerate shards on GPUs alone. Its own code does so here, since torch's takes CPU processes, too.
+SHARDED = """
+import yaml
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+for name, value in yaml.safe_load(open(file))["fsdp_config"].items():
+    name = name.replace("fsdp_transformer_layer_cls_to_wrap", "fsdp_transformer_cls_to_wrap")
+    os.environ[name.upper()] = str(value)
+accelerator.state.distributed_type = DistributedType.FSDP
+accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+assert accelerator.is_fsdp2
 """
 TRAINER = """
 from transformers import Trainer
@@ -149,7 +162,8 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "s
 LAUNCH = ("accelerate.commands.launch", "--main_process_port", "0", "--config_file")
 #: Target and strategy -> the package that it needs, and the script's end.
 SCRIPTS = {
-    ("accelerate", "ddp"): ("accelerate", ACCELERATE),
+    ("accelerate", "ddp"): ("accelerate", ACCELERATE.format(sharded="")),
+    ("accelerate", "fsdp"): ("accelerate", ACCELERATE.format(sharded=SHARDED)),
     ("trainer", "ddp"): ("transformers", TRAINER),
     ("lightning", "ddp"): ("lightning", LIGHTNING),
     ("lightning", "fsdp"): ("lightning", LIGHTNING),
