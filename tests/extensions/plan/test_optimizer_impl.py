@@ -56,16 +56,17 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_implementations_train_alike(alone, strategy, optimizer):
     found: dict[str, torch.Tensor] = {}
+    two = [t[:2] for t in batch()]  # any gradients will do
     for implementation in IMPLEMENTATIONS:
         request = request_for(
             strategy, MODEL, 1, optimizer_impl=implementation, precision="fp64", **optimizer
         )
         made = set_up(request, torch.float64)
         saved = made.save()
-        made.step(*batch())
+        made.step(*two)
         made.restore(saved)
         for _ in range(3):
-            made.step(*batch())
+            made.step(*two)
         found[implementation] = torch.cat([t.detach().flatten() for t in made.local])
         group = made.optimizer.param_groups[0]
         assert group["foreach"] == (implementation == "foreach")
