@@ -18,7 +18,7 @@ from typing import Any
 class Extension:
     """Declaration of what one extension adds to the core."""
 
-    #: What it is for, in a line.
+    #: Its purpose, in a line.
     says: str
     #: The extensions that it imports.
     needs: tuple[str, ...] = ()
@@ -31,11 +31,11 @@ class Extension:
     request: str | None = None
     #: Who runs its cells: a `train.running.runner.Runner`.
     runner: str | None = None
-    #: What happens beside the loop of a worker: a `train.beside.beside.Beside`.
+    #: Activity next to the loop of a worker: a `train.beside.beside.Beside`.
     beside: str | None = None
     #: Files of `workflow/rules`; they add to the lists at the top of common.smk.
     rules: tuple[str, ...] = ()
-    #: A function that adds subcommands: it is given a `command.subcommands.Adder`.
+    #: A function that adds subcommands, given a `command.subcommands.Adder`.
     commands: str | None = None
     #: Further columns of cells.csv: tuples of the arguments of an `analysis.records.columns.Column`.
     columns: str | None = None
@@ -43,7 +43,7 @@ class Extension:
     judge: str | None = None
     #: Modules with rules of the audit.
     audited: tuple[str, ...] = ()
-    #: What it adds to decisions and the report: an `analysis.records.reading.Reading`.
+    #: Additions to decisions and the report: an `analysis.records.reading.Reading`.
     reading: str | None = None
     #: What it adds to plans: a `plan.schedule.PlanAddition`.
     plans: str | None = None
@@ -56,7 +56,7 @@ def installed() -> dict[str, Extension]:
     Raises:
         ModuleNotFoundError: For one that needs an extension that was deleted.
     """
-    # By name, because the list lies above all that asks for it.
+    # By name, because the list is in a layer above this module.
     names = import_module(".extensions", "stratbench").NAMES
     by_name = {name: import_module(f".extensions.{name}", "stratbench").EXTENSION for name in names}
     for name, extension in by_name.items():
@@ -74,11 +74,11 @@ def at(point: str) -> Iterator[tuple[str, Any]]:
             yield name, resolve(declared)
 
 
-def keys_of(place: str) -> Iterator[tuple[str, Any]]:
+def keys_of(block: str) -> Iterator[tuple[str, Any]]:
     """Yield each extension with keys in a block of config.yaml, and their dataclass."""
     for name, extension in installed().items():
-        if place in extension.keys:
-            yield name, resolve(extension.keys[place])
+        if block in extension.keys:
+            yield name, resolve(extension.keys[block])
 
 
 def places() -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 MAX_JSON_BYTES = 64 << 20
 #: The file that marks a folder of ours, where users choose the place.
 MARK = ".stratbench"
-#: Whole numbers from here on do not fit in a column of a table.
+#: Integers from here on do not fit in a column of a table.
 _MAX_WHOLE = 1 << 63
 _MAX_DIGITS = len(f"-{_MAX_WHOLE}")
 
@@ -112,7 +112,7 @@ def read_regular(path: str | Path, most_bytes: int) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(0, "is not a regular file", str(path))
-        # A file of /proc says that it is empty, and may never end.
+        # A file of /proc reports the size 0, and may never end.
         content = f.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(0, f"is larger than {most_bytes:,} bytes", str(path))

@@ -26,7 +26,7 @@ def share_of_lr(
     """
     if step < warmup:
         return (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))  # a profile goes on after the last
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))  # a profile continues after the last
     match schedule:
         case "cosine":
             return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from stratbench.cell.text.help_page import help_address
 
-#: What a file system without locks answers.
+#: Errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 #: The file in a folder by which the folder is held: NFS locks no folders.
 _HELD_BY = "lock"
@@ -90,7 +90,7 @@ def open_lock(path: Path) -> int:
         OSError: If the file belongs to another user and is closed to us; the message has the remedy.
     """
     folder = path.parent.stat()
-    mode = 0o600 | (folder.st_mode & 0o022) * 3  # who may write may read
+    mode = 0o600 | (folder.st_mode & 0o022) * 3  # users who may write may read
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     except PermissionError as e:
@@ -153,7 +153,7 @@ def _remove_left(left: Path, prefix: str, suffix: str) -> None:
     if descriptor is None:
         return
     try:
-        # Under another name: who has just made it does not find it, and makes another.
+        # Rename first: a process that looks for the folder then makes another.
         left = left.rename(left.with_name(f"{prefix}{secrets.token_hex(8)}{suffix}"))
     finally:
         os.close(descriptor)

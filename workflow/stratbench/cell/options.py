@@ -96,7 +96,7 @@ def spell(hint: Any) -> str:
     return (names | {type(None): "null"}).get(hint, str(hint))
 
 
-#: What JSON Schema calls a type.
+#: Names of types in JSON Schema.
 _JSON_TYPES = {
     **{int: "integer", float: "number", bool: "boolean", str: "string"},
     **{list: "array", dict: "object", NoneType: "null"},

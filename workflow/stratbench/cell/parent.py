@@ -8,7 +8,7 @@ import threading
 import time
 from itertools import pairwise
 
-#: How often a process looks whether those above it live, in seconds.
+#: Period in seconds at which a process checks whether those above it live.
 POLL_S = 0.5
 
 

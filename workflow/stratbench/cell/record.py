@@ -19,7 +19,7 @@ from stratbench.cell.text.help_page import help_address
 Record = dict[str, Any]
 SCHEMA_PATH = SCHEMAS / "record.schema.json"
 SCHEMA_VERSION = 2
-#: What the launcher leaves in a cell's log folder when the cell failed.
+#: The launcher's file in a failed cell's log folder.
 FAILURE_FILE = "failure.json"
 
 
@@ -64,13 +64,13 @@ def validate(record: Record, source: str | Path = "record") -> None:
     try:
         _check()(record)
     except JsonSchemaValueException as e:
-        place = ".".join(e.path[1:]) or "top level"
+        path_text = ".".join(e.path[1:]) or "top level"
         wrong = e.message.removeprefix(e.name).strip()[:200]
-        if place == "settings.more" and isinstance(e.value, dict):
+        if path_text == "settings.more" and isinstance(e.value, dict):
             lacking = ", ".join(sorted(e.value.keys() - installed().keys()))
             wrong = f"needs the extension {lacking}, which is not installed"
         value = "" if isinstance(e.value, dict | list) else f", and is {e.value!r:.80}"
-        raise RecordError(f"{source} is not a valid record: {place}: {wrong}{value}") from e
+        raise RecordError(f"{source} is not a valid record: {path_text}: {wrong}{value}") from e
 
 
 def write(path: str | Path, record: Record) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from stratbench.cell.files import read_json_lines, write_atomic
 
-#: How often a file of another node is looked for, in seconds.
+#: Period of polling for a file of another node, in seconds.
 _POLL_S = 0.05
 
 

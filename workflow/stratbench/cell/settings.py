@@ -53,7 +53,7 @@ def derived(
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
-#: The words of `activation_checkpointing` beside true and false.
+#: Values of `activation_checkpointing` besides true and false.
 CHECKPOINTING = "^(selective|every-([2-9]|[1-9][0-9]+))$"
 #: Limits of what is more than a number or a word.
 BETAS = {
@@ -213,13 +213,13 @@ class Settings:
         "profiler in the cell's log folder.")
     slowdown: dict[str, Any] | None = setting(None, **SLOWDOWN,
         help="Slows chosen workers, to study stragglers.")
-    #: Nothing stands here for an extension that a study does not use: to add or delete one retrains nothing.
+    #: Empty for an extension that a study does not use: adding or deleting one retrains nothing.
     more: dict[str, dict[str, Any]] = derived(default_factory=dict,
         help="By extension, what the study gives for its keys other than their defaults; absent: nothing.")
     # fmt: on
 
     def __hash__(self) -> int:
-        # Of what tells most of them apart: the dicts among the rest have none.
+        # The most distinguishing fields: the dicts among the rest have no hash.
         return hash((self.strategy, self.model, self.gpus, self.precision))
 
     def of(self, keys: type[Given]) -> Given:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: The folder of its libraries, below the Python environment whose CUDA libraries they stand in for.
+#: The folder of its libraries, below the Python environment whose CUDA libraries they replace.
 FOLDER = "software-gpu"
 #: The end of its GPUs' UUIDs: `software` in ASCII.
 UUID_MARK = "-736f-667477617265"

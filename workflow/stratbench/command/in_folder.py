@@ -13,7 +13,7 @@ from stratbench.command import CommandError
 
 #: Packages that rules need besides those of the analysis, and how to install them.
 NEEDED = {"snakemake": "snakemake", "torch": "torch torchvision"}
-#: Snakemake that says why no rule could begin, whatever `--quiet` says.
+#: Snakemake that reports why no rule could begin, even with `--quiet`.
 QUIET = "stratbench.command.quietly"
 
 

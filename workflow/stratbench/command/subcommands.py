@@ -10,7 +10,7 @@ from typing import Any
 from stratbench.command import CommandError
 from stratbench.command.in_folder import QUIET, profile_folder, require, run_rules
 
-#: Does what a subcommand is asked, by its arguments and those for Snakemake; returns the exit code.
+#: Runs a subcommand, given its arguments and those for Snakemake; returns the exit code.
 Run = Callable[[argparse.Namespace, list[str]], int]
 FOR_SNAKEMAKE = """\
 In a study's folder all other options go to Snakemake, with their values by `=`: -n, --jobs=4.

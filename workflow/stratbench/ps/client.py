@@ -34,7 +34,7 @@ from stratbench.ps.wire.transport import Closed, Connection, Silent, dial
 
 _HANDSHAKE_S = 30.0
 _REDIAL_S = 0.1
-#: How long a worker that leaves waits for each server's hearing it.
+#: Maximum time that a leaving worker waits for each server's acknowledgement.
 _FAREWELL_S = 2.0
 
 
@@ -57,7 +57,9 @@ class Channel:
     ) -> None:
         """Use `connect`."""
         self.worker, self.flat, self.scale = worker, flat, scale
-        self.snapshot_dir: str | None = None  # where the servers keep the state of each epoch's end
+        self.snapshot_dir: str | None = (
+            None  # where the servers store the state of each epoch's end
+        )
         self.evaluator: int | None = None  # after the end: the live worker with the lowest number
         self.version = 0  # updates in the weights now held, as the shard that came last counts them
         self.wait_s = 0.0  # between the last byte pushed and the reply's last byte
@@ -70,7 +72,7 @@ class Channel:
         self._next: Ticket | Evaluation | None = None
         self._told = threading.Event()  # a TICKET, DONE or the channel's end has come
         self._was_idle = False
-        self._gone = threading.Event()  # who called `leave` has done so
+        self._gone = threading.Event()  # set once `leave` has finished
         self._error: Exception | None = None
         self._done = False
         self._closing = threading.Event()
@@ -178,7 +180,7 @@ class Channel:
         try:
             welcome = join_handshake(connection, secret, hello)
             if used == "shm":
-                with contextlib.suppress(Closed):  # what is received next says why
+                with contextlib.suppress(Closed):  # the next frame has the reason
                     connection.send_descriptor(Frame(Kind.MEMORY), self.flat.host.descriptor)
         except Closed:
             connection.close()
@@ -459,7 +461,9 @@ class Channel:
         try:
             link.connection.send(frame, payload)
         except Closed as error:
-            link.receiver.join(link.deadline_s)  # it reads to the end: the server may have said why
+            link.receiver.join(
+                link.deadline_s
+            )  # it reads to the end: the server may have sent a reason
             self._fail(ServerLost(f"server {link.server} was lost: {error}"))
             raise self._error from None
 
@@ -505,12 +509,12 @@ class Channel:
         elif kind is Kind.TICKET:
             self._take_ticket(Ticket(*unpack_ticket(link.connection.read(frame.length))))
         elif kind is Kind.ACK:
-            with contextlib.suppress(Closed):  # its own receiver learns why
+            with contextlib.suppress(Closed):  # its own receiver gets the reason
                 self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
         elif kind is Kind.WAIT:
             self._go_idle(link)
         elif kind is Kind.INIT:
-            with contextlib.suppress(Closed):  # what is received next says why
+            with contextlib.suppress(Closed):  # the next frame has the reason
                 self._send_initial(link)
         elif kind is Kind.EVAL:
             self._go_idle(link)
@@ -529,7 +533,7 @@ class Channel:
         self._done = True
         for link in self._links[1:] if self._incarnation is not None else ():
             self._queue(link, Frame(Kind.DONE))
-        for link in self._links:  # who was to release what is still awaited may be gone
+        for link in self._links:  # the thread that would set these events may have exited
             link.replied.set()
         self._told.set()
 
@@ -544,7 +548,7 @@ class Channel:
                 raise ProtocolError(
                     f"malformed frame: OK of {frame.length} bytes, not {high - low}"
                 )
-            # What comes back in the warm-up are no weights; gradients that were pushed are free.
+            # Data that come back in the warm-up are no weights; gradients that were pushed are free.
             target = self._grad_bytes if self._rehearsing else self._weight_bytes
             link.connection.receive_into(target[low:high])
         if self._staging is not None:
@@ -594,7 +598,7 @@ class Channel:
             self._error = error
         for link in self._links:
             link.replied.set()
-            if isinstance(error, RunEnded):  # the other servers shall not take us for the cause
+            if isinstance(error, RunEnded):  # the other servers must not take us for the cause
                 with contextlib.suppress(Closed):
                     link.connection.send_if_free(Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES])
             link.connection.close()
@@ -607,4 +611,4 @@ class Channel:
                 try:
                     link.connection.send_if_free(Frame(Kind.HEARTBEAT))
                 except Closed:
-                    return  # the receiving thread knows why
+                    return  # the receiving thread has the reason

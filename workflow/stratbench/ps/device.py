@@ -177,7 +177,7 @@ class Staging:
             if unscaler is not None:
                 unscaler.unscale(source)
             target.copy_(source, non_blocking=True)
-            arrived = torch.cuda.Event(blocking=True)  # who waits for it leaves its core to others
+            arrived = torch.cuda.Event(blocking=True)  # a blocking wait leaves the core to others
             arrived.record()
         self._copied.put((arrived, send))
 

@@ -28,10 +28,10 @@ Bounds = list[tuple[int, int]]  # (start, stop) of every shard of the model
 class Weights(Protocol):
     """Source of the weights that lanes send; see Shard.view and Shard.lend."""
 
-    def view(self, place: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int: ...
+    def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int: ...
 
     def lend(
-        self, place: int, shard: int, spare: Tensor, alive: Callable[[], bool]
+        self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]: ...
 
 
@@ -87,10 +87,10 @@ class StreamLane:
 
     def received(self, shard: int) -> Tensor:
         """Return the received shard or BUFFERS, which the next one overwrites."""
-        place = self._place(shard)
-        if place.dtype is self._grad.dtype or shard == BUFFERS:
-            return place
-        return self._grad[: self._numel(shard)].copy_(place)
+        buffer = self._place(shard)
+        if buffer.dtype is self._grad.dtype or shard == BUFFERS:
+            return buffer
+        return self._grad[: self._numel(shard)].copy_(buffer)
 
     def take_weights(self, shard: int, out: Tensor) -> None:
         """Write the shard's initial weights into `out`."""
@@ -101,14 +101,14 @@ class StreamLane:
         return as_bytes(self._out[: self._numel(shard)])
 
     def give(
-        self, place: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
+        self, slot: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
     ) -> int:
-        """Send `shards` of `weights` to the worker in slot `place`; return their bytes.
+        """Send `shards` of `weights` to the worker in slot `slot`; return their bytes.
 
         Once it is no longer `alive`, its slot may be another's, for which nothing is noted.
 
         Args:
-            place: Slot of the worker.
+            slot: Slot of the worker.
             shards: Numbers of the shards.
             weights: Source of the weights.
             alive: Whether the worker is still part of the run.
@@ -116,7 +116,7 @@ class StreamLane:
         sent_bytes = 0
         for shard in shards:
             spare = self._out[: self._numel(shard)]
-            with weights.lend(place, shard, spare, alive) as (lent, version):
+            with weights.lend(slot, shard, spare, alive) as (lent, version):
                 payload = as_bytes(lent)
                 self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
             sent_bytes += len(payload)
@@ -163,13 +163,13 @@ class SharedLane:
         return b""
 
     def give(
-        self, place: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
+        self, slot: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
     ) -> int:
         versions = {}
         for shard in shards:
             start, stop = self._bounds[shard]
             out = self._memory.weights[start:stop]
-            versions[shard] = weights.view(place, shard, out, alive)
+            versions[shard] = weights.view(slot, shard, out, alive)
         for first, count in _runs(versions):
             version = min(versions[k] for k in range(first, first + count))
             self._connection.send(Frame(Kind.OK, first, count, version=version))
@@ -227,7 +227,7 @@ class Member:
 
     def __init__(self, hello: Hello, connection: Connection, transport: str) -> None:
         self.worker, self.wire, self.scaled = hello.worker, hello.wire, hello.scaled
-        self.place = hello.worker  # what policies and shards know it by (ps.membership)
+        self.place = hello.worker  # its slot in policies and shards (ps.membership)
         self.connection = connection
         self.transport = transport
         self.lane: StreamLane | SharedLane
@@ -237,20 +237,20 @@ class Member:
         self.pulled = False  # it is ready to start
         self.idle = False  # no ticket was left for it
         self.evaluates: int | None = None  # the epoch whose state it evaluates, idle meanwhile
-        self.ticket: int | None = None  # what it works on
+        self.ticket: int | None = None  # its current ticket
         self.next: Ticket | None = None  # reserved for it
         self.last_ticket = 0
         self.todo: set[int] = set()  # shards of that ticket still to come
         self.held: list[int] = []  # shards that have come, and BUFFERS: they may have overflowed
         self.weight = 1.0  # of what has come
-        #: What shall be sent: shard numbers, (frame, payload), None at the end.
+        #: Queue of data to send: shard numbers, (frame, payload), None at the end.
         self._outbox: deque[Any] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # as often as something is put
-        self._sending = threading.Lock()  # held by who takes from the outbox
+        self._sending = threading.Lock()  # held by the thread that takes from the outbox
         self._ended = self._mute = False
         self.tickets = self.skips = 0
         self.bytes_in = self.bytes_out = 0
-        self.wait_s: float | None = None  # what it measured itself, from its BYE
+        self.wait_s: float | None = None  # its own measurement, from its BYE
 
     def is_alive(self) -> bool:
         """Return whether it still takes part."""

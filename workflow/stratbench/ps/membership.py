@@ -22,7 +22,7 @@ class Membership:
     def __init__(self, places: int) -> None:
         self.places = places
         self.members: dict[int, Member] = {}  # by number
-        self._at: dict[int, Member] = {}  # who is at a place, or was the last there
+        self._at: dict[int, Member] = {}  # present or last worker of each slot
 
     @property
     def numbers(self) -> int:
@@ -37,14 +37,14 @@ class Membership:
             raise ProtocolError(f"worker {number} {state}")
         return number
 
-    def enter(self, member: Member, place: int) -> None:
-        """`member` is at `place` from now on."""
-        member.place = place
-        self.members[member.worker] = self._at[place] = member
+    def enter(self, member: Member, slot: int) -> None:
+        """`member` is at `slot` from now on."""
+        member.place = slot
+        self.members[member.worker] = self._at[slot] = member
 
-    def at(self, place: int) -> Member:
-        """Return the present or last worker in slot `place`."""
-        return self._at[place]
+    def at(self, slot: int) -> Member:
+        """Return the present or last worker in slot `slot`."""
+        return self._at[slot]
 
     @property
     def live(self) -> list[Member]:
@@ -90,9 +90,9 @@ class OpenMembership(Membership):
         elif known.alive:
             raise ComeAgain(f"worker {number} has not left yet; come again later")
         taken = {m.place for m in self.live}
-        for place in range(self.places):
-            if place not in taken:
-                return place
+        for slot in range(self.places):
+            if slot not in taken:
+                return slot
         raise ComeAgain(f"all {self.places} places are taken; come again later")
 
     def may_start(self, n_lost: int) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 from stratbench.cell.learning_rate import share_of_lr
 
-#: How long a worker or a server may be silent before the others give it up, in seconds. A process that
-#: ends closes its connections and is noticed at once; this is for one that is stopped, and for a host
-#: that has vanished. Long, for heartbeats stay away as well while user code or a garbage collection
-#: holds the interpreter lock, and a collective would wait for such a worker.
+#: Time of silence, in seconds, after which a worker or server is given up. A process that ends closes its
+#: connections and is noticed at once; this is for a stopped one, and for a lost host. It is long, because
+#: heartbeats also pause while user code or a garbage collection holds the interpreter lock, and a collective
+#: would wait for such a worker.
 HEARTBEAT_DEADLINE_S = 60.0
 
 

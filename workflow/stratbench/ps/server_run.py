@@ -48,9 +48,9 @@ class ServerRun:
     round.
     """
 
-    #: How workers get their places.
+    #: How workers get their slots.
     members_by: ClassVar[type[Membership]] = Membership
-    #: Of the servers, which may be started again to go on: this time, from 1.
+    #: Number of the servers' incarnation, from 1.
     incarnation = 1
 
     def __init__(self, config: ServerConfig, secret: bytes, make: MakePolicy) -> None:
@@ -61,7 +61,7 @@ class ServerRun:
         self.over = threading.Event()
         self.refusals = Refusals()
         self.error: str | None = None
-        self.done = False  # every ticket is settled
+        self.done = False  # every ticket is completed
         self.lost: list[dict[str, Any]] = []
         self.plan = TicketPlan(config.epochs, config.steps_per_epoch, config.slices, config.steps)
         self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands them out
@@ -74,10 +74,10 @@ class ServerRun:
         self._lock = threading.Lock()
         self._membership = self.members_by(config.workers)
         self._members = self._membership.members
-        self._store: Store | None = None  # allocated when the first worker says how large
+        self._store: Store | None = None  # allocated when the first worker sends its sizes
         self._start: str | None = None  # hash of the weights that its first worker has built
         self._initialiser: Member | None = None
-        self._evaluator = 0  # who evaluates for all, once it is done
+        self._evaluator = 0  # the worker that evaluates at the end
         self._initialised = self._started = False
         self._first_ticket_s = self._last_push_s = 0.0
 
@@ -107,7 +107,7 @@ class ServerRun:
         with self._lock:
             if self.over.is_set():  # or it would start alone, counting the lost as present
                 raise ProtocolError(self.error or "the run is over")
-            place = self._membership.choose_place(worker)
+            slot = self._membership.choose_place(worker)
             if self._store is None:
                 self._store = Store(layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
                 self._check_room(layout.weight_bytes + layout.buffer_bytes)
@@ -118,7 +118,7 @@ class ServerRun:
             elif peer.start != self._start:
                 raise ProtocolError(OTHER_START)
             member = Member(peer, connection, transport)
-            self._membership.enter(member, place)
+            self._membership.enter(member, slot)
         return member
 
     @property
@@ -154,7 +154,7 @@ class ServerRun:
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
         sender.start()
-        member.sender = sender  # only now: who closes the run joins what is here
+        member.sender = sender  # only now: closing the run joins existing threads
 
     def _more_of_welcome(self, member: Member) -> dict[str, Any]:
         return {}
@@ -163,7 +163,7 @@ class ServerRun:
         try:
             member.send_replies(self._store)
         except Closed:
-            pass  # its reader will notice, once it has read what the worker still said (its BYE)
+            pass  # its reader will notice, after the worker's last frames (its BYE)
         except Exception as error:
             self._break_down(error)
             member.drop_shards()
@@ -186,7 +186,7 @@ class ServerRun:
             self._attend(member)
         except Exception as error:
             self._break_down(error)
-        member.sender.join()  # it has the reason to send; who never reads it is closed with the run
+        member.sender.join()  # it has the reason to send; a peer that never reads is closed with the run
         member.let_go()
 
     def _attend(self, member: Member) -> None:
@@ -241,7 +241,7 @@ class ServerRun:
         Or, on servers other than 0, has been called back to work.
         """
         with self._lock:
-            if not member.alive:  # given up meanwhile: its place may be another's
+            if not member.alive:  # given up meanwhile: its slot may be another's
                 return
             if member.idle:
                 member.idle = False
@@ -271,14 +271,14 @@ class ServerRun:
             raise ProtocolError("malformed frame: INIT that was not asked for")
         initial = self._store.receive_initial(frame, member.lane)
         with self._lock:
-            if not member.alive:  # given up meanwhile: another one's weights are asked for
+            if not member.alive:  # given up meanwhile: another one is asked for its weights
                 raise ProtocolError("INIT of a worker that was given up")
             if not self._store.fill(frame.shard, initial):
                 return
             self._store.make_shards(self._make_shard)
             self._initialised = True
-            for place in self._membership.absent([entry["worker"] for entry in self.lost]):
-                self._store.leave(place, lost=True)
+            for slot in self._membership.absent([entry["worker"] for entry in self.lost]):
+                self._store.leave(slot, lost=True)
             for other in self._membership.ready:
                 self._store.join(other.place)
             self._start_if_ready()
@@ -286,8 +286,8 @@ class ServerRun:
     def _make_shard(self, number: int, weights: Tensor) -> Shard:
         return Shard(number, self._make(weights), self._release, self.config.lr_share)
 
-    def _release(self, place: int, shard: int) -> None:
-        self._membership.at(place).post(shard)
+    def _release(self, slot: int, shard: int) -> None:
+        self._membership.at(slot).post(shard)
 
     def _start_if_ready(self) -> None:
         may_start = self._initialised and self._membership.may_start(len(self.lost))
@@ -495,7 +495,7 @@ class ServerRun:
             member.alive = False
             step = self.plan.global_step(member.last_ticket)
             log.warning("worker %d was lost at step %d: %s", member.worker, step, reason)
-            # One that was merely stopped will read this when it goes on.
+            # A worker that was merely stopped will read this when it resumes.
             member.tell(Frame(Kind.ERR), f"the server gave this worker up: {reason}".encode())
             member.end()
             if not self.done:
@@ -572,7 +572,7 @@ class ServerRun:
         give_up = time.monotonic() + self.config.heartbeat_deadline_s
         for member in members:
             member.end()
-        # Who still takes part leaves when it has read why the run ended; who was lost may never.
+        # Present workers leave when they have read why the run ended; lost ones may never.
         readers = [m.reader for m in members if m.alive]
         for thread in [*(m.sender for m in members if m.sender), *readers]:
             thread.join(max(0.0, give_up - time.monotonic()))

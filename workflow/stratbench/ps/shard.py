@@ -52,9 +52,9 @@ class Shard:
         self._snapshots: list[Tensor] = []
         #: The policy shows every worker the weights themselves: they can be lent without a copy.
         self._shows_weights = type(policy).view is Policy.view
-        self._borrowers = 0  # of the tensor that holds the weights now
+        self._borrowers = 0  # readers of the tensor that has the weights now
         self._lent_on: dict[int, int] = {}  # borrowers of tensors that held them before, by id
-        self._spare: Tensor | None = None  # one of these that nobody reads any more
+        self._spare: Tensor | None = None  # one of these without readers
 
     def push(
         self,
@@ -207,8 +207,8 @@ class Shard:
         self.staleness = Counter(state["staleness"])
         self.dropped, self.apply_s = state["dropped"], state["apply_s"]
         self._left = set(state["left"])
-        for place in range(self.policy.hyper.workers):
-            self.leave(place)
+        for slot in range(self.policy.hyper.workers):
+            self.leave(slot)
 
     def finish(self) -> None:
         """No push will come any more: all leave, and what is held is applied."""

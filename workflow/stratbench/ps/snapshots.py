@@ -101,9 +101,9 @@ class SnapshotWriter:
 
     def wait(self) -> None:
         """Wait until what has been taken so far is on disk."""
-        there = threading.Event()
-        self._queue.put(there)
-        there.wait()
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait()
 
     def close(self) -> None:
         """Wait until everything is on disk."""
@@ -120,7 +120,7 @@ class SnapshotWriter:
                 for shard in shards:
                     shard.save_snapshots()
                 self._write(epoch, seconds, weights, buffers)
-            except Exception as error:  # of any kind: `wait` would wait for ever for a dead thread
+            except Exception as error:  # of any kind: `wait` would wait forever for a dead thread
                 cause = getattr(error, "strerror", None) or error
                 reason = f"the snapshot of epoch {epoch + 1} could not be written to {self.folder}"
                 self._on_failure(f"{reason}: {cause}")

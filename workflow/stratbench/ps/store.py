@@ -46,7 +46,7 @@ class Store:
         if 2 * layout.weight_bytes + layout.buffer_bytes > most_bytes:
             raise ProtocolError(f"the model needs more than max_model_bytes = {most_bytes}")
         itemsize = DTYPES[layout.dtype].itemsize
-        # Servers have equal parts, and shards are equal, too: nobody has a shard more than the others.
+        # Servers have equal parts, and shards are equal, too: no server has a shard more than others.
         part = -(-layout.numel // n_servers)
         numel = max(1, -(-part // -(-part // max(1, shard_bytes // itemsize))))
         self.layout = layout
@@ -151,41 +151,41 @@ class Store:
         member.todo.clear()
         member.held.clear()
 
-    def view(self, place: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int:
+    def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int:
         """Write a shard's weights for a worker; see Shard.view.
 
         Args:
-            place: Slot of the worker.
+            slot: Slot of the worker.
             shard: Number of the shard.
             out: Shape [n].
             alive: Whether the worker is still part of the run.
         """
-        return self.shards[shard].view(place, out, alive)
+        return self.shards[shard].view(slot, out, alive)
 
     def lend(
-        self, place: int, shard: int, spare: Tensor, alive: Callable[[], bool]
+        self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]:
         """Return a context with a shard's weights for a worker; see Shard.lend.
 
         Args:
-            place: Slot of the worker.
+            slot: Slot of the worker.
             shard: Number of the shard.
             spare: Shape [n].
             alive: Whether the worker is still part of the run.
         """
-        return self.shards[shard].lend(place, spare, alive)
+        return self.shards[shard].lend(slot, spare, alive)
 
-    def join(self, place: int) -> None:
-        """Have the worker in slot `place` read all shards and take part."""
+    def join(self, slot: int) -> None:
+        """Have the worker in slot `slot` read all shards and take part."""
         for shard in self.shards.values():
-            shard.join(place)
+            shard.join(slot)
 
-    def leave(self, place: int, lost: bool) -> None:
-        """Nobody waits for `place` any longer; `lost`: nor do its buffers count."""
+    def leave(self, slot: int, lost: bool) -> None:
+        """Nobody waits for `slot` any longer; `lost`: nor do its buffers count."""
         for shard in self.shards.values():
-            shard.leave(place)
+            shard.leave(slot)
         if lost and self.buffers is not None:
-            self.buffers.lose(place)
+            self.buffers.lose(slot)
 
     def resume(
         self,

@@ -112,8 +112,7 @@ def common(sets: Iterable[Once]) -> Once:
     return Once(floor, set.intersection(*further))
 
 
-#: In place of the worker that settled a ticket: nobody has; it was settled in an earlier incarnation of the
-#: server.
+#: In place of the worker that completed a ticket: none; or one of an earlier incarnation of the server.
 FRESH, EARLIER = -1, -2
 
 
@@ -151,22 +150,22 @@ class Tickets:
         """Return numbers of the tickets that `worker` holds, in order."""
         return sorted(number for number, holder in self._held.items() if holder == worker)
 
-    def take(self, worker: int, place: int | None = None) -> Ticket | None:
+    def take(self, worker: int, slot: int | None = None) -> Ticket | None:
         """Return the next ticket for `worker`, or None while all others are in flight or completed.
 
-        `place` is the slot whose slice it gets while that is free, by default that of its number.
+        `slot` is the slot whose slice it gets while that is free, by default that of its number.
         """
         if self._returned:
             number, loser = self._returned.popleft()
             self.reassigned.append({"ticket": number, "from": loser, "to": worker})
         else:
-            number = self._take_fresh(worker if place is None else place)
+            number = self._take_fresh(worker if slot is None else slot)
             if number is None:
                 return None
         self._held[number] = worker
         return self.plan.ticket(number)
 
-    def _take_fresh(self, place: int) -> int | None:
+    def _take_fresh(self, slot: int) -> int | None:
         slices = self.plan.slices
         while not self._fresh:
             first = self._next_step * slices
@@ -174,7 +173,7 @@ class Tickets:
                 return None
             self._fresh = [n for n in range(first, first + slices) if self.settled_by[n] == FRESH]
             self._next_step += 1
-        own = self._fresh[0] // slices * slices + place
+        own = self._fresh[0] // slices * slices + slot
         number = own if own in self._fresh else self._fresh[0]
         self._fresh.remove(number)
         return number
@@ -192,9 +191,9 @@ class Tickets:
         """
         if self._held.get(number) != worker:
             raise KeyError(f"worker {worker} does not hold ticket {number}")
-        there = self._there.setdefault(number, set())
-        there.add(server)
-        if len(there) < self._n_servers:
+        servers = self._there.setdefault(number, set())
+        servers.add(server)
+        if len(servers) < self._n_servers:
             return
         del self._held[number], self._there[number]
         self.settled_by[number] = worker

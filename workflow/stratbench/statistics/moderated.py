@@ -14,8 +14,8 @@ import numpy as np
 
 #: The rate of false claims that is allowed.
 ALPHA = 0.05
-#: Divides ALPHA for people who look again after further repeats, at 2, 3, 4, 5, 6, 8 and 10 of them.
-#: By simulation it has to be 3.8 to 5.6.
+#: Divides ALPHA for repeated looks after further repeats, at 2, 3, 4, 5, 6, 8 and 10 of them. By simulation
+#: it has to be 3.8 to 5.6.
 REPEATED_LOOKS = 4.5
 #: From this ratio of times on, a single common repeat is enough to call one slower.
 SCREEN = 1.5
@@ -47,11 +47,11 @@ def paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
     variance with fewer than two.
     """
     d = np.asarray(logs, dtype=float) - np.asarray(others, dtype=float)
-    there = np.isfinite(d)
-    n = there.sum(-1)
+    is_present = np.isfinite(d)
+    n = is_present.sum(-1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.where(there, d, 0.0).sum(-1) / np.where(n > 0, n, np.nan)
-        squares = np.where(there, (d - mean[..., None]) ** 2, 0.0).sum(-1)
+        mean = np.where(is_present, d, 0.0).sum(-1) / np.where(n > 0, n, np.nan)
+        squares = np.where(is_present, (d - mean[..., None]) ** 2, 0.0).sum(-1)
         variance = squares / np.where(n > 1, n - 1, np.nan)
     return Differences(mean, variance, n)
 
@@ -85,7 +85,7 @@ def variance_prior(
     count = known.sum(-1)
     if np.all(count < fewest):
         return Prior(np.zeros(count.shape), np.zeros(count.shape))
-    from scipy.special import digamma  # takes 0.2 s: not for those who compare nothing
+    from scipy.special import digamma  # takes 0.2 s, only needed for comparisons
 
     # Degrees of freedom are a few different numbers: each is worked out once.
     several, place = np.unique(np.where(known, dof, 1.0), return_inverse=True)
@@ -200,18 +200,18 @@ def scatter_of_groups(logs: np.ndarray) -> Scatter:
     a drift) are subtracted first, by the median of the groups, which is robust to one noisy group. `logs` has
     the shape [..., groups, repeats], with NaN for a missing repeat.
     """
-    there = np.isfinite(logs)
-    n, groups = there.sum(-1), there.sum(-2)
+    is_present = np.isfinite(logs)
+    n, groups = is_present.sum(-1), is_present.sum(-2)
 
     def centred(x: np.ndarray) -> np.ndarray:
-        return x - (np.where(there, x, 0.0).sum(-1) / n)[..., None]
+        return x - (np.where(is_present, x, 0.0).sum(-1) / n)[..., None]
 
     with np.errstate(invalid="ignore", divide="ignore"):
         apart = centred(logs)
-        common = np.median(apart, -2) if there.all() else _median_of_known(apart)
+        common = np.median(apart, -2) if is_present.all() else _median_of_known(apart)
         rest = centred(apart - common[..., None, :])
-        squares = np.where(there, rest**2, 0.0).sum(-1)
-        share = np.where(there, (1 - 1 / groups)[..., None, :], 0.0).sum(-1)
+        squares = np.where(is_present, rest**2, 0.0).sum(-1)
+        share = np.where(is_present, (1 - 1 / groups)[..., None, :], 0.0).sum(-1)
         dof = np.where(n > 1, share * (n - 1) / n, 0.0)
         return Scatter(squares / dof, dof)
 

@@ -86,7 +86,7 @@ def _half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
     `parts`: the variance of each mean and its degrees of freedom; those of the sum are Satterthwaite's
     (1946). The variances are not all 0. `alpha` is the probability beyond one end.
     """
-    from scipy.special import stdtrit  # takes 0.2 s: not for those who have no repeats
+    from scipy.special import stdtrit  # takes 0.2 s, only needed with repeats
 
     total = sum(variance for variance, _ in parts)
     # Relative to the total, as squares of variances near 1e-160 would vanish.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stratbench.strategies.base import Strategy, Traits
     from stratbench.strategies.mesh import Mesh
 
-#: Of each strategy the module and the class, or a function that makes the class of the name.
+#: Module and class of each strategy, or a function that makes the class of the name.
 REGISTRY: dict[str, str] = {
     "single": "stratbench.strategies.single:Single",
     "ddp": "stratbench.strategies.ddp:DDP",

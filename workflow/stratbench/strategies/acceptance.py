@@ -37,7 +37,7 @@ def check_model(
         raise Refused(f"{models.in_words(network)}: {name} cannot train it: {reason}")
 
 
-#: How far the scores of a divided network may be from the whole one's, relative to the largest of them.
+#: Maximum difference between the scores of a divided model and the whole one's, relative to the largest.
 SCORES, ROUNDED_SCORES = 1e-3, 5e-2
 
 

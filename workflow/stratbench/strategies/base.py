@@ -55,20 +55,20 @@ class Traits:
     equals_ddp: bool = False
     #: Whether parameters, gradients and optimizer state are divided among the workers.
     shards_states: bool = False
-    #: Parts into which parameters and gradients are divided; each worker holds one. None: unevenly or
-    #: unknown, a worker holds between a part for each worker and the whole.
+    #: Number of shards of parameters and gradients, one per worker. None: uneven or unknown, a worker has
+    #: between an equal shard and the whole.
     weight_parts: int | None = 1
     #: The same of the optimizer's state.
     optimizer_parts: int | None = 1
-    #: Whether the optimizer's state covers the room that is left between tensors in a flat one.
+    #: Whether the optimizer's state covers the padding between tensors in a flat one.
     optimizer_padded: bool = False
-    #: Whether what is divided is kept in the host's memory and not in the device's.
+    #: Whether sharded states are in the host's memory and not in the device's.
     states_on_host: bool = False
     #: Updates that each global batch makes; None: not fixed, or unknown.
     updates_per_step: float | None = None
-    #: Copies of the trainable parameters, times (W - 1) / W, that each of W workers at least sends in a
-    #: step by ring collectives; where states are divided, all but one are of all parameters, which are
-    #: gathered. None: it uses none, or unknown.
+    #: Copies of the trainable parameters, times (W - 1) / W, that each of W workers at least sends per step
+    #: by ring collectives; with sharded states, all but one are of all parameters, which are gathered. None:
+    #: no ring, or unknown.
     ring_copies: float | None = None
     #: Copies of the trainable parameters beside them and the optimizer's moments, such as those that
     #: `Strategy.extra_state` names, divided as the optimizer's state is: they count as part of it. None: no
@@ -83,7 +83,7 @@ class Worker:
     settings: Settings
     rank: int
     world_size: int
-    #: How many of the workers run on this worker's node.
+    #: Number of workers on this worker's node.
     local_world: int
     device: torch.device
     folder: RunFolder
@@ -93,23 +93,23 @@ class Worker:
     delay: Callable[[], None] = lambda: None
     #: Called with a phase's name at its end within a step.
     mark: Callable[[str], None] = lambda phase: None
-    #: What is learnt.
+    #: The task.
     task: Task = field(default_factory=Classification)
     #: Whether its loss is a sum and a weight (`tasks.LossKind`).
     weighs: bool = False
     #: Steps of all epochs together, over which a schedule changes the learning rate.
     total_steps: int = 1
-    #: What counts compilations, where the settings ask for torch.compile.
+    #: Counts compilations, if the settings have torch.compile.
     watch: CompileWatch | None = None
-    #: What it tells that it gets on; None where nobody looks.
+    #: Heartbeat to update on progress, or None without a reader.
     heartbeat: Heartbeat | None = None
     #: A step of the network, if it is a user's.
     trial: Trial | None = None
-    #: How the workers divide the work; None: each has a copy of the network.
+    #: Division of the workers; None: each has a copy of the model.
     mesh: Mesh | None = None
     #: Hash of the network's initial weights, which all workers build from one seed.
     start: str = ""
-    #: Of one sample, as the network takes it.
+    #: Shape of one sample, as the model takes it.
     input_shape: tuple[int, ...] = ()
     #: Makes its channel to parameter servers of a function that connects to an incarnation of them within so
     #: many seconds; None: that function does.
@@ -137,10 +137,10 @@ class Worker:
 #: The phases of a step before backward, without what the study slows there.
 BEFORE_BACKWARD = ("data", "forward")
 
-#: Why workers that hold parts of the model's states cannot join and leave (`Strategy.rigid`).
+#: Why workers with shards of the model's states cannot join and leave (`Strategy.rigid`).
 STATE_IN_PARTS = "each worker holds a part of the state, which ends with the worker"
 
-#: What a strategy states itself: one that is made from another does not inherit it.
+#: Declarations of a strategy that derived ones do not inherit.
 CLAIMS = (
     "rule",
     "alike_on_any_count",
@@ -165,7 +165,7 @@ class Strategy:
     needs: ClassVar[tuple[str, ...]] = ()
     #: The policy by which its servers update the weights (`ps/policies/policies.py`); None: no servers.
     policy: ClassVar[str | None] = None
-    #: What it is a kind of: figures give each family a hue, `other` black.
+    #: Family of the strategy: figures give each family a hue, `other` black.
     family: ClassVar[
         Literal[
             "alone",
@@ -191,9 +191,9 @@ class Strategy:
     max_workers: ClassVar[int | None] = None
     #: Whether it needs a torch.distributed process group.
     needs_group: ClassVar[bool] = True
-    #: Whether it shards the model by its wrap groups, which then stand in the record.
+    #: Whether it shards the model by its wrap groups, which are then in the record.
     uses_wrap_groups: ClassVar[bool] = False
-    #: Whether it divides the network itself, which must state how; others take any network.
+    #: Whether it divides the model itself, which must declare how; others take any model.
     divides_network: ClassVar[bool] = False
     #: Whether a worker waits for the activations that others send, so that no computation hides them.
     waits_for_activations: ClassVar[bool] = False
@@ -202,8 +202,8 @@ class Strategy:
     #: The kinds of collectives that its steps may start (`CollectiveCall.kind`), for the measurement of
     #: links; None: it does not say, and all are measured.
     collectives: ClassVar[tuple[str, ...] | None] = None
-    #: The phases of a step in which a worker waits for no other: how long they take says how the workers'
-    #: computing lies apart. Empty: in each it may wait.
+    #: The phases of a step without waits for other workers: they show how the workers' computation times
+    #: differ. Empty: each may contain waits.
     own_phases: tuple[str, ...] = ()
     #: Why its workers cannot join and leave while it trains, in a clause; None: they can.
     rigid: ClassVar[str | None] = "it does not say that workers may join and leave while it trains"
@@ -213,16 +213,16 @@ class Strategy:
     warms_up: ClassVar[bool] = False
     #: Whether a parameter that got no gradient in a step is updated as by one of zeros; else it is left.
     updates_by_zeros: ClassVar[bool] = False
-    #: What becomes of buffers that forward writes, such as BatchNorm's statistics, in a few words.
+    #: Short text on buffers that forward writes, such as BatchNorm's statistics.
     buffers_note: ClassVar[str] = "each worker keeps its own"
     #: Whose weights and BatchNorm statistics are evaluated.
     evaluated_on: ClassVar[str] = "the only worker's weights and BatchNorm statistics"
-    #: What the breakdown of a step's time cannot separate, in a sentence; None: nothing is hidden.
+    #: Sentence on parts of a step's time that the breakdown cannot separate; None if there are none.
     breakdown_note: ClassVar[str | None] = None
     Options: ClassVar[type[Options]] = Options
-    #: What was given to `setup`.
+    #: The model given to `setup`.
     model: nn.Module
-    #: What updates the weights on this worker, from `setup` on; None: something else does.
+    #: The optimizer of this worker's weights, from `setup` on; None if there is none.
     optimizer: torch.optim.Optimizer | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -502,7 +502,7 @@ class Collective(Strategy):
 
     module: nn.Module  # the wrapped model
     compiled: nn.Module  # what a step calls: it, or what compiles it
-    #: What has the network return its loss (`loss_chunks`); None: it returns scores.
+    #: Wrapper that makes the model return its loss (`loss_chunks`); None: it returns scores.
     chunked: ChunkedLoss | None = None
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
@@ -570,8 +570,8 @@ class Collective(Strategy):
                     "exp_avg_sq": torch.zeros_like(t),
                 }
             elif s.momentum:
-                # From zero, momentum becomes the first gradient, as in torch. But where the loss scaler
-                # skips the first step, torch's fused SGD goes on with uninitialised memory.
+                # From zero, momentum becomes the first gradient, as in torch. But if the loss scaler skips
+                # the first step, torch's fused SGD continues with uninitialised memory.
                 optimizer.state[t]["momentum_buffer"] = torch.zeros_like(t)
 
     def reset(self) -> None:

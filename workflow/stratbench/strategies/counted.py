@@ -19,9 +19,9 @@ class Counted(base.Collective):
     The first steps of such a strategy do other work.
     """
 
-    #: Whether the step that comes is counted: from a `save` on.
+    #: Whether the next step is counted: from a `save` on.
     _counts_step = True
-    #: Bytes that the step sent that was counted last; NaN: none was, or what it sent is not known.
+    #: Bytes sent in the step counted last; NaN if there is none, or if they are unknown.
     _sent_bytes = nan
 
     def save(self) -> SavedState:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SAMPLE_EVERY = 100
 
 
-#: How DDP says which parameters, by number, got no gradient in the step before.
+#: DDP's message on the parameters, by number, without a gradient in the previous step.
 _UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
@@ -157,7 +157,7 @@ class DDP(base.Collective):
             synchronous_alone=True,
             equals_ddp=exact,
             updates_per_step=1,
-            # Of what PowerSGD sends, the shapes of all parameters decide.
+            # PowerSGD's traffic depends on the shapes of all parameters.
             ring_copies={"none": 2, "powersgd": None}.get(self.compress, 1),
         )
 

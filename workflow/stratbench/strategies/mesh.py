@@ -57,11 +57,11 @@ class Mesh:
         stage, replica = divmod(rest, self.replicas)
         return MeshCoordinate(replica, stage, tensor)
 
-    def rank(self, place: MeshCoordinate) -> int:
+    def rank(self, at: MeshCoordinate) -> int:
         """Return the rank of the worker at these coordinates."""
-        return (place.stage * self.replicas + place.replica) * self.tensor + place.tensor
+        return (at.stage * self.replicas + at.replica) * self.tensor + at.tensor
 
     def speaks(self, rank: int) -> bool:
         """Return whether the worker reports for its copy: the first of the last stage."""
-        place = self.place(rank)
-        return place.tensor == 0 and place.stage == self.stages - 1
+        at = self.place(rank)
+        return at.tensor == 0 and at.stage == self.stages - 1

@@ -15,7 +15,7 @@ class Missing(ModelError):
     """A distribution that a strategy needs is not installed, or in another version."""
 
 
-#: What the study calls a strategy, its class, and its options.
+#: A strategy's name in the study, its class, and its options.
 Used = tuple[str, "type[Strategy]", Mapping[str, Any]]
 
 

@@ -21,7 +21,7 @@ from stratbench.study import snakemake_internals as internals
 OPTION = "--values"
 #: The option in the command of a rule.
 OF_JOB = f"{OPTION} {{log:q}}.json"
-#: The folder of the configs that jobs are given. Each file is named by its content.
+#: The folder of the configs for jobs. Each file is named by its content.
 CONFIGS = Path(".snakemake/configs")
 
 

@@ -24,8 +24,8 @@ def priority(cell: Cell) -> int:
     names alone: it is always the same, also for a cell that is added later.
     """
     comparison = drawn(COMPARISONS, cell.study, cell.experiment, cell.model, cell.repeat)
-    place = drawn(PLACES, cell.study, cell.path)
-    return (max(0, REPEATS - cell.repeat) * COMPARISONS + comparison) * PLACES + place + 1
+    number = drawn(PLACES, cell.study, cell.path)
+    return (max(0, REPEATS - cell.repeat) * COMPARISONS + comparison) * PLACES + number + 1
 
 
 def drawn(below: int, *names: str | int) -> int:

@@ -12,7 +12,7 @@ from stratbench.cell.text.words import counted, joined_with_and
 
 #: The reason of a job that has left no evidence of its own.
 NO_EVIDENCE = "ended before it could say why; its log may"
-#: The most lines of a summary: of more reasons, the rest is counted.
+#: Maximum number of lines of a summary; further reasons are only counted.
 MAX_LINES = 12
 
 

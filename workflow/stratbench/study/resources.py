@@ -13,7 +13,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.extensions import at
 from stratbench.cell.settings import Settings
 
-#: The limit in minutes where neither the cell's own limit nor a plan says how long it takes.
+#: The limit in minutes if neither the cell's own limit nor a plan has one.
 UNLIMITED_MIN = 24 * 60
 #: Memory in MiB that a job needs besides the planned processes: two snakemakes, the launcher, the fork
 #: server, the sampler.

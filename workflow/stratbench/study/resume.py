@@ -12,7 +12,7 @@ from stratbench.cell import record
 from stratbench.cell.settings import Settings
 from stratbench.study import snakemake_internals as internals
 
-#: The data sets of which `forget_other_data` has told.
+#: The data sets that `forget_other_data` has reported.
 _told: set[str] = set()
 
 
@@ -63,7 +63,7 @@ def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
         trained = made["trained"].values() if "trained" in made else [made["settings"]]
         others = any(s["data_spec"] != wanted.data_spec for s in trained)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return  # there is none, or none that can be read: whoever reads it tells
+        return  # missing or unreadable, which its reader reports
     if others:
         internals.force(workflow, str(path))
         if wanted.dataset not in _told:

@@ -332,9 +332,9 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
         **({"software_gpu": True} if job.use_cuda and software_gpu.is_here() else {}),
         "busy_at_start": job.folder.read_busy(),
         "gpus": {
-            name: place["gpu"] | {"node": job.node_of(rank_of(name))}
-            for name, place in job.folder.read_places().items()
-            if "gpu" in place
+            name: device["gpu"] | {"node": job.node_of(rank_of(name))}
+            for name, device in job.folder.read_places().items()
+            if "gpu" in device
         },
         "foreign_gpu_processes": job.folder.read_foreign_processes(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),

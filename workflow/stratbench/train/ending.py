@@ -199,10 +199,10 @@ def out_of_memory(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
             return Ending("oom", worker["reason"])
     rank, worker = next(iter(lacking.items()))
     name, others = worker_name(rank), worker["others"]
-    place = job.folder.read_places().get(name, {})
-    where = f"{describe_gpu(place.get('gpu', {}))} of {place.get('host')}"
-    held = [f"process {p['pid']} {_in_gib(p['bytes'])}" for p in others["processes"]]
-    listed = ", ".join(held) or f"others {_in_gib(others['others_bytes'])}"
+    device = job.folder.read_places().get(name, {})
+    where = f"{describe_gpu(device.get('gpu', {}))} of {device.get('host')}"
+    texts = [f"process {p['pid']} {_in_gib(p['bytes'])}" for p in others["processes"]]
+    listed = ", ".join(texts) or f"others {_in_gib(others['others_bytes'])}"
     return Ending(
         "error",
         f"{name} had no memory left on {where}, of which others used a part: {listed}. Free the GPU, and "

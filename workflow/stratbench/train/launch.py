@@ -314,9 +314,9 @@ def fail(
         print(f"\n{title_of(cell)} FAILED: {reason}")
         for line in processes:
             print(f"  {line}")
-        for name, place in places.items():
-            gpu = f"{describe_gpu(place['gpu'])} of " if "gpu" in place else ""
-            print(f"  {name} ran on {gpu}{place['host']}")
+        for name, device in places.items():
+            gpu = f"{describe_gpu(device['gpu'])} of " if "gpu" in device else ""
+            print(f"  {name} ran on {gpu}{device['host']}")
         for name, lines in logs.items():
             print(f"--- end of {folder.path / name}")
             print("\n".join(lines) or "(empty)")

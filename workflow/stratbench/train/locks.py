@@ -114,10 +114,12 @@ def _wait_for(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
     waited = False
     while (descriptor := try_lock(path)) is None:
         if not waited:
-            who = path.read_text(encoding="utf-8", errors="replace")
+            holder = path.read_text(encoding="utf-8", errors="replace")
             if not wait:
-                raise Held(f"{reason}: {who or 'it does not say which'}; {path} is locked")
-            print(f"waiting: {reason}{f' ({who})' if who else ''}; {path} is locked", flush=True)
+                raise Held(f"{reason}: {holder or 'it does not say which'}; {path} is locked")
+            print(
+                f"waiting: {reason}{f' ({holder})' if holder else ''}; {path} is locked", flush=True
+            )
             waited = True
         time.sleep(POLL_S)
     return descriptor, waited

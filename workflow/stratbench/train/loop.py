@@ -108,8 +108,8 @@ def train(
     first, taken = start.steps // steps_per_epoch, start.losses
     steps = first * steps_per_epoch
     for epoch in range(first, s.passes(data.train_samples)):
-        most = in_all - steps
-        losses = train_epoch(strategy, data, worker, clock, log, epoch, most, besides, taken)
+        max_steps = in_all - steps
+        losses = train_epoch(strategy, data, worker, clock, log, epoch, max_steps, besides, taken)
         taken = ()
         strategy.check_alike()
         if used is None:  # before an evaluation, whose batches may need more than training's
@@ -422,11 +422,11 @@ def train_epoch(
     clock: StepClock,
     log: PhaseLog,
     epoch: int,
-    most: int | None = None,
+    max_steps: int | None = None,
     besides: Sequence[Beside] = (),
     taken: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Train one timed epoch, or its first `most` steps; return each step's loss, on the device.
+    """Train one timed epoch, or its first `max_steps` steps; return each step's loss, on the device.
 
     It is timed in stretches, between which the clock stops for activities next to it. Those due after the
     last step run once the epoch was evaluated.
@@ -438,16 +438,16 @@ def train_epoch(
         clock: Clock of the steps.
         log: Log of the phases.
         epoch: Number of the epoch.
-        most: Maximum number of steps, or None for all.
+        max_steps: Maximum number of steps, or None for all.
         besides: Activities next to the training.
         taken: Losses of its first steps, which were taken before.
     """
     s = worker.settings
     order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
     settle_garbage()
-    batches = islice(strategy.batches(order, epoch), len(taken), most)
+    batches = islice(strategy.batches(order, epoch), len(taken), max_steps)
     losses, per_epoch = list(taken), data.train_samples // s.global_batch
-    last = per_epoch if most is None else min(per_epoch, most)
+    last = per_epoch if max_steps is None else min(per_epoch, max_steps)
     while True:
         stop = next_stop(besides)
         until = last if stop is None else min(stop - epoch * per_epoch, last)

@@ -233,8 +233,8 @@ def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Ta
     name = name_of_task(s, shape)
     task = own_task(name) if s.own_task else TASKS[name]()
     if values is not None and values != takes_values(task):
-        who = OwnTask(name) if s.own_task else f"task {name!r}"
-        raise ModelError(f"{who}: {wrong_targets(values)}")
+        label = OwnTask(name) if s.own_task else f"task {name!r}"
+        raise ModelError(f"{label}: {wrong_targets(values)}")
     return task
 
 

@@ -14,14 +14,14 @@ from stratbench.strategies.base import Traits
 if TYPE_CHECKING:
     from stratbench.analysis.decision.constraints import Constraints
 
-#: What excludes a candidate, by the status of a cell.
+#: Kind of exclusion by the status of a cell.
 EXCLUDED = {
     "oom": "does not fit",
     "timeout": "too slow",
     "diverged": "worse score",
     "unsupported": "unsupported",
 }
-#: Why a candidate is excluded whose loss was no number.
+#: Reason for the exclusion of a candidate whose loss was not a number.
 DIVERGED = "training diverged"
 
 
@@ -40,10 +40,9 @@ class Candidate:
     basis: str = "measured"
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, in s
     time_s: float | None = None
-    #: What one of its times is of: `repeat`, or `block`.
+    #: Noun for the unit of its times: `repeat`, or `block`.
     unit: str = "repeat"
-    #: Whether its time was not measured on this number of workers; then the interval of 80 % of its time,
-    #: and its figures in words.
+    #: Whether its time is projected; then the 80 % interval of its time, and its values as text.
     projected: bool = False
     time_low_s: float | None = None
     time_high_s: float | None = None
@@ -55,7 +54,7 @@ class Candidate:
     #: Whether it was trained for a number of steps and not evaluated.
     unscored: bool = False
     memory_bytes: float | None = None
-    #: The audit's rules that doubt its memory, where no answer depends on it: no claim rests on it then.
+    #: The audit's rules on its memory, if no answer depends on it.
     memory_doubts: list[str] = field(default_factory=list)
     states_bytes: float | None = None
     #: The memory of the GPU; None: not known, or no GPU.
@@ -72,7 +71,7 @@ class Candidate:
     hosts: frozenset[str] = frozenset()  # all hosts of a repeat are one text
     #: Upper bound (95 %) on how much worse its score may be, as shown; None: not known.
     score_loss_upper: float | None = None
-    #: Why nothing is projected to the number of workers that is asked for, if nothing is.
+    #: Why nothing is projected to the requested number of workers, if nothing is.
     not_projected: str = ""
     #: Whose score is the best.
     best_score: str = ""

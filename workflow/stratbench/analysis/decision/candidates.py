@@ -20,7 +20,7 @@ from stratbench.strategies.base import Traits
 
 #: The audit's rule for scores which show that training did not work.
 FLOOR_RULE = "score-below-floor"
-#: Why a candidate is excluded, by the status of a cell that did not end well.
+#: Kind of exclusion by the status of a cell that did not end well.
 KIND_OF_STATUS = EXCLUDED | {
     "infeasible": "does not fit",
     "incomparable": "other work",

@@ -46,12 +46,12 @@ def unanswered(
 class Claim:
     """Conclusion of an answer: its kind and its sentence."""
 
-    #: `projected`, `alone`, `one run`, `winner`, `tie` or `apart` (not told apart).
+    #: `projected`, `alone`, `one run`, `winner`, `tie` or `apart` (no significant difference).
     kind: str
     text: str
 
 
-#: Of what others are that a constraint keeps out although they are better; `score` is its name.
+#: Text on better candidates that a constraint excludes; `score` is the score's name.
 LEFT = {"worse score": "of those with enough {score}", "does not fit": "of those that fit"}
 
 

@@ -14,7 +14,7 @@ from stratbench.cell.text.words import counted, names_text
 from stratbench.statistics.moderated import ROUGH
 
 LEVELS = ("low", "medium", "high")
-#: What is said where the intervals pay for several looks.
+#: Text if the intervals are corrected for several looks.
 LOOKED_AGAIN = (
     "Not every record says that so many repeats were planned: the intervals pay for looking again."
 )
@@ -179,11 +179,11 @@ def unequal_presence(ranking: Ranking, margin: float) -> str:
 
     It is for cells whose workers are jobs of their own, whose time depends on when they came.
     """
-    there = [c for c in (ranking.first, *(c.rival for c in ranking.nearest)) if c.present]
-    shares = [c.present / c.gpus for c in there if c.present]
+    with_presence = [c for c in (ranking.first, *(c.rival for c in ranking.nearest)) if c.present]
+    shares = [c.present / c.gpus for c in with_presence if c.present]
     if not shares or max(shares) <= (1 + margin) * min(shares):
         return ""
-    numbers = ", ".join(f"{c.present:.2g} of {c.gpus} for {c.strategy}" for c in there)
+    numbers = ", ".join(f"{c.present:.2g} of {c.gpus} for {c.strategy}" for c in with_presence)
     return f"Workers came and went, and not as many were there on average: {numbers}."
 
 

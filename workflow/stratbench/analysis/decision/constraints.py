@@ -23,14 +23,14 @@ class Constraints:
     model: str | None = None
     #: The longest training time, for the epochs that the records trained.
     deadline_s: float | None = None
-    #: The price; if given, candidates are ranked by cost instead of time.
+    #: The price; if set, candidates are ranked by cost instead of time.
     price_per_gpu_hour: float | None = None
     #: How much worse than the best strategy's a score may be, by the score's name, as shown (points of
     #: accuracy); a score that is not named here has its task's tolerance.
     score_tolerance: Mapping[str, float] = field(default_factory=dict)
     #: The share by which strategies may differ in time (or cost) and still count as equal.
     equivalence_margin: float = 0.03
-    #: The share of a peak that is kept free on top of it: `cluster.memory_margin`.
+    #: The reserve, as a fraction of a peak: `cluster.memory_margin`.
     memory_margin: float = 0.1
     #: Whether the workers are equally fast.
     homogeneous: bool = True

@@ -62,11 +62,11 @@ class Decision:
     model: str
     choice: Candidate | None
     reason: str
-    #: `high`, `medium`, `low` or `none`, and why, in sentences.
+    #: `high`, `medium`, `low` or `none`, and the reasons, as sentences.
     confidence: str
     sure: tuple[str, ...]
     changes: tuple[str, ...]
-    #: (strategy, why) for each strategy that cannot be chosen at any count.
+    #: (strategy, reason) for each strategy that cannot be chosen at any count.
     excluded: tuple[tuple[str, str], ...]
     matrix: tuple[dict[str, Any], ...]
     #: The answer in a few words.

@@ -19,7 +19,7 @@ from stratbench.analysis.decision.tolerance import UNUSABLE
 from stratbench.statistics import moderated
 from stratbench.statistics.intervals import IntervalEstimate
 
-#: A study is asked for so many repeats at most.
+#: Maximum number of repeats that a study is advised to have.
 MAX_REPEATS = 40
 #: The share of studies in which a difference may be missed.
 MISSED = 0.2
@@ -111,7 +111,7 @@ class AgainstRival:
     rival: Candidate
     ratio: IntervalEstimate
     repeats: int
-    #: `slower`, `tied` (a near tie, or no clear difference), or `unknown` if nothing tells.
+    #: `slower`, `tied` (a near tie, or no clear difference), or `unknown`.
     stand: str
 
 
@@ -133,7 +133,7 @@ class RankingNoise:
         from scipy.special import nctdtr, stdtrit  # takes 0.2 s
 
         n = np.arange(3, MAX_REPEATS + 1)
-        # The weight of a prior is estimated, too, and is often less than it may be: half is counted.
+        # The weight of a prior is estimated, too, and is often less than allowed: half is counted.
         dof = n - 1 + np.minimum(moderated.FEW_DOF_OF_GROUPS, self.others * (n - 1)) / 2
         needed = -stdtrit(dof, float(moderated.tail_among(self.candidates)))
         apart = np.log1p(difference) / np.sqrt(2 * self.sd**2 / n)
@@ -149,7 +149,7 @@ class Ranking:
     compared: tuple[AgainstRival, ...]
     #: The share by which something may be faster (cheaper) than the chosen; None: not known.
     at_most: float | None
-    #: What the repeats of the comparison and of its study tell of their noise; None: nothing.
+    #: Noise of the comparison's repeats and its study's; None if unknown.
     noise: RankingNoise | None
     #: Whether the intervals pay for further looks: the number of repeats is not known to be planned.
     looked_again: bool
@@ -308,8 +308,8 @@ def logs_by_repeat(comparison: Sequence[Candidate], times: Sequence[pd.Series]) 
 
 def preference_places(comparison: Sequence[Candidate]) -> np.ndarray:
     """Return the order of preference among equals: fewer GPUs first, then less memory."""
-    # Peaks that differ by a percent or two count as equal: they are compared in steps of 3 %.
-    # A peak that the audit doubts is no reason for a preference.
+    # Peaks that differ by a percent or two count as equal: they are compared in steps of 3 %. A peak with a
+    # finding of the audit is no reason for a preference.
     held = [c.sound_memory_bytes for c in comparison]
     steps = [round(np.log(n_bytes) / 0.03) if n_bytes else np.inf for n_bytes in held]
     keys = [(c.gpus, step) for c, step in zip(comparison, steps, strict=True)]

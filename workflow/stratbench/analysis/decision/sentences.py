@@ -140,9 +140,7 @@ def sentence_on_refusals(
     for c in candidates:
         if c.not_projected:
             refused.setdefault(c.not_projected, {})[c.strategy] = None
-    if not refused or not any(
-        c.projected for c in candidates
-    ):  # where none is, the headline says so
+    if not refused or not any(c.projected for c in candidates):  # without any, the headline says so
         return ""
     reasons = "; ".join(
         f"{joined_with_and(list(names))} ({reason})" for reason, names in refused.items()
@@ -261,7 +259,7 @@ def sentences_on_constraints(
         "needs more workers": "More workers",
     }
     for kind, best in kept_out(candidates, first, lift).items():
-        # Why a candidate is too slow says its time.
+        # The reason of a too slow candidate has its time.
         amount = "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
         yield f"{lift[kind]}: then {best.strategy} on {best.gpus} ({amount}{best.reason})."
     stopped = dict.fromkeys(

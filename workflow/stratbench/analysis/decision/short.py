@@ -24,11 +24,11 @@ from stratbench.statistics.unpaired import mean_of_logs
 
 #: The number of runs from which a time has an interval of its own, and not the range of its runs.
 INTERVAL_FROM = 5
-#: From so many seconds on a time is told in hours.
+#: Number of seconds from which times are in hours.
 HOURS_FROM_S = 7200
-#: The share from which on less memory is worth a word.
+#: Fraction from which less memory is worth mentioning.
 CLEARLY_LESS = 0.1
-#: What is said where every candidate is excluded, by the kind that most of them share.
+#: Text if all candidates are excluded, by the most frequent kind.
 NONE_LEFT = {
     "does not fit": ("No candidate fits the memory.", "do not fit"),
     "too slow": ("No candidate ends in time.", "are too slow"),
@@ -44,12 +44,12 @@ NONE_LEFT = {
     "worse score": ("Every candidate loses too much.", "lose too much"),
     "needs more workers": ("No candidate runs on so few workers.", "need more workers"),
 }
-#: What to try where trainings diverged, and nothing is left.
+#: Remedies if trainings diverged, and no candidate is left.
 STEADIER = (
     "A smaller lr, lr_warmup_steps or max_grad_norm steady a training that diverged: set them, and train "
     "again."
 )
-#: What is said of the answers that are not sure, by kind: of one, of several.
+#: Texts on answers without certainty, by kind: for one, for several.
 KINDS = {
     "condition": ("holds with a condition", "hold with a condition"),
     "one run": ("rests on one run of each cell", "rest on one run of each cell"),
@@ -69,14 +69,14 @@ class Short:
     #: The choice; None if nothing can be recommended.
     strategy: str | None
     gpus: int | None
-    #: What is claimed, in one sentence; before it, what was asked and is not known.
+    #: The conclusion as one sentence, preceded by unknown requested values.
     claim: str
     #: `sure`, or which of KINDS it is.
     kind: str
-    #: The training time (with a price: the cost), and below it how far it scatters.
+    #: The training time (with a price: the cost), and below it its spread.
     value: str = ""
     value_note: str = ""
-    #: Every rival that is left: strategy, gpus, and its ratio to the choice with low and high.
+    #: Every remaining alternative: strategy, gpus, and its ratio to the choice with low and high.
     others: tuple[dict[str, Any], ...] = ()
     score: str = ""
     score_name: str = ""
@@ -85,7 +85,7 @@ class Short:
     score_open: bool = False
     memory: str = ""
     memory_note: str = ""
-    #: Of the card's memory, the share that the peak takes; None where no card is known.
+    #: Fraction of the card's memory that the peak takes; None if the card is unknown.
     memory_share: float | None = None
     #: The next of a sure answer, and by how much: `fsdp × 2 takes 40 % longer, with 30 % less memory`.
     runner_up: str = ""

@@ -134,7 +134,7 @@ def rows_of_cell(
             raise record.RecordError(f"{path} {other}")
         measured = row_of_record(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
-        # Beside it stands the record's path; without it equal reasons of many cells are one.
+        # The record's path is next to it; without it equal reasons of many cells are one.
         reason = str(e).replace(str(path), path.name, 1)
         return row | {"status": "error", "reason": on_one_line(reason)}, []
     except Exception as e:  # one odd record must not stop the others

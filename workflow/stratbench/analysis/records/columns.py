@@ -34,8 +34,8 @@ class Column:
     kind: Kind
     #: Empty for text, counts and flags. `share`: of 1.
     unit: str
-    #: The path of a field of the record, a function of the record, the name of a figure of the
-    #: timeline (`derived.timeline_figures`), or None: `collect` knows the value without a record.
+    #: The path of a field of the record, a function of the record, the name of a value of the timeline
+    #: (`derived.timeline_figures`), or None if `collect` knows the value without a record.
     source: str | Callable[[Record], Any] | None
     #: Empty: the description in the record's schema.
     own_definition: str = ""
@@ -258,7 +258,7 @@ BY_NAME = {column.name: column for column in CELL_COLUMNS}
 COLUMNS = tuple(BY_NAME)
 #: The columns that name a cell: all its coordinates.
 COORDINATES = COLUMNS[:7]
-#: The prefix of a source that names a figure of the timeline.
+#: The prefix of a source that names a value of the timeline.
 _TIMELINE = "timeline: "
 
 # fmt: off

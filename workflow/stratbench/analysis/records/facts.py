@@ -21,15 +21,15 @@ class Facts:
 
     def __init__(self, record: Record, timeline: Timeline | None = None) -> None:
         self.record = record
-        #: What was sampled while the cell ran; None if there is no timeline.
+        #: Samples while the cell ran; None if there is no timeline.
         self.timeline = timeline
         self.workers: list[dict[str, Any]] = record["workers"]
         self.servers: list[dict[str, Any]] = self("server.servers") or []
         self.gpus: int = self("cell.gpus")
-        #: How the workers divided the work.
+        #: Division of the workers.
         self.mesh = Mesh(**self("strategy.mesh"))
         self.status: str = self("status")
-        #: Whether workers came and went: their number is that of nobody's.
+        #: Whether the number of workers varied.
         self.elastic = self("elastic") is not None
         #: Whether the workers trained to an end, so that their totals are known.
         self.finished = self.status in ("ok", "diverged") and bool(self.workers)
@@ -169,7 +169,7 @@ def unless_at_most(
     what: str,
     value: float | None,
     formula: str,
-    most: float | None,
+    maximum: float | None,
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
@@ -179,9 +179,9 @@ def unless_at_most(
         what: Name of the value, such as its path in the record.
         value: The value.
         formula: Name of the formula.
-        most: The value of the formula.
+        maximum: The value of the formula.
         relative: Allowed difference as a fraction of the larger value.
         absolute: Further allowed difference.
     """
-    if None not in (value, most) and not value <= most + absolute + relative * abs(most):
-        yield f"{what} is {value:.6g}, more than {formula}, {most:.6g}"
+    if None not in (value, maximum) and not value <= maximum + absolute + relative * abs(maximum):
+        yield f"{what} is {value:.6g}, more than {formula}, {maximum:.6g}"

@@ -82,7 +82,7 @@ class Repeats:
         self.ok = rows_by_group(self._ok)
         self._places = self._ok.groupby(GROUP).indices
         self._columns: dict[str, np.ndarray] = {}
-        #: What the audit calls unusable of each group: time, memory, score or all.
+        #: Unusable values of each group by the audit: time, memory, score or all.
         self.rejected = {
             group: {f["affects"] for f in on_group if f["severity"] == "unusable"}
             for group, on_group in findings_by_group(findings, self.ok)

@@ -16,13 +16,13 @@ from stratbench.cell.text.words import GIB, MIB
 if TYPE_CHECKING:
     import pandas as pd
 
-#: The mark on a figure that the audit doubts, in tables and in figures.
+#: The mark on a value with a finding of the audit, in tables and in figures.
 DOUBT = "†"
 #: The text in a table if the study has no such cell (`single` on two workers).
 NO_CELL = "–"
 #: The strategy without any distribution, on one worker, which speedups are relative to.
 ALONE = "single"
-#: The bytes from which on an experiment's tables and figures show memory in GiB.
+#: Number of bytes from which an experiment's tables and figures show memory in GiB.
 GIB_FROM = 2 * GIB
 #: The factor from a column's unit to the unit in which it is shown.
 FACTORS = {
@@ -54,7 +54,7 @@ class Measure:
     inverted: bool = False
     #: Divide by the number of workers, too.
     per_worker: bool = False
-    #: The kind of the audit's findings that cast doubt on it.
+    #: The kind of the audit's findings that concern it.
     concerns: Literal["time", "memory", "score"] = "time"
     #: Digits after the point; None: three significant digits.
     decimals: int | None = None

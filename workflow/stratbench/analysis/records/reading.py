@@ -43,7 +43,7 @@ class Section:
     html: Markup
     #: Empty: the list does not name it.
     link: str = ""
-    #: Whether it stands above the experiments, next to the answers.
+    #: Whether it is above the experiments, next to the answers.
     answers: bool = False
 
 

@@ -23,7 +23,7 @@ COLUMNS = {
     "process": ("cpu_pct", "rss_bytes"),
     "host": ("cpu_pct", "load_1m"),
 }
-#: The columns that tell how busy a GPU or a process was, and how much memory it held.
+#: The columns with the load of a GPU or a process, and its memory.
 BUSY = {"gpu": "gpu_util_pct", "process": "cpu_pct"}
 HELD = {"gpu": "mem_used_bytes", "process": "rss_bytes"}
 #: The utilisation from which a GPU's clock is one of work, in percent.
@@ -64,7 +64,7 @@ class Series:
     count: int
     first_s: float
     last_s: float
-    #: By column: of all samples, and of those in training.
+    #: By column, over all samples, and over those in training.
     overall: dict[str, Values]
     training: dict[str, Values]
     #: The first and the last sample, and the first one's phase: empty before the cell's first.
@@ -73,7 +73,7 @@ class Series:
     first_phase: str
     #: The number of samples in which heat or power brakes slowed a GPU.
     slowed: int
-    #: Of the samples of training in which a GPU was working: clocks, and the share at the power limit.
+    #: Over samples of training with a working GPU: clocks, and the fraction at the power limit.
     working_clock: Values | None
     capped_share: float
 
@@ -81,20 +81,20 @@ class Series:
     def of(cls, kind: str, samples: Sequence[Sample]) -> Series:
         """Return the series of at least one sample, by time."""
         trained = [sample for sample in samples if sample.phase == "train"]
-        place = {name: i for i, name in enumerate(COLUMNS[kind])}
+        index_of = {name: i for i, name in enumerate(COLUMNS[kind])}
         working = []
         if kind == "gpu":
-            used = place[BUSY[kind]]
+            used = index_of[BUSY[kind]]
             working = [sample for sample in trained if (sample.values[used] or 0) >= WORKING_PCT]
-        clocks = [sample.values[place["sm_clock_mhz"]] for sample in working]
+        clocks = [sample.values[index_of["sm_clock_mhz"]] for sample in working]
         return cls(
             count=len(samples),
             first_s=samples[0].t_s,
             last_s=samples[-1].t_s,
-            overall=_by_column(place, samples),
-            training=_by_column(place, trained),
-            first=_values_of(place, samples[0]),
-            last=_values_of(place, samples[-1]),
+            overall=_by_column(index_of, samples),
+            training=_by_column(index_of, trained),
+            first=_values_of(index_of, samples[0]),
+            last=_values_of(index_of, samples[-1]),
             first_phase=samples[0].phase,
             slowed=sum(any(name in sample.reasons for name in SLOWED) for sample in samples),
             working_clock=Values.of(clocks),
@@ -102,13 +102,13 @@ class Series:
         )
 
 
-def _values_of(place: dict[str, int], sample: Sample) -> dict[str, float]:
-    return {name: v for name, i in place.items() if (v := sample.values[i]) is not None}
+def _values_of(index_of: dict[str, int], sample: Sample) -> dict[str, float]:
+    return {name: v for name, i in index_of.items() if (v := sample.values[i]) is not None}
 
 
-def _by_column(place: dict[str, int], samples: Sequence[Sample]) -> dict[str, Values]:
+def _by_column(index_of: dict[str, int], samples: Sequence[Sample]) -> dict[str, Values]:
     by_column = {
-        name: Values.of([sample.values[i] for sample in samples]) for name, i in place.items()
+        name: Values.of([sample.values[i] for sample in samples]) for name, i in index_of.items()
     }
     return {name: values for name, values in by_column.items() if values is not None}
 
@@ -147,13 +147,13 @@ def timeline_of(lines: Iterable[str]) -> Timeline | None:
     names = {name: i for i, name in enumerate(next(rows, ()))}
     if not names.keys() >= {*PLACE, *MOMENT, *chain(*COLUMNS.values())}:
         return None
-    place, moment = ([names[name] for name in listed] for listed in (PLACE, MOMENT))
+    index_of, moment = ([names[name] for name in listed] for listed in (PLACE, MOMENT))
     wanted = {kind: [names[name] for name in listed] for kind, listed in COLUMNS.items()}
     samples_of: defaultdict[tuple[str, str, str], list[Sample]] = defaultdict(list)
     for row in rows:
         if len(row) < len(names):  # cut short by a kill
             continue
-        node, kind, name = (row[at] for at in place)
+        node, kind, name = (row[at] for at in index_of)
         if kind not in wanted:
             continue
         t_s, phase, reasons = (row[at] for at in moment)

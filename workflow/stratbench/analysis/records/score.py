@@ -17,7 +17,7 @@ class Score:
     #: The record's unit.
     unit: str = "share"
     better: str = "higher"
-    #: How much worse a score may be, as shown.
+    #: Tolerated difference of a score, as shown.
     tolerance: float = 1.0
     #: The unit that throughput counts, and how many of them a sample has.
     counts: str = "samples"

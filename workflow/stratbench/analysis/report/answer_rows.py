@@ -18,17 +18,17 @@ from stratbench.analysis.figures.marks import (
     outline,
 )
 
-#: The scale of the rivals: its width in pixels, the places of 1 × and of the farthest ratio on it.
+#: The scale of alternatives: its width in pixels, the positions of 1 × and of the maximum ratio.
 WIDTH, ONE, END = 236, 40, 222
-#: How wide a letter of its label is reckoned, in pixels.
+#: Assumed width of a letter of its label, in pixels.
 LETTER = 6.8
 #: The farthest ratio that is drawn, and the ratios that have a tick.
 FARTHEST, TICKS = 3.0, (1.0, 1.5, 2.0, 3.0)
 #: The height of the middle; the lines above and below it on which marks are put that would overlap.
 MIDDLE, LANES = 24, (0, -9, 9)
-#: Radii of the choice, its nearest rival and the others; marks nearer than this overlap.
+#: Radii of the choice, its nearest alternative and the others; marks nearer than this overlap.
 CHOICE, NEAREST, OTHER, APART = 7.0, 5.0, 3.6, 8.0
-#: Of the confidence, how many of three dots are filled.
+#: Number of filled dots, of three, by confidence.
 DOTS = {"high": 3, "medium": 2, "low": 1, "none": 0}
 
 
@@ -91,9 +91,7 @@ def scale_of(
     nearest = others[0]
     inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
     beyond = len(others) - len(inside)
-    inside = (
-        inside if nearest in inside else [nearest, *inside]
-    )  # it stands at the end of the scale
+    inside = inside if nearest in inside else [nearest, *inside]  # it is at the end of the scale
     taken: list[tuple[float, int]] = [(at(1.0), 0), (at(1.0) + CHOICE, 0)]
     shown, lines = [], []
     for other in inside:

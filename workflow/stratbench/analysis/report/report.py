@@ -49,7 +49,7 @@ STATUS_WORDS = {
 }
 
 
-#: What the table of runs tells of an experiment: columns of cells.csv, by their headings.
+#: Columns of cells.csv in the table of runs, by heading.
 RUNS = {
     "data set": "dataset", "strategies": "strategy", "models": "model", "workers": "gpus",
     "repeats": "repeat", "task": "task", "epochs or steps": "epochs", "global batch": "global_batch",

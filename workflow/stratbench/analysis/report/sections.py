@@ -59,7 +59,7 @@ def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
         counts = [json.loads(text) for text in rows["staleness"]]
         pushes = sum(map(sum, counts))
         weighted = sum(i * count for c in counts for i, count in enumerate(c))
-        # Of a cell that was stopped nobody knows for how long its servers held workers back.
+        # The time that servers blocked workers is unknown for a cell that was stopped.
         timed = rows[rows["train_time_s"] > 0]
         # A worker waits for all servers at the same time.
         worker_s = (timed["train_time_s"] * timed["gpus"] * timed["servers"]).sum()

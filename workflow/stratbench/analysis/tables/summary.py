@@ -231,7 +231,7 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
         row["text"] = cell_text(row, measure)
         flagged = doubts.get((measure.concerns, *(row[name] for name in GROUP)), {})
         flags = [f"{severity}: {rule}" for rule, severity in flagged.items()]
-        # A cell without the figure has nothing to doubt.
+        # A cell without the value needs no mark.
         row["flags"] = "" if row["text"].startswith("n/a") else "; ".join(flags)
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))
 

@@ -76,15 +76,16 @@ def workers_are(cells: pd.DataFrame) -> str:
 
 def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
     """Return a sentence on the meaning of the brackets, or on why there are none."""
-    most = cells.groupby(["strategy", "model", "gpus"]).size().max()
-    if most < 2:
+    max_repeats = cells.groupby(["strategy", "model", "gpus"]).size().max()
+    if max_repeats < 2:
         return "One repeat: no spread is known."
     if measure.baseline:
-        return f"Geometric mean of {most} repeats, paired [95 % interval by moderated t, each for itself]."
-    if most < QUARTILES_FROM:
-        return f"Median of {most} repeats [range: lowest, highest]."
+        interval = "[95 % interval by moderated t, each for itself]"
+        return f"Geometric mean of {max_repeats} repeats, paired {interval}."
+    if max_repeats < QUARTILES_FROM:
+        return f"Median of {max_repeats} repeats [range: lowest, highest]."
     return (
-        f"Median of {most} repeats [first, third quartile; where fewer than {QUARTILES_FROM} ended "
+        f"Median of {max_repeats} repeats [first, third quartile; where fewer than {QUARTILES_FROM} ended "
         "well, range: lowest, highest]."
     )
 

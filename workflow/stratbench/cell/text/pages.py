@@ -18,7 +18,7 @@ from stratbench.cell.text.words import printable
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-#: What all pages share: their colours, their style and what sorts their tables.
+#: Common parts of all pages: their colours, their style and the sorting of tables.
 SHARED = Path(__file__).parent / "templates"
 
 

@@ -10,7 +10,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10))
 _MAX_SHOWN = 80  # characters of a wrong value in a message
-#: What a worker is called, by the kind of its device.
+#: Noun for a worker, by the kind of its device.
 WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 
 
@@ -63,10 +63,10 @@ def plural(noun: str) -> str:
     return noun + ("es" if noun.endswith("s") else "s")
 
 
-def names_text(names: Sequence[str], most: int = 4) -> str:
-    """Return names in a sentence, at most `most` of them: `a, b, c, d and 2 more`."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def names_text(names: Sequence[str], max_names: int = 4) -> str:
+    """Return names in a sentence, at most `max_names` of them: `a, b, c, d and 2 more`."""
+    shown = ", ".join(names[:max_names])
+    return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more"
 
 
 def joined_with_and(values: Iterable[object]) -> str:

@@ -28,7 +28,7 @@ def memory_reduced_too_much(evidence: AuditData) -> Iterator[Case]:
         on_cpu = (rows["device_kind"] == "cpu").any()
         for column, name in columns.items():
             whole, held = (evidence.median(k, column) for k in (other, group))
-            if column == "peak_memory_bytes" and whole and held:  # cuBLAS's part nobody divides
+            if column == "peak_memory_bytes" and whole and held:  # cuBLAS's part is never sharded
                 whole, held = (
                     n - (evidence.median(k, "cublas_bytes") or 0)
                     for n, k in ((whole, other), (held, group))

@@ -24,14 +24,14 @@ from stratbench.analysis.records.samples import Timeline
 from stratbench.cell.record import Record
 
 Severity = Literal["unusable", "warning", "note"]
-#: The figures of the cells that a rule casts doubt on.
+#: The values of the cells that a rule concerns.
 Affects = Literal["time", "memory", "score", "all"]
 #: Whose records a rule judges.
 Of = Literal["ours", "commands", "both"]
 #: The names of a cell's coordinates within its study, and their values in this order.
 COORDINATES = (*GROUP, "repeat")
 Key = tuple[Any, ...]
-#: What a check of a study yields: which cells, as `coordinates_of` takes them, and the figures.
+#: Result of a check of a study: the cells, as `coordinates_of` takes them, and the values.
 Case = tuple[Any, str]
 
 
@@ -58,7 +58,7 @@ class AuditData:
         timelines: Mapping[Key, Timeline] | None = None,
         study_dir: Path | None = None,
     ) -> None:
-        #: What a user's command trained is judged by rules of its own (`audit/commands.py`).
+        #: Cells of users' commands have rules of their own (`audit/commands.py`).
         self.commands = [r for r in records if r["strategy"]["kind"] == "own"]
         #: The cells with a result, of whichever loop.
         self.of_any_loop = cells[cells["status"] == "ok"]

@@ -27,9 +27,9 @@ WORKING = 0.5
 DEVIATIONS = 3.0
 #: The most that rounding may make losses differ after some epochs: absolute, and as a share of the loss.
 LOSS, LOSS_SHARE = 0.05, 0.25
-#: The same of a share of right answers, beside chance, and LOSS_SHARE of the wrong ones.
+#: The same for a fraction of right answers, besides chance, and LOSS_SHARE of the wrong ones.
 SCORE = 0.03
-#: The figures of an epoch that equal arithmetic makes equal.
+#: The values of an epoch that equal arithmetic makes equal.
 SERIES = ("train_loss", "test_loss", "score")
 
 
@@ -188,10 +188,10 @@ def unlike_median(
         if None in values:
             continue
         usual = median(values)
-        most = most_by_rounding(members[0], name, usual)
+        maximum = most_by_rounding(members[0], name, usual)
         for i, value in enumerate(values):
             # The median of two is as far from both.
-            if abs(value - usual) > (most if len(members) > 2 else most / 2):
+            if abs(value - usual) > (maximum if len(members) > 2 else maximum / 2):
                 deviations[i].append((epoch, value, usual))
     yield from ((facts, cases) for facts, cases in zip(members, deviations, strict=True) if cases)
 
@@ -218,7 +218,7 @@ def most_by_rounding(facts: Facts, name: str, usual: float) -> float:
     if name != "score":
         return LOSS + LOSS_SHARE * usual
     if facts("task.unit") != "share" or not 0 <= usual <= 1:
-        return math.inf  # a loss is told as such; others are in units of their own
+        return math.inf  # losses have a rule of their own; other scores have their own units
     n = answers_of(facts)
     chance = DEVIATIONS * math.sqrt(2 * usual * (1 - usual) / n) if n else 0.0
     return SCORE + LOSS_SHARE * (1 - usual) + chance

@@ -21,7 +21,7 @@ from stratbench.extensions.audit.rule import (
     rule,
 )
 
-#: Ratios from which a figure is suspicious.
+#: Ratios from which a value is suspicious.
 SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05
 #: The ratio against `single` on one worker, where both are measured with noise.
 FASTER_ALONE = 1.15
@@ -86,13 +86,13 @@ def superlinear(evidence: AuditData) -> Iterator[Case]:
         if strategy != ALONE and alone in evidence.groups:
             bases.append(alone)
         for base in bases:
-            there, times = evidence.median(base, column), gpus / base.gpus
+            base_time, times = evidence.median(base, column), gpus / base.gpus
             if times == 1 and any(were_mostly_busy(evidence, k) for k in (group, base)):
                 continue  # a busy machine has a rule of its own
             limit = (SUPERLINEAR if times > 1 else FASTER_ALONE) * times
-            if there and here / there > limit:
+            if base_time and here / base_time > limit:
                 name = "" if base.strategy == strategy else f"{base.strategy} "
-                text = f"{here / there:.2f} times as fast on {gpus} as {name}on {base.gpus}"
+                text = f"{here / base_time:.2f} times as fast on {gpus} as {name}on {base.gpus}"
                 yield group, text
         yield from superlinear_at_least(evidence, group, stopped[group.with_gpus(0)])
 
@@ -134,7 +134,7 @@ def same_value_twice(evidence: AuditData) -> Iterator[Case]:
 @rule("steps-uneven", "note", "time")
 def steps_uneven(evidence: AuditData) -> Iterator[Case]:
     """Some steps take much longer than most: a straggler, a busy machine, or waits at a server."""
-    columns = [*GROUP, "repeat", "step_p50_ms", "step_p99_ms"]  # of all it would take long
+    columns = [*GROUP, "repeat", "step_p50_ms", "step_p99_ms"]  # slow for all columns
     for row in evidence.of_any_loop[columns].itertuples():
         if row.step_p99_ms > UNEVEN_STEPS * row.step_p50_ms:
             figures = f"99th percentile {row.step_p99_ms:.4g} ms, median {row.step_p50_ms:.4g} ms"

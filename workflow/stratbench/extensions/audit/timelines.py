@@ -15,7 +15,7 @@ from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, Key, key_of, record_rule, rule
 from stratbench.telemetry.pauses import NEGLIGIBLE
 
-#: The fewest samples of training by which a cell is judged: 5 s at the sampler's period of 0.5 s.
+#: Minimum number of samples in training: 5 s at the sampler's period of 0.5 s.
 SAMPLES = 10
 #: The load, in multiples of the cores, from which the sampler and the workers may get no core for seconds.
 CROWDED = 4.0
@@ -27,7 +27,7 @@ UNLIKE_OTHERS = 0.25
 SLOW_CLOCK = 0.1
 #: A GPU is at its power limit where that many of its samples say so, or where it draws so much of it.
 CAPPED_SAMPLES, CAPPED_POWER = 0.05, 0.9
-#: A GPU that draws less than this share of its limit is not at it, whatever the driver says.
+#: A GPU below this fraction of its power limit is not limited, whatever the driver reports.
 UNCAPPED_POWER = 0.5
 #: The time in which the kernel's `load_1m` forgets, in s.
 LOAD_S = 60.0
@@ -140,8 +140,8 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
     for worker in facts.workers:
         by_host[host_of(worker) or ""].append(worker)
     for host, workers in by_host.items():
-        place = workers[0]["provenance"] or {}
-        cores = value_at(place, "host.cores_logical")
+        machine = workers[0]["provenance"] or {}
+        cores = value_at(machine, "host.cores_logical")
         if not cores:
             continue
         own_cores = set().union(
@@ -155,9 +155,9 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
         processes = len(workers) + len(facts.servers)
         if facts("strategy.kind") == "own":  # whose processes have one entry
             processes = min(facts.workers_per_node, facts.gpus)
-        most = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
+        maximum = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
         load = load_while_running(facts("time.total_s"), before, max(ends), one)
-        if load > most:
+        if load > maximum:
             yield (
                 f"a load of {load:.3g} on {host}, where {processes} processes of the cell had "
                 f"{len(own_cores) or cores} of {cores} cores"

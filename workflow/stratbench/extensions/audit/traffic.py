@@ -31,9 +31,9 @@ def bandwidth_impossible(evidence: AuditData) -> Iterator[Case]:
     """
     for row in evidence.rows:
         implied = implied_bytes_per_s(row)
-        most = MAX_BYTES_PER_S.get(row.strategy_kind, float("inf"))
-        if implied and implied > most:
-            yield row, f"{implied / 1e9:.0f} GB/s implied, {most / 1e9:.0f} thought possible"
+        maximum = MAX_BYTES_PER_S.get(row.strategy_kind, float("inf"))
+        if implied and implied > maximum:
+            yield row, f"{implied / 1e9:.0f} GB/s implied, {maximum / 1e9:.0f} thought possible"
 
 
 def implied_bytes_per_s(row: Any) -> float | None:

@@ -10,8 +10,8 @@ from stratbench.analysis.records.facts import Facts
 from stratbench.extensions.audit.rule import record_rule
 from stratbench.strategies import REGISTRY, mesh_of, traits_of
 
-#: The share of its training in which a worker may wait for a core: three processes on two idle cores wait
-#: for 14 %, and two workers beside one busy process of another's for 26 % and more.
+#: Fraction of its training in which a worker may wait for a core: three processes on two idle cores wait for
+#: 14 %, and two workers next to one busy foreign process for 26 % and more.
 WAITED = 0.2
 
 
@@ -63,7 +63,7 @@ def waits_for_cores(facts: Facts) -> Iterator[str]:
     """
     cores = cpu_cores({"workers": facts.workers})
     if facts.status != "ok" or (cores and cores < len(facts.workers) + len(facts.servers)):
-        return  # a cell of more processes than cores waits for its own: `processes-share-cores` says that
+        return  # a cell of more processes than cores waits for its own: see `processes-share-cores`
     shares = [
         (w["core_wait_s"] / w["train_time_s"], w)
         for w in facts.workers

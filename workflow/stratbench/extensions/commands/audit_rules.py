@@ -12,7 +12,7 @@ READ_S = 0.001
 #: The least CPU time per second of steps, in s: the busiest machine gives a process that much, and one that
 #: trains takes all that it gets.
 WORKED = 0.005
-#: Figures that the command states and that the record has taken from it, or that were measured beside it.
+#: Values of the command's report that the record has taken over, or that were measured externally.
 EQUAL = (
     ("time.step_ms.count", "program.self_reported.steps"),
     ("batch.updates_applied", "program.self_reported.steps"),

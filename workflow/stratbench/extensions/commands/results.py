@@ -149,10 +149,12 @@ def write_phases(job: Job, report: CommandReport) -> None:
 
 def memory_of(job: Job) -> dict[str, Any]:
     """Return the peak memory of the largest process, as the kernel counted it."""
-    most = max((end["max_rss_bytes"] for end in read_ends(job.folder, job.n_nodes)), default=None)
+    peak_bytes = max(
+        (end["max_rss_bytes"] for end in read_ends(job.folder, job.n_nodes)), default=None
+    )
     return {
         "method": "maxrss-since-process-start",
-        "peak_bytes": most,
+        "peak_bytes": peak_bytes,
         "peak_over_base_bytes": None,
     }
 

@@ -19,9 +19,9 @@ from stratbench.cell.text.words import counted
 if TYPE_CHECKING:
     import pandas as pd
 
-#: What the column `same_work` says of one that did.
+#: Value of the column `same_work` if it did.
 YES = "yes"
-#: Of a command and of others: the column with the figure, and its name in a sentence.
+#: Columns to compare between a command and others, with their names in a sentence.
 _COUNTS = (
     ("samples_seen", "samples_seen", "samples"),
     ("command_batch", "global_batch", "samples per step"),

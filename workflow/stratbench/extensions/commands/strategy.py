@@ -14,7 +14,7 @@ from stratbench.cell.settings import GIVEN
 from stratbench.strategies.base import Options, Strategy, Traits
 from stratbench.workload.users_code import files_of_command
 
-#: What stands for what in an argument, beside the settings that an experiment gives, by their names.
+#: Placeholders in an argument, besides the names of an experiment's settings.
 PLACEHOLDERS = {
     "workers": "processes on all nodes: the cell's `gpus`",
     "nodes": "nodes, on each of which the command is started once",

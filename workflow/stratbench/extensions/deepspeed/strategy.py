@@ -137,7 +137,7 @@ class DeepSpeed(Counted):
 
     def traits(self, gpus: int) -> base.Traits:
         o = self.options
-        # Stage 2 divides the gradients and not the weights; by default stage 3 leaves small tensors whole.
+        # Stage 2 shards the gradients and not the weights; by default stage 3 does not shard small tensors.
         parts = {1: 1, 2: None, 3: gpus if o.match_other_strategies else None}[o.stage]
         return base.Traits(
             synchronous_alone=True,
@@ -371,10 +371,10 @@ def import_deepspeed(device: str) -> ModuleType:
     for name in os.environ.keys() - before.keys():  # every worker shall have the same environment
         del os.environ[name]
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    # On a CPU the engine would compile an operator that training does not use, behind a lock: where such a
-    # process is killed, the lock stays, and all later ones wait for it for ever. None is compatible.
+    # On a CPU the engine would compile an operator that training does not use, behind a lock: if such a
+    # process is killed, the lock remains, and all later ones wait forever. None is compatible.
     deepspeed.ops.__compatible_ops__ = {}
-    # Of an earlier process group, where this process has had one.
+    # Reset an earlier process group, if this process has had one.
     deepspeed.comm.comm.cdb = None
     groups = deepspeed.utils.groups
     groups._WORLD_GROUP = groups._DATA_PARALLEL_GROUP = None

@@ -181,16 +181,16 @@ class Coordinator:
             free = set(range(self._places)) - {m.place for m in self._members.values()}
             if not free:
                 raise ProtocolError(FULL)
-            place = min(free)
+            slot = min(free)
             accept_handshake(
                 connection,
                 self._secret,
                 nonces,
-                {"place": place, "limit_bytes": SMALL_BYTES},
+                {"place": slot, "limit_bytes": SMALL_BYTES},
                 SMALL_BYTES,
             )
             self._known.add(number)
-            member = self._members[number] = GroupMember(number, place, connection)
+            member = self._members[number] = GroupMember(number, slot, connection)
             self.history.dates[number] = {"admitted": time.time()}
         self.on_change()
         return lambda: self._attend(member)

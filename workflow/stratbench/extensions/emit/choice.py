@@ -22,9 +22,9 @@ OF_THE_MEASUREMENT = {
     *("strategy", "options", "model", "dataset", "own_model", "own_task", "task", "data_spec"),
     *("warmup_steps", "profile", "more"),
 }
-#: How a record says which classes were sharded (`workload.network.sharding.rule_of`).
+#: A record's text on the sharded classes (`workload.network.sharding.rule_of`).
 INSTANCES_OF = "instances of "
-#: Values by which a setting asks for nothing.
+#: Values that switch a setting off.
 OFF = (None, False, 0, "none")
 
 
@@ -121,7 +121,7 @@ class Choice:
         """
         network = facts_of(model_of(self.settings))
         if network.own is not None:
-            # A network may name them itself, as those of transformers do: then the record says so.
+            # A model may declare them itself, as those of transformers do: then they are in the record.
             rule = self.record["model"].get("own", {}).get("sharding") or ""
             named = rule.removeprefix(INSTANCES_OF).split(", ") if INSTANCES_OF in rule else ()
             return list(network.own.wrap_classes or named)

@@ -8,7 +8,7 @@ from pathlib import Path
 from stratbench.cell import record
 from stratbench.extensions.emit.errors import EmitError
 
-#: How a cell is named below the results of its study.
+#: Syntax of a cell's name below the results of its study.
 NAME = "EXPERIMENT/STRATEGY/MODEL/Ngpu[/repK]"
 
 

@@ -17,14 +17,14 @@ TARGETS = {
     "pytorch": "plain PyTorch that trains (Python)",
     "variant": "a variant and experiment of config.yaml (YAML)",
 }
-#: What the targets call DeepSpeed.
+#: Targets' names for DeepSpeed.
 DEEPSPEED = {
     "accelerate": "DEEPSPEED",
     "trainer": "deepspeed",
     "deepspeed": "zero_optimization",
     "lightning": "DeepSpeedStrategy",
 }
-#: What each target calls a strategy. A strategy without a row is known to stratbench alone: `variant`.
+#: Each target's name for a strategy. A strategy without a row is only supported by `variant`.
 CALLED: dict[str, dict[str, str]] = {
     "single": {"accelerate": "NO", "trainer": "", "lightning": "auto", "pytorch": ""},
     "ddp": {

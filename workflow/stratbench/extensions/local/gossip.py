@@ -36,7 +36,7 @@ class Gossip(Local):
             synchronous_alone=True,
             equals_ddp=gpus == 1,
             updates_per_step=1,
-            # Sent whole to each neighbour, whatever the number of workers.
+            # All weights are sent to each neighbour, whatever the number of workers.
             ring_copies=min(2, gpus - 1) * gpus / max(1, gpus - 1),
         )
 

@@ -110,7 +110,7 @@ def is_counterpart(cells: pd.DataFrame) -> pd.Series:
     """
     place = ["strategy", "model", "dataset", "gpus"]
     published = set(published_tables()[place].itertuples(index=False, name=None))
-    there = [row in published for row in cells[place].itertuples(index=False, name=None)]
+    is_published = [row in published for row in cells[place].itertuples(index=False, name=None)]
     plain = (cells["strategy"] == cells["strategy_base"]) & cells["slowdown"].isna()
     plain &= cells["task"].fillna("classification") == "classification"
-    return pd.Series(there, index=cells.index) & plain & (cells["device_kind"] == "cuda")
+    return pd.Series(is_published, index=cells.index) & plain & (cells["device_kind"] == "cuda")

@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         checked = check_study(config, study, resharding=not args.check and not args.model)
         if args.check:
             print(folded([check_text(checked)]))
-            there = nodes_of_partition(cluster_nodes(), args.partition)
+            nodes = nodes_of_partition(cluster_nodes(), args.partition)
             requests = (job_request(s.cell, s.settings, cluster, None) for s in checked.subjects)
-            if mixed := describe_types(there, requests):
+            if mixed := describe_types(nodes, requests):
                 print(folded([mixed]))
             return 1 if checked.refused else 0
         if checked.refused:

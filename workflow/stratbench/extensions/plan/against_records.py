@@ -22,7 +22,7 @@ from stratbench.extensions.plan.pages.table import write_rows
 from stratbench.extensions.plan.schedule import Plan, Planned, make_plan, records_by_cell
 from stratbench.study.config import config as configuration
 
-#: How the peak of a record was measured on a CPU.
+#: Methods of measuring a record's peak on a CPU.
 CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")
 
 

@@ -38,7 +38,7 @@ MAX_REAL_PARAMETERS = 50_000_000
 BY_COMMAND = (
     "memory and traffic of a command are unknown until it has run; its time follows from records"
 )
-#: Why what was tried so has none.
+#: Why a model that was tried in this way has no footprint.
 NO_PREDICTION = "its forward asks for the values of tensors, and a prediction has none"
 
 
@@ -158,11 +158,11 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
     """
     subjects = [subject_of(config, study, cell) for cell in study.cells]
     requests = [s.request for s in subjects]
-    most = {name: max(e.matrix["gpus"]) for name, e in study.experiments.items()}
+    max_gpus = {name: max(e.matrix["gpus"]) for name, e in study.experiments.items()}
     others = {
         s.cell: other_resharding(s.request)
         for s in subjects
-        if s.request.may_reshard and s.cell.gpus == most[s.cell.experiment]
+        if s.request.may_reshard and s.cell.gpus == max_gpus[s.cell.experiment]
     }
     if resharding:
         requests += others.values()
@@ -222,7 +222,7 @@ def rehearsals_of(
             f"{network.model} with {request.strategy}",
             (request, networks[network]),
             {"rehearsal": request.as_dict()},
-            # What is sharded takes longer.
+            # Sharded models take longer.
             networks[network].seconds * (2 if request.traits.shards_states else 1),
         )
         for request, network in network_by_request.items()
@@ -248,7 +248,7 @@ def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, Chec
     sharing: dict[Network, list[Request]] = {}
     for request in dict.fromkeys(requests):
         sharing.setdefault(Network.of(request), []).append(request)
-    # What only some of the cells ask of a network is judged with each of these.
+    # Requirements of only some cells on a model are checked with each of these.
     firsts = {
         n: min(each, key=lambda r: (r.by_command, bool(r.settings.activation_checkpointing)))
         for n, each in sharing.items()
@@ -277,7 +277,7 @@ def check_network(request: Request) -> CheckResult:
     started = time.perf_counter()
     torch.set_num_threads(1)
     try:
-        with warnings.catch_warnings():  # what a network warns of here says nothing of the study
+        with warnings.catch_warnings():  # warnings of a model here do not concern the study
             warnings.simplefilter("ignore")
             result = _found_of(request)
     except ModelError as error:
@@ -301,7 +301,7 @@ def _found_of_network(request: Request) -> CheckResult:
     parameters = _parameters(request)
     if models.facts_of(request.network).own and parameters <= MAX_REAL_PARAMETERS:
         result = _tried(request, on_fakes=False)
-        if result.trial["reads_values"]:  # asked here once, and not of each kind of its cells
+        if result.trial["reads_values"]:  # checked here once, and not for each kind of its cells
             try:
                 _tried(request, on_fakes=True)
             except PassFailed as error:
@@ -420,7 +420,7 @@ def try_footprint(
         if blocks is not None:
             return make_by_blocks(request, trial, Blocks(*blocks))
         return make_footprint(request, trial)
-    except ModelError as error:  # says by itself what is wrong
+    except ModelError as error:  # the error explains itself
         return str(error)
     except NO_VALUES:
         return NO_PREDICTION
@@ -456,6 +456,8 @@ def _refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | No
         except Exception as error:
             if by_rules:
                 return None
-            who = models.in_words(request.network)
-            return f"{who}: {request.strategy} cannot train it: its step raised {error_text(error)}"
+            label = models.in_words(request.network)
+            return (
+                f"{label}: {request.strategy} cannot train it: its step raised {error_text(error)}"
+            )
     return None

@@ -13,13 +13,13 @@ from stratbench.cell.text.words import GIB, MIB
 from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.machine.hardware import Datasheet, all_datasheets, datasheet_of
 
-#: Of the advertised memory, what the driver keeps at most (ECC, reserve).
+#: Maximum fraction of the advertised memory that the driver reserves (ECC, reserve).
 DRIVER_SHARE = 0.06
-#: And what is held outside the framework's allocator: the CUDA context, NCCL's buffers, cuBLAS and cuDNN.
-#: With `cluster.memory_margin` at its default this leaves 81 % of the advertised memory.
+#: Fraction beyond the framework's allocator: the CUDA context, NCCL's buffers, cuBLAS and cuDNN. With
+#: `cluster.memory_margin` at its default this leaves 81 % of the advertised memory.
 CONTEXT_SHARE = 0.05
-#: Resident memory of a CPU worker beside its training: the interpreter, torch and its libraries (about
-#: 0.4 GiB), and what the C library's allocator keeps of what was freed.
+#: Resident memory of a CPU worker besides its training: the interpreter, torch and its libraries (about 0.4
+#: GiB), and freed memory that the C library's allocator retains.
 CPU_PROCESS_BYTES = 1 * GIB
 #: The same on the host of a GPU, with CUDA's and NCCL's share.
 GPU_HOST_PROCESS_BYTES = 4 * GIB
@@ -148,7 +148,7 @@ def cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
     )
 
 
-#: What gloo or a socket moves between two processes of a host; only sets the scale of the range.
+#: Rate of gloo or a socket between two processes of a host; only sets the scale of the range.
 _LOOPBACK_BYTES_PER_S = 2e9
 
 

@@ -21,7 +21,7 @@ MEMORY_UTILISATION = (0.8, 0.4, 0.8)
 GPU_LAUNCH_S = (2e-6, 10e-6, 10e-6)
 #: Share of the link's rate that a collective gets.
 LINK_UTILISATION = (0.9, 0.4, 0.7)
-#: Share of the computing time beside which a step sends.
+#: Fraction of the computing time during which a step communicates.
 HIDING = (1.0, 0.0, 0.7)
 #: Share of a CPU's measured matrix-product rate that training on it gets.
 CPU_UTILISATION = (0.7, 0.1, 0.3)
@@ -29,7 +29,7 @@ CPU_LAUNCH_S = (2e-6, 30e-6, 8e-6)
 #: Bytes a second that one parameter-server process takes in, applies and hands out, all workers together.
 #: Over TCP at least 2.1e9 were measured (benchmarks/results/ps_transport.md).
 SERVER_BYTES_PER_S = (30e9, 2e9, 8e9)
-#: Of what torch.compile fuses, the share of bytes and launches that is left.
+#: Fraction of bytes and launches that remains after torch.compile's fusion.
 COMPILED = 0.5
 #: Bytes a second between a GPU and its host, and of the host's memory in the optimizer's step.
 HOST_COPY_BYTES_PER_S = (24e9, 6e9, 12e9)
@@ -220,7 +220,7 @@ def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | 
     if same:
         nearest = min(same, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
         return _rescaled(nearest, cell.gpus)
-    # What a command of the user's does says nothing of others.
+    # A command's times say nothing about others.
     timed = [r for r in timed if "program" not in r]
     beside = [r for r in timed if r["cell"]["gpus"] == cell.gpus] or timed
     if not beside:

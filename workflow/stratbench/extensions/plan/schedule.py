@@ -118,13 +118,13 @@ class Plan:
     gpu: str | None  # as the config or the command line names it; None: chosen for comparison
     others: list[str]
     cells: list[Planned]
-    #: Why no node of the cluster can hold a cell, in words; empty without SLURM.
+    #: Why no node of the cluster can hold a cell, as texts; empty without SLURM.
     unheld: list[str]
     #: That nodes have GPUs of several types, in a sentence; None: they do not, or one is chosen.
     gpu_types: str | None
     #: Trainings that the records were projected to: of the study's cells (first repeats), and beyond them.
     projected: Mapping[Cell, ProjectedDuration]
-    #: Of each kind of cell that may free gathered weights after forward: option -> footprint.
+    #: Footprints by option, for each kind of cell that may free gathered weights after forward.
     resharding: dict[Request, dict[str, Footprint]]
 
     @property
@@ -183,8 +183,10 @@ def make_plan(
     on_cpu = any(not s.request.on_cuda for s in checked.subjects)
     skipped = ("infeasible",) if cluster["skip_infeasible"] else ()
     to_train = [c for c in cells if not c.recorded and c.state not in skipped]
-    there = nodes.nodes_of_partition(nodes.cluster_nodes(), partition)
-    refusals = {c.cell: nodes.refusal(c.cell, c.subject.settings, c.asked, there) for c in to_train}
+    of_partition = nodes.nodes_of_partition(nodes.cluster_nodes(), partition)
+    refusals = {
+        c.cell: nodes.refusal(c.cell, c.subject.settings, c.asked, of_partition) for c in to_train
+    }
     return Plan(
         study=checked.study.name,
         cluster=cluster,
@@ -195,7 +197,7 @@ def make_plan(
         unheld=nodes.lines_of_refusals(
             {cell: reason for cell, reason in refusals.items() if reason}
         ),
-        gpu_types=nodes.describe_types(there, (c.asked for c in to_train)),
+        gpu_types=nodes.describe_types(of_partition, (c.asked for c in to_train)),
         projected=projected,
         resharding=checked.resharding,
     )

@@ -29,7 +29,7 @@ from stratbench.extensions.projection.target import share_to_target
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 
-#: The largest count that is asked for.
+#: Maximum worker count.
 MAX_WORKERS = 1024
 
 
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     write_csv(out, [row for _, rows, _ in by_evidence for row in rows])
-    if args.most:  # who asked tells what it says
+    if args.most:  # the caller prints it
         return 0
     if not by_evidence:
         print(

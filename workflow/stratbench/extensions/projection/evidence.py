@@ -232,8 +232,8 @@ def on_measured_links(
         return traced_schedule(request, samples, device)
 
     def replayed(workers: int, compute_s: float, spreads: float = 0.0) -> float:
-        there = at(workers)
-        samples = there.samples_per_step
+        subject_there = at(workers)
+        samples = subject_there.samples_per_step
         layout = LinkLayout(workers, nodes_of(workers))
 
         def seconds(call: CollectiveCall) -> float:
@@ -241,7 +241,7 @@ def on_measured_links(
             return links.chosen(call, layout, samples)[0] * math.exp(spreads * log_sd)
 
         slowest_s = compute_s * slowest(workers, spreads)
-        return replay(scheduled(there.request, samples), slowest_s, seconds, links.kappa)
+        return replay(scheduled(subject_there.request, samples), slowest_s, seconds, links.kappa)
 
     host_s = evidence.host_s or 0.0
     if host_s:

@@ -12,8 +12,8 @@ MAX_TIMES = 8
 #: The same for a + b/N through two counts of strong scaling. In published series its intervals of 80 % hold
 #: 87 % of the steps on twice the larger count, and 54 % of those on four times as many.
 MAX_TIMES_OF_TWO = 2
-#: Workers up to which servers are projected whose push and pull nobody has measured: in published series
-#: their throughput stops to grow at 32 to 64, which smaller counts do not show.
+#: Maximum number of workers for servers without measured push and pull: in published series their throughput
+#: stops growing at 32 to 64, which smaller counts do not show.
 MAX_UNSEEN_SERVED = 16
 
 

@@ -18,7 +18,8 @@ from stratbench.extensions.links.collective_cost import (
 )
 from stratbench.telemetry.collectives import CollectiveCall
 
-#: How many times the largest measured tensor one may be, unless that was so large that its bytes ruled.
+#: Maximum size of a tensor relative to the largest measured one, unless that was large enough to be limited
+#: by bandwidth.
 MAX_LARGER, RATE_RULES_BYTES = 8, 64 << 20
 
 

@@ -75,7 +75,7 @@ def a_plus_b_over_n(points: Sequence[Measured], scaling: Scaling, workers: int) 
     """
     if len(points) < 2:
         return perfect(points, scaling, workers)
-    import numpy as np  # takes 0.1 s: not for those who project nothing
+    import numpy as np  # takes 0.1 s, only needed for projections
 
     times = np.array([p.step_s for p in points])
     inverse = np.array([1 / p.workers for p in points])

@@ -13,11 +13,11 @@ from stratbench.extensions.projection.naive import Measured, Rule, Scaling, Skil
 from stratbench.extensions.projection.replay import NEAR_HOST
 from stratbench.extensions.projection.servers import ServerQueue
 
-#: An interval of one doubling that is wider than this, high over low, says nothing.
+#: An interval of one doubling that is wider than this, high over low, is not informative.
 MAX_SPREAD = 4.0
 #: With fewer measured counts one alone is held out, and the best of three naive rules is near it by luck.
 MIN_TO_GIVE_WAY = 4
-#: Of ln times: no interval is narrower than a repeat of the same measurement.
+#: Minimum standard deviation of ln times: no interval is narrower than a repeat.
 MIN_SD = 0.01
 BY_COUNTS, BY_LINKS = "a + b/N", "replay on measured links"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stratbench.telemetry.collectives import CollectiveCall
 
-#: What the next operation needs, whoever waits.
+#: Collectives whose result the next operation needs.
 NEEDED = ("all_gather", "broadcast", "send")
 #: A measured step of up to so many times the host's own time may be limited by the host.
 NEAR_HOST = 1.1

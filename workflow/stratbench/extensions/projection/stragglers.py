@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: With fewer steps or workers nothing is said of how workers lie apart.
+#: Minimum steps and workers for a distribution of the workers' times.
 MIN_STEPS, MIN_WORKERS = 20, 2
 #: Levels and times of the distribution of workers whose levels are drawn.
 LEVELS, VARYING = 64, 256
@@ -109,7 +109,7 @@ def stragglers_of(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
         if len(series) < MIN_WORKERS or steps < MIN_STEPS:
             return None
         own = np.array([s[-steps:] for s in series])
-        if not own.all():  # below what the clock can tell
+        if not own.all():  # below the clock's resolution
             return None
         factors.append(own_shares(own))
     steps = min((own.shape[1] for own in factors), default=0)

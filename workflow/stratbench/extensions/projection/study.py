@@ -111,11 +111,11 @@ def projected_trainings(
         for p in projections_of(config, study, evidence, counts):
             if p.interval is not None:
                 cell = replace(evidence.last, gpus=p.workers, repeat=0)
-                there = subject_of(config, study, cell)
-                low_s, high_s = (s * there.steps for s in (p.interval.low_s, p.interval.high_s))
+                subject = subject_of(config, study, cell)
+                low_s, high_s = (s * subject.steps for s in (p.interval.low_s, p.interval.high_s))
                 source = f"projected, 80 %: {basis_of(p, evidence.points)}"
                 trainings[cell] = ProjectedDuration(
-                    Span(low_s, high_s, source), there.settings.global_batch
+                    Span(low_s, high_s, source), subject.settings.global_batch
                 )
     return trainings
 
@@ -142,9 +142,9 @@ def subject_at(
     return subject_of(config, study, replace(evidence.last, gpus=workers))
 
 
-def counts_after(largest: int, most: int) -> list[int]:
-    """Doublings of the largest measured count, up to `most`."""
-    return [largest << k for k in range(1, 1 + max(0, int(math.log2(most / largest))))]
+def counts_after(largest: int, max_count: int) -> list[int]:
+    """Doublings of the largest measured count, up to `max_count`."""
+    return [largest << k for k in range(1, 1 + max(0, int(math.log2(max_count / largest))))]
 
 
 def device_of(config: Mapping[str, Any], subject: Subject) -> Device:

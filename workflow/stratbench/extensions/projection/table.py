@@ -67,7 +67,7 @@ class Row:
     memory_low_bytes: float | None = None
     memory_bytes: float | None = None
     memory_high_bytes: float | None = None
-    #: Why nothing is said of the time to the target, where the config asks for one.
+    #: Why there is no time to the target, if the config has one.
     why_no_target: str = ""
     evidence: str = ""
     rule: str = ""

@@ -6,7 +6,7 @@ from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.projection.replay import Schedule, TracedPhase, schedule_of
 
-#: Of a CPU's core, where the plan does not know it: to weigh bytes against operations.
+#: Assumed rate of a CPU core if the plan lacks it: to weigh bytes against operations.
 CPU_MEMORY_BYTES_PER_S = 8e9
 
 

@@ -34,9 +34,9 @@ STEADY_LOAD = 0.9
 MAX_GROWTH = 0.1
 #: Streams of others' jobs, and moments in each at which the training comes.
 BLOCKS, MOMENTS = 8, 4
-#: How far simulated waits may be from the recorded ones, as a factor.
+#: Maximum factor between simulated and recorded waits.
 NEAR = 2.0
-#: Where synchronous workers have their state from when they go on, in words.
+#: Source of synchronous workers' state when they resume, as text.
 SOURCES = {"checkpoint": "from the last checkpoint", "peer": "from one that is there"}
 NOT_MODELLED = (
     "Not modelled: fair-share and other priorities than the order of submission (where job size counts, "

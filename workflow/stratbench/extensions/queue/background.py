@@ -11,7 +11,7 @@ from stratbench.extensions.queue.simulator import Arrival
 WIDTHS = {1: 0.40, 2: 0.15, 4: 0.20, 8: 0.20, 16: 0.05}
 #: The wall times that people ask for, over what their jobs take; each a third of the jobs.
 REQUEST_FACTORS = (1.5, 3.0, 10.0)
-#: Of the lognormal durations: the median, the standard deviation of the logarithm, and where they are cut.
+#: Lognormal durations: the median, the standard deviation of the logarithm, and the limits.
 MEDIAN_S, SIGMA, MIN_S, MAX_S = 1800.0, 1.4, 60.0, 86400.0
 
 

@@ -29,13 +29,13 @@ GANG, HALF = "gang", "gang N/2"
 SYNCHRONOUS, ASYNCHRONOUS = "split synchronous", "split asynchronous"
 #: From what is simplest to run. The last one's times are by worth.
 MODES = (GANG, HALF, SYNCHRONOUS, ASYNCHRONOUS)
-#: The worths at which asynchronous workers are simulated; between them, time is linear in 1 / worth.
+#: Simulated sample efficiencies of asynchronous workers; between them, time is linear in their inverse.
 WORTHS = (1.0, 0.8, 0.6)
-#: How much more wall time a training's jobs ask for than they need.
+#: Ratio of a training's requested to needed wall time.
 REQUEST_FACTOR = 1.5
 #: Of a made stream, in which the moments lie: some three days, of which the first quarter fills the cluster.
 JOBS_PER_GPU = 700 / 64
-#: A training that is not done after so long is counted as done then.
+#: A training that is not done after this time is counted as done then.
 MAX_S = 60 * 86400.0
 
 
@@ -47,7 +47,7 @@ class QueuedTraining:
     hours: float
     loss: float = 0.02
     pause_s: float = 60.0
-    #: Whether synchronous workers have their state from each other, and not from a checkpoint.
+    #: Whether synchronous workers get their state from each other, and not from a checkpoint.
     from_peers: bool = False
     #: Of split workers.
     preemptible: bool = False

@@ -27,11 +27,11 @@ FIELDS = (
     "JobIDRaw", "User", "Partition", "Submit", "Eligible", "Start", "End", "State", "TimelimitRaw",
     "NNodes", "ReqTRES", "AllocTRES", "Flags",
 )  # fmt: skip
-#: Without these a line says nothing of a queue.
+#: Columns without which a line is useless.
 NEEDED = ("Submit", "Start", "End", "State", "AllocTRES")
-#: Widths that wait alike enough to be told together; the last has no end.
+#: Widths with similar waits, reported together; the last has no end.
 WIDTH_BINS = ((1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 10**9))
-#: What a job is taken to ask for beside what it took, where the accounting names no limit of its own.
+#: Assumed ratio of requested to used wall time, if the accounting has no limits.
 UNKNOWN_FACTOR = 3.0
 
 
@@ -83,7 +83,7 @@ class WidthRow:
     median_s: float
     p90_s: float
     backfilled: float | None
-    #: The mean share of the wall time asked for that was used.
+    #: Mean used fraction of the requested wall time.
     used: float | None
 
 

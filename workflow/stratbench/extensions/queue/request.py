@@ -9,7 +9,7 @@ from typing import Any, Literal
 from stratbench.cell.options import schema_of
 from stratbench.cell.settings import Keys, setting
 
-#: Nodes of the simulated cluster where neither the config nor a history says how many there are.
+#: Nodes of the simulated cluster if neither the config nor a history has their number.
 NODES = 8
 
 

@@ -68,12 +68,12 @@ class SimulatedJob:
 class Rules:
     """Behaviour of a cluster; the delays are measured inputs."""
 
-    #: How many waiting jobs hold a reservation: 1 is EASY, ALL is SLURM's default, 0 lets anything pass that
+    #: Number of waiting jobs with a reservation: 1 is EASY, ALL is SLURM's default, 0 lets anything pass that
     #: fits, None is no backfill.
     reserve: int | None = 1
     #: Backfill runs at its multiples; 0: after every event.
     backfill_s: float = 0.0
-    #: How many waiting jobs backfill looks at.
+    #: Number of waiting jobs that backfill considers.
     depth: int = 100
     #: From the allocation to a job's first line, and from its last one until the GPUs are free.
     start_delay_s: float = 0.0

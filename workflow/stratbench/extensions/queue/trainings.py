@@ -54,7 +54,7 @@ class Training:
     """A training that is submitted once, and followed until it is done."""
 
     work_s: float
-    #: The wall time that each of its jobs asks for.
+    #: The wall time that each of its jobs requests.
     request_s: float
     workers: int
     scaling: Scaling = Scaling()
@@ -109,7 +109,7 @@ class Gang(Training):
             self.done_s = sim.now_s
             return
         kept_s = max(0.0, sim.now_s - job.start_s - self.startup_s)
-        if reason != "limit":  # of its wall time's end it is warned
+        if reason != "limit":  # the end of its wall time is announced
             kept_s = kept_s // self.checkpoints.every_s * self.checkpoints.every_s
         self.left_s -= kept_s * self._rate(sim, job)
         self.enqueue(sim)
@@ -200,7 +200,9 @@ class ElasticTraining(Training):
         if math.isnan(self._first_step_s):
             self._first_step_s = self._since_s = self._saved_at_s = sim.now_s
         elif self.synchronous:
-            if sim.now_s > self._first_step_s:  # who is there at the start begins with the others
+            if (
+                sim.now_s > self._first_step_s
+            ):  # workers that are there at the start begin with the others
                 self._pause(sim)
         elif not self._speeds:
             self._since_s = sim.now_s

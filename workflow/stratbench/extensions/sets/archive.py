@@ -244,11 +244,15 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
 
 
 def _check_listing(path: Path, manifest: Mapping[str, Any], members: list[zipfile.ZipInfo]) -> None:
-    there = {member.filename for member in members} - {MANIFEST}
+    members_listed = {member.filename for member in members} - {MANIFEST}
     listed = set(manifest["files"])
-    if there != listed:
-        name = min(there ^ listed)
-        where = "is not in its manifest" if name in there else "is in its manifest, and not there"
+    if members_listed != listed:
+        name = min(members_listed ^ listed)
+        where = (
+            "is not in its manifest"
+            if name in members_listed
+            else "is in its manifest, and not there"
+        )
         raise SetError(f"{path}: {shown_name(name)} {where}")
 
 

@@ -11,7 +11,7 @@ from stratbench.analysis.report.report import STATUS_WORDS, distinct_values
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.extensions.sets.reading import ResultSet
 
-#: Exit codes of a check: all is well; valid, but the audit calls figures unusable; not valid.
+#: Exit codes of a check: valid; valid, but the audit calls values unusable; not valid.
 FINE, UNUSABLE, INVALID = 0, 1, 2
 #: Columns of cells.csv that two sets must share to be compared, with their words.
 SHARED = {

@@ -168,7 +168,7 @@ def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str,
 
 def refuse_foreign_code(text: str, config: Mapping[str, Any]) -> None:
     """Raise CommandError if planning would call code that a bundle names, which is never run."""
-    # A value that is no mapping is refused later, like any other mistake in a config.
+    # A value that is no mapping is rejected later, like any other mistake in a config.
     models, datasets, studies = (
         value if isinstance(value := config.get(key), dict) else {}
         for key in ("models", "datasets", "studies")

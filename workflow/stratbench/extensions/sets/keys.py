@@ -13,7 +13,7 @@ from stratbench.study.config.messages import ConfigError, wrong_value_message
 
 #: The prefix of a version of the paper's tables, and the versions.
 PAPER, VERSIONS = "paper:", ("v1", "v2")
-#: The pages of a comparison; beside them each set has a folder with its name.
+#: The pages of a comparison; next to them each set has a folder with its name.
 PAGES = INDEX, EXPLORE = "index.html", "explore.html"
 _EXAMPLE = "--config 'sets={old: old.stratbench.zip, new: results/demo}'"
 

@@ -30,9 +30,9 @@ from stratbench.extensions.sets.keys import PAPER, VERSIONS
 class ResultSet:
     """The records of one study from one site."""
 
-    #: Its name beside other sets.
+    #: Its name among other sets.
     name: str
-    #: The source that was asked for: a path, or `paper:v1`.
+    #: The requested source: a path, or `paper:v1`.
     source: str
     study: str
     #: Like cells.csv: a row for each cell, including those without a record.
@@ -49,7 +49,7 @@ class ResultSet:
     plan: dict[str, Any] | None = None
     #: The manifest of a bundle.
     manifest: dict[str, Any] | None = None
-    #: Accuracies that any working training reaches, by data set, for tables that state too little.
+    #: Accuracies that any working training reaches, by data set, for tables with too few fields.
     floors: dict[str, float] = field(default_factory=dict)
 
     @functools.cached_property
@@ -172,16 +172,16 @@ def _read_folder(
     )
 
 
-def _cells_in(folder: Path, manifest: dict[str, Any] | None, told: Any) -> list[Cell]:
+def _cells_in(folder: Path, manifest: dict[str, Any] | None, make_error: Any) -> list[Cell]:
     """Return the listed cells, followed by those with a record that are not listed."""
     listed = folder / "cells.json"
     has_list = listed.exists()
-    cells = list(_listed_cells(listed, told)) if has_list else []
+    cells = list(_listed_cells(listed, make_error)) if has_list else []
     if len({cell.study for cell in cells}) > 1:
-        raise told("cells.json lists cells of more than one study")
+        raise make_error("cells.json lists cells of more than one study")
     known = {cell.path for cell in cells}
     if len(known) < len(cells):
-        raise told("cells.json lists a cell twice")
+        raise make_error("cells.json lists a cell twice")
     pattern = CELL_PATTERN.format(experiment="*", strategy="*", model="*", gpus="*", repeat="*")
     for path in sorted(folder.glob(f"cells/{pattern}/record.json")):
         if path.parent.relative_to(folder / "cells").as_posix() in known:
@@ -192,13 +192,13 @@ def _cells_in(folder: Path, manifest: dict[str, Any] | None, told: Any) -> list[
             content = read_json(path)
             cell = _cell_of(content["cell"])
         except (OSError, ValueError, KeyError, TypeError) as e:
-            raise told(f"{path} is not a record: {e}") from e
+            raise make_error(f"{path} is not a record: {e}") from e
         cells.append(cell)
         known.add(cell.path)
     return cells
 
 
-def _listed_cells(path: Path, told: Any) -> Iterator[Cell]:
+def _listed_cells(path: Path, make_error: Any) -> Iterator[Cell]:
     try:
         listed = read_json(path)
         if not isinstance(listed, list):
@@ -206,7 +206,7 @@ def _listed_cells(path: Path, told: Any) -> Iterator[Cell]:
         for coordinates in listed:
             yield _cell_of(coordinates)
     except (OSError, ValueError, TypeError) as e:
-        raise told(f"{path} does not list cells: {e}") from e
+        raise make_error(f"{path} does not list cells: {e}") from e
 
 
 def _cell_of(coordinates: Any) -> Cell:
@@ -229,24 +229,24 @@ def _cell_of(coordinates: Any) -> Cell:
     return cell
 
 
-def _object_in(path: Path, told: Any) -> dict[str, Any] | None:
+def _object_in(path: Path, make_error: Any) -> dict[str, Any] | None:
     """Return the JSON object in a file, or None if the file does not exist."""
     if not path.exists():
         return None
     try:
         content = read_json(path)
     except (OSError, ValueError) as e:
-        raise told(f"{path} is not JSON: {e}") from e
+        raise make_error(f"{path} is not JSON: {e}") from e
     if not isinstance(content, dict):
-        raise told(f"{path} is no JSON object")
+        raise make_error(f"{path} is no JSON object")
     return content
 
 
-def _check_timeline(path: Path, told: Any) -> None:
+def _check_timeline(path: Path, make_error: Any) -> None:
     """Refuse a timeline that is not a table of texts."""
     try:
         text = read_regular(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:
-        raise told(f"{path} is no text: {e}") from e
+        raise make_error(f"{path} is no text: {e}") from e
     if "kind" not in text.partition("\n")[0].split(",") or "\0" in text:
-        raise told(f"{path} is no timeline")
+        raise make_error(f"{path} is no timeline")

@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
     whose number follows from its output. The weights of attention are never returned.
     """
 
-    #: What nn.TransformerEncoderLayer asks: whether it may compute in a way of its own. It may not.
+    #: Read by nn.TransformerEncoderLayer; these values disable its fused fast path.
     batch_first, in_proj_bias = True, None
 
     def __init__(self, whole: nn.MultiheadAttention) -> None:

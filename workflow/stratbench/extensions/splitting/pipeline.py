@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stratbench.workload.network.models import Model
     from stratbench.workload.network.pieces import Piece
 
-#: Why a network with BatchNorm is not cut.
+#: Why a model with BatchNorm is not divided.
 BATCHNORM = (
     "BatchNorm would normalise over micro-batches, which is another training than over the batch"
 )
@@ -133,11 +133,9 @@ class Pipeline(ModelSplit):
         return None
 
     def too_many(self, network: str | Model, gpus: int) -> str | None:
-        stages, most = self.n_stages(gpus), models.facts_of(network).most_stages
-        if most is not None and stages > most:
-            return (
-                f"it can be cut into {most} stages, not into {stages}; set pipeline_parallel_size"
-            )
+        stages, max_stages = self.n_stages(gpus), models.facts_of(network).most_stages
+        if max_stages is not None and stages > max_stages:
+            return f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
         return None
 
     @classmethod
@@ -186,10 +184,10 @@ class Pipeline(ModelSplit):
             yield str(e)
             return
         yield from pieces.faults_of(model, chain)
-        most = len(pieces.units_of(model, chain, worker.wrap_groups))
+        max_stages = len(pieces.units_of(model, chain, worker.wrap_groups))
         stages = self.n_stages(worker.world_size)
-        if stages > most:
-            yield f"it can be cut into {most} stages, not into {stages}; set pipeline_parallel_size"
+        if stages > max_stages:
+            yield f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
 
     def n_stages(self, gpus: int) -> int:
         """Stages of a pipeline on `gpus` workers."""
@@ -210,7 +208,7 @@ class Pipeline(ModelSplit):
         from stratbench.extensions.splitting.stages import StageModule, balance
         from stratbench.workload.network.pieces import units_of
 
-        place = worker.mesh.place(worker.rank)
+        coordinate = worker.mesh.place(worker.rank)
         workers, replicas = worker.mesh.stages, worker.mesh.replicas
         mesh = init_device_mesh(
             worker.device.type, (workers, replicas), mesh_dim_names=("stages", "replicas")
@@ -221,7 +219,7 @@ class Pipeline(ModelSplit):
         measured = self.measure(model, units)
         n = self.n_stages(worker.world_size)
         ends = [0, *accumulate(balance(measured, self.waiting(n)))]
-        #: Of each stage its pieces, the work of a sample, and the shape of what it gives for one.
+        #: For each stage its pieces, the work per sample, and the shape of its output for one.
         self._cut = [list(chain(*units[i:j])) for i, j in pairwise(ends)]
         self._work = [sum(u.flops for u in measured[i:j]) for i, j in pairwise(ends)]
         self._shapes = [measured[end - 1].shape for end in ends[1:]]
@@ -229,11 +227,11 @@ class Pipeline(ModelSplit):
         layout = batch_format(worker.settings.precision, worker.device.type)
         precision = partial(autocast, worker.settings.precision, worker.device)
         shared = self._share_gradients(model)
-        self._drop_others(model, [i for i in range(n) if i % workers == place.stage])
-        #: What this worker computes of each of its stages.
+        self._drop_others(model, [i for i in range(n) if i % workers == coordinate.stage])
+        #: This worker's part of each of its stages.
         self._parts: dict[int, StageModule] = {
             i: StageModule(model, self._cut[i], i == n - 1, self._dtype, layout, precision)
-            for i in range(place.stage, n, workers)
+            for i in range(coordinate.stage, n, workers)
         }
         self._connect()
         self._stages: list[Stage] = []
@@ -241,7 +239,7 @@ class Pipeline(ModelSplit):
         self._is_last = True
         self._under_way: list[tuple[Tensor, torch.distributed.Work]] = []
         self._sent: set[nn.Parameter] = set()
-        # Of what several stages use, the last backward of one of them does not tell the end.
+        # Parameters shared by several stages are final only after the last backward of all of them.
         self._by_stage = {
             p: i for i, part in self._parts.items() for p in part.held if p not in shared
         }
@@ -303,7 +301,7 @@ class Pipeline(ModelSplit):
             for p in dict.fromkeys(p for piece in pieces for p in piece.parameters(model)):
                 users.setdefault(p, []).append(i)
         several = {p: stages for p, stages in users.items() if len(stages) > 1}
-        #: Of each parameter that other workers of the pipeline have too, the group with them.
+        #: For each parameter that other workers of the pipeline have too, their group.
         self._tied: dict[nn.Parameter, ProcessGroup] = {}
         #: Those whose gradient counts in the norm of another worker.
         self._counted_elsewhere: set[nn.Parameter] = set()

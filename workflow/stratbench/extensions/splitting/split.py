@@ -26,7 +26,7 @@ class ModelSplit(Counted):
     rigid = "each worker holds a part of the network, which ends with the worker"
     uses_wrap_groups = True
     divides_network = True
-    #: What compiled code is not tried with; the key by which a user's network states how it is divided.
+    #: The parts' name for messages; also the key of a user's declaration of the division.
     parts_are: ClassVar[str]
     stated_by: ClassVar[str]
 
@@ -51,7 +51,7 @@ class ModelSplit(Counted):
                 yield f".models = {name!r}: {reason}"
                 continue
             for gpus in values["gpus"]:
-                with suppress(ValueError):  # groups that do not come out even are told by `mesh`
+                with suppress(ValueError):  # groups of uneven size are reported by `mesh`
                     if reason := strategy.too_many(network, gpus):
                         yield f".gpus = {values['gpus']}: {name}: {reason}"
 
@@ -70,7 +70,7 @@ class ModelSplit(Counted):
 
     def traits(self, gpus: int) -> base.Traits:
         divides = self.divides(gpus)
-        # What is not divided by a number: norms, which each worker has whole, and unequal stages.
+        # Parts without a common divisor: norms, which each worker has completely, and unequal stages.
         parts = None if divides else 1
         return base.Traits(
             synchronous_alone=True,

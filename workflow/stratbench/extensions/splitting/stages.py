@@ -30,7 +30,7 @@ SCHEDULES = {
 }
 
 
-#: What a parameter's training holds, in times of its own size: it, its gradient and AdamW's moments.
+#: Size of a parameter's training state, in multiples of its own: itself, its gradient and AdamW's moments.
 STATES = 4
 
 
@@ -162,7 +162,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.pieces, self._is_last, self._dtype = list(pieces), is_last, dtype
         self._layout, self._precision = layout, precision
-        # A schedule asks for the parameters of a stage, and the model has those of all stages here.
+        # A schedule reads the parameters of a stage, and the model has those of all stages here.
         own = dict.fromkeys(p for piece in self.pieces for p in piece.parameters(model))
         self.held = nn.ParameterList(own)
         self._model = (model,)

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from stratbench.workload.network.models import Model
 
-#: How a plan says that a module is divided; `styles` says what each word does.
+#: Words of a plan on how a module is divided; `styles` explains each.
 WORDS = (
     *("embedding", "first", "norm", "head norm", "input", "colwise", "colwise of input", "rowwise"),
     *("heads", "scores"),
 )
 
 
-#: How far gradients that all workers of a group should have alike may be apart, of the largest.
+#: Maximum difference between gradients that must be equal on all workers of a group, relative to the largest.
 UNLIKE = 1e-2
 
 
@@ -170,7 +170,7 @@ class TensorParallel(ModelSplit, Sharded):
             model.register_forward_hook(whole_output)
             if self.options.sequence_parallel:
                 model.register_forward_pre_hook(partial(check_positions, tensor))
-        #: Of each trainable parameter, whether this worker's part of the gradient is in the whole's norm.
+        #: For each trainable parameter, whether this worker's part of the gradient is in the norm.
         self._counts = [
             is_divided(p) or worker.mesh.place(worker.rank).tensor == 0
             for p in model.parameters()
@@ -210,7 +210,7 @@ class TensorParallel(ModelSplit, Sharded):
             self._under_way.append((own, dist.all_reduce(own, group=group, async_op=True)))
 
     def synchronising(self, last: bool) -> AbstractContextManager:
-        # FSDP2 reduces the gradients of each part, so that no whole ones are kept.
+        # FSDP2 reduces the gradients of each part, so that no full ones are stored.
         self._is_last = last
         return nullcontext()
 

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-#: Repeats of the matrix that a verdict stands in for; a leader's score is measured in no more.
+#: Repeats of the full matrix that a verdict replaces; a leader's score is measured in no more.
 MATRIX_REPEATS = 3
 #: Segments are no shorter and no longer, in steps.
 MIN_STEPS, MAX_STEPS = 50, 300
@@ -22,13 +22,13 @@ MIN_DISCARDED, SHARE_DISCARDED = 15, 0.2
 MIN_DISAGREEMENT, DISAGREEMENT = 0.03, 5.9
 #: By how much the logarithm of a full run's time may differ from that of its steps x step time.
 MAX_OFF = 0.03
-#: What a step's time is taken for where nothing was measured: its standard deviation over its mean,
-#: the correlation of neighbours, and the standard deviation between two starts of a process.
+#: Assumed noise of a step's time before any measurement: its standard deviation over its mean, the
+#: correlation of neighbours, and the standard deviation between two starts of a process.
 STEP_NOISE = {"cuda": (0.05, 0.3, 0.008), "cpu": (0.3, 0.3, 0.05)}
 #: Seconds to start a segment's processes from a fork server, where none was measured.
 SEGMENT_START_S = {"cuda": 6.0, "cpu": 0.7}
-#: What a verdict took in simulations: so many segments of each strategy, and of full cells, for scores, one
-#: for so many strategies, but at least one.
+#: Effort of a verdict in simulations: segments per strategy, and strategies per full cell for scores, of
+#: which there is at least one.
 SEGMENTS_PER_STRATEGY, STRATEGIES_PER_FULL_CELL = 7.5, 9
 
 

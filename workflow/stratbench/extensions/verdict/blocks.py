@@ -24,7 +24,7 @@ from stratbench.extensions.verdict.block_rules import value_of_segments
 BLOCK_PATTERN = "{experiment}/{model}/{gpus}gpu/block{block}"
 BLOCK_FILE = "block.json"
 SCHEMA_VERSION = 1
-#: Of verdict.json.
+#: Version of verdict.json.
 VERDICT_VERSION = 4
 #: The passes of a block: a segment that does not count, each strategy twice, and once more where the two
 #: disagree.
@@ -188,16 +188,16 @@ class PairedBlock:
 
     place: ComparisonKey
     number: int
-    #: Of a segment, without those that it discards.
+    #: Timed steps of a segment, without the discarded ones.
     steps: int
     segments: tuple[Segment, ...]
     hosts: tuple[str, ...]
     #: `cuda` or `cpu`.
     device: str
     gpu_seconds: float
-    #: What each strategy was trained with, as `trained_digest` has it.
+    #: Digest of each strategy's settings, as `trained_digest` returns it.
     trained: Mapping[str, str] = field(default_factory=dict)
-    #: Names of its GPUs; empty for CPU processes, and where no worker lived to tell them.
+    #: Names of its GPUs; empty for CPU processes, and if no worker reported them.
     gpu_names: tuple[str, ...] = ()
 
     def of(self, strategy: str) -> list[Segment]:

@@ -33,8 +33,8 @@ class PairedResult:
     on_cpu: bool
     served: bool
     traits: Traits
-    excluded: tuple[str, str] | None  # kind and why
-    slower_than: tuple[str, str] | None  # the leader that it was dropped against, and why
+    excluded: tuple[str, str] | None  # kind and reason
+    slower_than: tuple[str, str] | None  # the leader when it was dropped, and the reason
     claim: tuple[str, str] | None  # the claim on its comparison and the confidence, if it leads one
 
 

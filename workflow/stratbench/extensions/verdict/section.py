@@ -78,7 +78,7 @@ def nearest_interval(comparison: Mapping[str, Any]) -> str:
     ]
     if not known:
         return ""
-    # Dropped rivals come last.
+    # Dropped alternatives come last.
     nearest = min(known, key=lambda ratio: (bool(ratio["reason"]), ratio["at_least"]))
     return f"{nearest['strategy']} {nearest['text']}"
 

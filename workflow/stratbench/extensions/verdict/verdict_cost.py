@@ -70,8 +70,8 @@ def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[VerdictCost, V
     ]  # fmt: skip
     comparisons = cells_by(known, "experiment", "model", "gpus")
     return {
-        place: (cost_of(comparison, slow=False), cost_of(comparison, slow=True))
-        for place, comparison in comparisons.items()
+        key: (cost_of(comparison, slow=False), cost_of(comparison, slow=True))
+        for key, comparison in comparisons.items()
         if len(comparison) > 1
     }
 

@@ -226,7 +226,7 @@ class DcAsgdPolicy(ViewKeepingPolicy):
         decay = self.options.dc_decay
         self._mean_square.mul_(decay).addcmul_(grad, grad, value=1 - decay)
         if read_version != self.version:
-            # The kept view is not needed after this push: it holds W_read - W from here on.
+            # The stored view is not needed after this push: it becomes W_read - W from here on.
             moved_back = self._read[worker].sub_(self.weights)
             curvature = torch.add(self._mean_square, 1e-7, out=self._scratch).sqrt_()
             torch.div(grad, curvature, out=curvature).mul_(grad)
@@ -259,7 +259,7 @@ class GapAwarePolicy(ViewKeepingPolicy):
 
         decay, lr = self.options.step_decay, self.push_lr
         if read_version != self.version:
-            # The kept view is not needed after this push: it holds the gap from here on.
+            # The stored view is not needed after this push: it becomes the gap from here on.
             seen_share = 1 - decay**self.version
             typical = torch.div(self._mean_square, seen_share, out=self._scratch).sqrt_()
             typical.mul_(lr).add_(1e-8)

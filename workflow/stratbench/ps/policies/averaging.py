@@ -55,7 +55,7 @@ class SyncPolicy(Policy):
         self._optimizer = optimizer_of(weights, hyper)
         self._live = set(range(hyper.workers))
         self._arrived: set[int] = set()
-        self._arrived_and_left = 0  # workers whose push is in this round, but who are gone
+        self._arrived_and_left = 0  # workers that left after a push in this round
         self._weight = 0.0  # of the gradients in this round; skipped pushes arrive without one
         self._total: Tensor | None = None  # sum of the gradients already in order
         self._held: dict[int, Tensor] = {}  # gradients that some lower worker may still precede

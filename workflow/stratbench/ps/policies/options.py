@@ -24,14 +24,14 @@ def lr_scale_option(default: str) -> Any:
 class PolicyOptions(Options):
     """Base of a policy's options. A policy without a field of its own takes none."""
 
-    #: Weight-sized tensors kept whatever the number of workers, and for each worker.
+    #: Number of weight-sized tensors in any case, and per worker.
     fixed_buffers: ClassVar[int] = 1
     buffers_per_worker: ClassVar[int] = 0
     #: False: losing a worker ends the run (a barrier can no longer be met honestly).
     tolerates_loss: ClassVar[bool] = True
     #: Whether every update is the mean of one push of each worker, on the same weights.
     averages_all: ClassVar[bool] = False
-    #: Why its servers cannot update by AdamW; None: they can.
+    #: Why its servers do not support AdamW; None if they do.
     refuses_adamw: ClassVar[str | None] = (
         "its rule weighs or corrects SGD's velocity, and AdamW has none"
     )

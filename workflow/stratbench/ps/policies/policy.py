@@ -24,8 +24,8 @@ class Outcome(Enum):
     """Outcome of a pushed gradient."""
 
     APPLIED = "applied"  # the weights changed
-    HELD = "held"  # kept for a later update
-    DROPPED = "dropped"  # settled without effect (it came too late)
+    HELD = "held"  # stored for a later update
+    DROPPED = "dropped"  # completed without effect (it came too late)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Hyper:
     workers: int = 1
     lr_scale: float = 1.0
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    #: Of AdamW.
+    #: For AdamW.
     betas: tuple[float, float] | None = None
     eps: float | None = None
 
@@ -215,7 +215,7 @@ class Policy(ABC):
     rigid: ClassVar[str | None] = None
     #: Names of its fields that hold nothing between two calls.
     scratch: ClassVar[tuple[str, ...]] = ()
-    #: What it can be told, and what follows from that; the defaults hold where nothing is given.
+    #: Its options and their effects; the defaults apply where none are set.
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -236,9 +236,9 @@ class Policy(ABC):
         self.hyper = hyper
         self.options = options if options is not None else self.Options()
         self.version = 0  # updates applied to this shard
-        #: What the schedule multiplies the learning rate by now; whoever calls the policy sets it.
+        #: The schedule's present factor on the learning rate; the caller of the policy sets it.
         self.lr_share = 1.0
-        #: What the push at hand weighs in a mean over a step's pushes; whoever calls the policy sets it.
+        #: The current push's weight in a mean over a step's pushes; the caller of the policy sets it.
         self.push_weight = 1.0
 
     @property

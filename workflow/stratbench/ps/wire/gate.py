@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 #: Connections that have not shown that they know the secret, at most, at a time.
 _MAX_PENDING = 64
 _REFUSALS_KEPT = 100
-#: What accept says when this process or the system has nothing left; how long it then waits.
+#: Errors of accept when the process or system has no descriptors left, and the wait after one.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _EXHAUSTED_PAUSE_S = 0.2
 
@@ -130,7 +130,7 @@ class Gate:
 
     def _dismiss_oldest(self) -> None:
         """Close the unknown peer that came first; its thread counts the refusal."""
-        with self._lock:  # so that nobody who is no unknown peer any more is closed
+        with self._lock:  # so that no authenticated peer is closed
             oldest = next(iter(self._pending), None)
             if oldest is not None:
                 del self._pending[oldest]

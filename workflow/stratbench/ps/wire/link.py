@@ -37,10 +37,10 @@ class Link:
         self.deadline_s = float(welcome["heartbeat_deadline_s"])
         self.bytes_out = self.bytes_in = 0  # of gradients and buffers sent, and weights received
         self.awaited: set[int] = set()  # shards whose weights are still to come
-        self.outdated = False  # what is under way now will be sent again
+        self.outdated = False  # the present transfer will be sent again
         self.replied = threading.Event()  # all shards' weights have come
         self.lock = threading.Lock()  # guards the three above
-        self.receiver: threading.Thread | None = None  # takes in what the server says
+        self.receiver: threading.Thread | None = None  # receives the server's frames
         self.to_send: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def expect_all(self, outdated: bool = False) -> None:

@@ -23,8 +23,8 @@ from stratbench.ps.wire.frames import HEADER_BYTES, PROTOCOL, Frame, Header, Pro
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DISCARD_BYTES = 64 * 1024
-#: Of Linux's struct tcp_info: where it has the segments that wait for an acknowledgement, and the
-#: milliseconds since the last one (linux/tcp.h).
+#: Offsets in Linux's struct tcp_info: the segments that wait for an acknowledgement, and the milliseconds
+#: since the last one (linux/tcp.h).
 _UNACKED, _LAST_ACK = struct.Struct("24xI"), struct.Struct("56xI")
 
 
@@ -74,11 +74,12 @@ class Connection:
         self.replays = 0
         #: Called with a replayed frame, which is then skipped.
         self.on_replay: Callable[[Frame], None] = lambda frame: None
-        #: time.monotonic() after which receiving raises Silent; None: wait for ever.
+        #: time.monotonic() after which receiving raises Silent; None: never.
         self.deadline: float | None = None
         #: Longest silence of the peer, in seconds, before receiving raises Silent.
         self.silence_s: float | None = None
-        #: How long the peer's host may acknowledge nothing, in seconds, before receiving raises Silent.
+        #: Maximum time without an acknowledgement by the peer's host, in seconds, before receiving raises
+        #: Silent.
         self.vanished_s: float | None = None
         self._awake = Awake(tick_s)
         self.last_heard = time.monotonic()

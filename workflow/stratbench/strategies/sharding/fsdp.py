@@ -102,7 +102,7 @@ class FSDP(Sharded):
         # By the policy, parameters are rounded to 16 bits where the other strategies keep 32.
         same_rounding = self.options.mixed_precision == "autocast"
         chosen = self.options.shard_group_size
-        # How many workers a node has, the cell's settings do not say.
+        # The cell's settings do not contain the number of workers per node.
         parts = None if chosen == "node" and gpus > 1 else group_size(chosen, gpus, gpus)
         return base.Traits(
             synchronous_alone=same_rounding,
@@ -140,7 +140,7 @@ class FSDP(Sharded):
                     "cannot gather together; use one, or shard them apart"
                 )
         yield from base.refusals_of_parts(trial)
-        # What is kept after a forward may be read until the next step.
+        # Tensors retained after a forward may be read until the next step.
         early = trial.uncalled
         if self.options.reshard_after_forward == "always":
             early += trial.late
@@ -233,11 +233,11 @@ class FSDP(Sharded):
                 fully_shard(apart, **arguments)
             arguments["mp_policy"] = policy
         for _, group in worker.wrap_groups:
-            # As a list also where it is one: by itself, PyTorch 2.11 refuses DenseNet's block, a ModuleDict.
+            # As a list even for one: PyTorch 2.11 does not support DenseNet's block, a ModuleDict, by itself.
             if modules := [module for module in group if module not in apart]:
                 fully_shard(modules, **arguments)
         if policy is not None:
-            # Only the whole model's output: between two groups may stand a layer in 16 bits.
+            # Only the whole model's output: a layer in 16 bits may be between two groups.
             arguments["mp_policy"] = replace(policy, output_dtype=torch.float32)
         if self.options.reshard_after_forward == "always":
             # Leave the root to FSDP2, which keeps it: freed, it would be gathered again at once.

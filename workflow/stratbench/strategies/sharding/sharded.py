@@ -79,11 +79,11 @@ class Sharded(base.Collective):
     """
 
     evaluated_on = "the gathered weights with the workers' mean BatchNorm statistics"
-    #: How many workers hold one model between them.
+    #: Number of workers that share one model.
     group_size: int
     #: Those that this one is of; None: all.
     shard_group: ProcessGroup | None = None
-    #: Of a user's network on several workers; compiled code has no place for it.
+    #: For a user's model on several workers; not with compiled code.
     calls: GroupCalls | None = None
 
     def setup(self, model: nn.Module, worker: base.Worker) -> None:
@@ -135,7 +135,7 @@ class Sharded(base.Collective):
 
     def gradient_norm(self) -> Tensor:
         norm = super().gradient_norm()
-        # Shards that are kept on the host have their norm there, where NCCL does not reach.
+        # Shards on the host have their norm there, where NCCL does not reach.
         on_device = norm.to(self.worker.device)
         return base.norm_of_parts(on_device, self.group_size, self.shard_group).to(norm.device)
 
@@ -145,7 +145,7 @@ class Sharded(base.Collective):
 
         with mean_buffers(self.model, self.worker.world_size), super().evaluating() as model:
             yield model
-        # What is not freed after a forward stays gathered where no backward follows. A later step
+        # Parameters that are not freed after a forward stay gathered if no backward follows. A later step
         # would use those copies, whatever happened to the shards since.
         free_gathered(self.model)
 
@@ -158,7 +158,7 @@ def mean_buffers(model: nn.Module, workers: int) -> Iterator[None]:
 
     from stratbench.telemetry.shards import local_part
 
-    # A buffer beside a divided weight is a DTensor that every worker has whole.
+    # A buffer next to a divided weight is a DTensor that every worker has completely.
     buffers = [local_part(b) for b in model.buffers() if b.is_floating_point()]
     own = [b.clone() for b in buffers]
     if buffers:

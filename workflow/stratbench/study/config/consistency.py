@@ -119,15 +119,15 @@ def check_models(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"config: models.{name}.call = {repr_of(spec['call'])}: {fault}")
 
 
-def check_model(wanted: str | None, there: Iterable[str]) -> None:
+def check_model(wanted: str | None, known: Iterable[str]) -> None:
     """Raise ConfigError if `decide.model` is not a model of the study.
 
     None wants all models.
     """
-    there = list(dict.fromkeys(there))
-    if wanted is not None and wanted not in there:
+    known = list(dict.fromkeys(known))
+    if wanted is not None and wanted not in known:
         what = "is not a model of the study"
-        raise ConfigError(wrong_value_message("decide.model", wanted, what, there))
+        raise ConfigError(wrong_value_message("decide.model", wanted, what, known))
 
 
 def iter_name_faults(
@@ -180,7 +180,7 @@ def check_experiment(
     except DataError as e:
         raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
     for changed, each in _by_own_settings(block, study):
-        faults = chain(  # lazy: each may rely on the earlier ones having found nothing
+        faults = chain(  # lazy: each may rely on the earlier ones having had no results
             _task_faults(each, dataset),
             _optimizer_faults(each),
             _batch_faults(each, study, dataset),
@@ -308,7 +308,7 @@ def _meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[M
     """Return how the experiment's strategies divide their work among `n` workers, as far as they can."""
     meshes = set()
     for _, base, options in strategies_of(block, study):
-        with suppress(ValueError):  # said by `_strategy_faults`
+        with suppress(ValueError):  # reported by `_strategy_faults`
             meshes.add(mesh_of(base, options, n))
     return meshes
 
@@ -382,14 +382,14 @@ def _strategy_faults(
         strategy = strategy_class(base)
         if name_alone and strategy.kind != "own":
             yield f".strategies = {name!r}: {name_alone[0]}: {libraries.BUILT_BY_COMMAND}"
-        most = strategy.max_workers
-        if most is not None and min(block["gpus"]) > most:
+        max_workers = strategy.max_workers
+        if max_workers is not None and min(block["gpus"]) > max_workers:
             yield (
-                f".gpus = {block['gpus']}: {name} uses at most {most}, so it would train nothing; "
-                f"add {most}, or remove {name} from strategies"
+                f".gpus = {block['gpus']}: {name} uses at most {max_workers}, so it would train nothing; "
+                f"add {max_workers}, or remove {name} from strategies"
             )
         for n in block["gpus"]:
-            if most is None or n <= most:
+            if max_workers is None or n <= max_workers:
                 weak = block.get("per_worker_batch")
                 batch = weak * n if weak else block["global_batch"]
                 try:

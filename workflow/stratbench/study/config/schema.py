@@ -130,7 +130,7 @@ def _refuse(faults: Iterable[Any]) -> None:
     lines: dict[Any, str] = {}
     for fault in sorted(faults, key=lambda e: (len(e.path), str(e.path))):
         for key in _keys_of(fault):
-            # Of several faults of one value the first is enough.
+            # The first of several errors on one value is enough.
             lines.setdefault((*fault.absolute_path, key), _explain(fault, key))
     if lines:
         raise ConfigError(told_at_once(lines.values()))

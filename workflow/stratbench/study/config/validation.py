@@ -77,7 +77,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             )
         for experiment, block in values["experiments"].items():
             where = f"studies.{study}.experiments.{experiment}"
-            # Files of a study that was not asked for are not looked at.
+            # Files of a study that does not run are not read.
             facts = known.facts if study == config["study"] else known.as_configured
             try:
                 check_experiment(where, block, values, config, facts)

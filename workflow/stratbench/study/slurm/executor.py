@@ -27,13 +27,13 @@ from stratbench.study.slurm.unstarted_jobs import describe_unstarted
 from stratbench.study.slurm.waiting import describe_progress
 from stratbench.study.snakemake_internals import avoid_nodes, extend_executor, fail_silently
 
-#: Seconds between two requests for the states of all jobs: the first, and the most, while none ends.
+#: Seconds between two requests for the states of all jobs: the first, and the maximum while none ends.
 FIRST_LOOK_S, MAX_LOOK_S = 5.0, 60.0
-#: How often the wait between two requests looks whether Snakemake ends, in seconds.
+#: Period in seconds at which the wait checks whether Snakemake ends.
 WAKE_S = 0.5
-#: After so many seconds without an answer the user is told.
+#: Seconds without an answer after which the user gets a message.
 UNANSWERED_S = 120.0
-#: After so many seconds in which nothing else is told, a line says how far the run is.
+#: Seconds without another message after which a line shows the progress of the run.
 PROGRESS_S = 600.0
 #: A job that all answers of so many seconds omit has ended.
 OMITTED_S = 30.0

@@ -59,9 +59,9 @@ def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[s
     if refused := refusals(submissions, offered, anywhere):
         return nodes.lines_of_refusals(refused)
     partitions = {"*" if anywhere else s.job.resources.get("slurm_partition") for s in submissions}
-    there = [n for p in partitions for n in nodes.nodes_of_partition(offered, p)]
+    of_partitions = [n for p in partitions for n in nodes.nodes_of_partition(offered, p)]
     requests = [submitted_request(s.job.resources) for s in submissions]
-    if mixed := nodes.describe_types(there, requests):
+    if mixed := nodes.describe_types(of_partitions, requests):
         tell(mixed)
     firsts = [str(s.job.output[0]) for s in submissions]
     asks = map(nodes.describe_request, (s.cell for s in submissions), requests)

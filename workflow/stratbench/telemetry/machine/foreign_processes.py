@@ -29,14 +29,14 @@ def gpu_place(nvml: Nvml, name: str) -> dict[str, Any]:
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
 
 
-def gpu_at(nvml: Nvml, place: dict[str, Any]) -> Gpu | None:
+def gpu_at(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
     """Return a worker's GPU, or None if NVML does not know it."""
-    return nvml.gpu_named(str(place.get("uuid", place.get("index", ""))))
+    return nvml.gpu_named(str(gpu.get("uuid", gpu.get("index", ""))))
 
 
-def describe_gpu(place: dict[str, Any]) -> str:
+def describe_gpu(gpu: dict[str, Any]) -> str:
     """Return a text on a GPU: `GPU 1 (GPU-d8c5e28f-…)`."""
-    number, uuid = place.get("index", place.get("name")), place.get("uuid")
+    number, uuid = gpu.get("index", gpu.get("name")), gpu.get("uuid")
     return f"GPU {number}" + (f" ({uuid})" if uuid else "")
 
 

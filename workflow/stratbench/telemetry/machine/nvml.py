@@ -180,8 +180,10 @@ class Gpu:
 
     def instances(self) -> list[Gpu]:
         """Return the MIG instances that the GPU is divided into."""
-        most = self._ask("nvmlDeviceGetMaxMigDeviceCount") or 0
-        handles = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", i) for i in range(most))
+        max_instances = self._ask("nvmlDeviceGetMaxMigDeviceCount") or 0
+        handles = (
+            self._ask("nvmlDeviceGetMigDeviceHandleByIndex", i) for i in range(max_instances)
+        )
         return [Gpu(self._nvml, None, handle) for handle in handles if handle is not None]
 
     def static(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Opened(NamedTuple):
     values: bool = False
 
 
-def open_arrays(who: str, returned: Any, sequence: int | None) -> Opened:
+def open_arrays(label: str, returned: Any, sequence: int | None) -> Opened:
     """Return the data set in the result of a user's callable.
 
     Images are `train_x`, `test_x` uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C]. Their `train_y`,
@@ -40,22 +40,22 @@ def open_arrays(who: str, returned: Any, sequence: int | None) -> Opened:
     `test` [N], of an integer type, which are cut into pieces of `sequence`.
 
     Args:
-        who: Text on the data set, for messages.
+        label: Text on the data set, for messages.
         returned: Result of the callable.
         sequence: Tokens of a sample of text.
 
     Raises:
         DataError: For anything else.
     """
-    arrays = _arrays_by_name(who, returned)
+    arrays = _arrays_by_name(label, returned)
     if "train" in arrays:
-        return _text(who, arrays, sequence)
+        return _text(label, arrays, sequence)
     if sequence is not None:
-        raise DataError(f"{who}: returned images, which have no `sequence`; remove the key")
-    return _images(who, arrays)
+        raise DataError(f"{label}: returned images, which have no `sequence`; remove the key")
+    return _images(label, arrays)
 
 
-def _arrays_by_name(who: str, returned: Any) -> dict[str, np.ndarray]:
+def _arrays_by_name(label: str, returned: Any) -> dict[str, np.ndarray]:
     import numpy as np
 
     arrays: dict[str, Any] = {}
@@ -70,57 +70,59 @@ def _arrays_by_name(who: str, returned: Any) -> dict[str, np.ndarray]:
             what = f"a mapping with the keys {', '.join(map(str, returned)) or '(none)'}"
         elif isinstance(returned, (tuple, list)):
             what += f" of {len(returned)}"
-        raise DataError(f"{who}: returned {what}; {RETURNS}")
+        raise DataError(f"{label}: returned {what}; {RETURNS}")
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
-            raise DataError(f"{who}: {name} is a {type(array).__name__}; it must be a NumPy array")
+            raise DataError(
+                f"{label}: {name} is a {type(array).__name__}; it must be a NumPy array"
+            )
     return arrays
 
 
 # ---------------------------------------------------------------- images
 
 
-def _images(who: str, arrays: Mapping[str, np.ndarray]) -> Opened:
+def _images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
     import numpy as np
 
     shapes = {}
     for split in ("train", "test"):
         x, y = arrays[f"{split}_x"], arrays[f"{split}_y"]
         if x.dtype not in (np.uint8, np.float32):
-            raise DataError(f"{who}: {split}_x is of type {x.dtype}; it must be uint8 or float32")
+            raise DataError(f"{label}: {split}_x is of type {x.dtype}; it must be uint8 or float32")
         if x.ndim not in (3, 4) or 0 in x.shape:
             raise DataError(
-                f"{who}: {split}_x has the shape {list(x.shape)}; it must be [N, H, W], [N, C, H, W] or "
+                f"{label}: {split}_x has the shape {list(x.shape)}; it must be [N, H, W], [N, C, H, W] or "
                 "[N, H, W, C], and none of them 0"
             )
         of_values = y.dtype == np.float32 and y.ndim in (1, 2) and 0 not in y.shape
         if not of_values and (y.ndim != 1 or y.dtype.kind not in "iu"):
             raise DataError(
-                f"{who}: {split}_y is {y.dtype} {list(y.shape)}; labels must be integers [N], and values to "
-                "learn float32 [N] or [N, values]"
+                f"{label}: {split}_y is {y.dtype} {list(y.shape)}; labels must be integers [N], and values "
+                "to learn float32 [N] or [N, values]"
             )
         if len(x) != len(y):
             raise DataError(
-                f"{who}: {split}_x has {len(x):,} images and {split}_y {len(y):,} labels"
+                f"{label}: {split}_x has {len(x):,} images and {split}_y {len(y):,} labels"
             )
         shapes[split] = channels_first(x[:1]).shape[1:]
     kinds = {split: arrays[f"{split}_x"].dtype for split in shapes}
     if shapes["train"] != shapes["test"] or kinds["train"] != kinds["test"]:
         raise DataError(
-            f"{who}: training images are {kinds['train']} {list(shapes['train'])} and test images "
+            f"{label}: training images are {kinds['train']} {list(shapes['train'])} and test images "
             f"{kinds['test']} {list(shapes['test'])} (channels, height, width); they must be alike"
         )
     targets = {split: arrays[f"{split}_y"] for split in shapes}
     values = any(y.dtype.kind == "f" for y in targets.values())
     if values:
-        targets = _values(who, targets)
+        targets = _values(label, targets)
         classes = targets["train"].shape[1]
     else:
-        classes = _classes(who, targets["train"], targets["test"])
+        classes = _classes(label, targets["train"], targets["test"])
 
     def split_of(split: str) -> Split:
         x, y = arrays[f"{split}_x"], targets[split]
-        return Split(len(y), _image_chunks(f"{who}: {split}_x", x, y))
+        return Split(len(y), _image_chunks(f"{label}: {split}_x", x, y))
 
     source = Source(split_of("train"), split_of("test"), [])
     of_floats = kinds["train"] == np.float32
@@ -158,7 +160,7 @@ def _classes(who: str, train: np.ndarray, test: np.ndarray) -> int:
     return classes
 
 
-def _values(who: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Targets that are values, as [N, values]."""
     import numpy as np
 
@@ -167,13 +169,13 @@ def _values(who: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray
         if y.dtype.kind == "f" and not np.isfinite(y).all():
             place = int(np.flatnonzero(~np.isfinite(y.reshape(len(y), -1)).all(axis=1))[0])
             raise DataError(
-                f"{who}: {split}_y[{place}] holds NaN or infinity; every value must be finite"
+                f"{label}: {split}_y[{place}] holds NaN or infinity; every value must be finite"
             )
         flat[split] = y.reshape(len(y), -1)
     kinds = {split: f"{y.dtype} {list(y.shape[1:])}" for split, y in targets.items()}
     if kinds["train"] != kinds["test"]:
         raise DataError(
-            f"{who}: a target of train_y is {kinds['train']}, and one of test_y {kinds['test']}; they must "
+            f"{label}: a target of train_y is {kinds['train']}, and one of test_y {kinds['test']}; they must "
             "be alike"
         )
     return flat
@@ -196,26 +198,26 @@ def _image_chunks(
 # ---------------------------------------------------------------- text
 
 
-def _text(who: str, arrays: Mapping[str, np.ndarray], sequence: int | None) -> Opened:
+def _text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | None) -> Opened:
     if sequence is None:
         raise DataError(
-            f"{who}: returned tokens; give `sequence`, the length of the pieces that they are cut into"
+            f"{label}: returned tokens; give `sequence`, the length of the pieces that they are cut into"
         )
     for name, tokens in arrays.items():
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(
-                f"{who}: {name} is {tokens.dtype} {list(tokens.shape)}; tokens must be integers [N]"
+                f"{label}: {name} is {tokens.dtype} {list(tokens.shape)}; tokens must be integers [N]"
             )
         if len(tokens) <= sequence:
             raise DataError(
-                f"{who}: {name} has {len(tokens):,} tokens; a piece of {sequence} needs {sequence + 1}"
+                f"{label}: {name} has {len(tokens):,} tokens; a piece of {sequence} needs {sequence + 1}"
             )
     lowest = min(int(_over_parts(tokens, min)) for tokens in arrays.values())
     if lowest < 0:
-        raise DataError(f"{who}: has a token {lowest}; tokens count from 0")
+        raise DataError(f"{label}: has a token {lowest}; tokens count from 0")
     vocabulary = max(int(_over_parts(tokens, max)) for tokens in arrays.values()) + 1
     if not 2 <= vocabulary <= 1 << 31:
-        raise DataError(f"{who}: has tokens up to {vocabulary - 1}; there must be 2 to 2^31")
+        raise DataError(f"{label}: has tokens up to {vocabulary - 1}; there must be 2 to 2^31")
     splits = [pieces(arrays[name], sequence) for name in TOKEN_NAMES]
     return Opened(Source(splits[0], splits[1], []), (sequence,), vocabulary)
 

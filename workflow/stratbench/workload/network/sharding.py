@@ -43,8 +43,8 @@ def stated_classes(model: nn.Module) -> list[str]:
 
     None if none.
     """
-    there = {type(m).__name__ for m in model.modules()}
-    return sorted(there.intersection(getattr(model, "_no_split_modules", None) or ()))
+    names = {type(m).__name__ for m in model.modules()}
+    return sorted(names.intersection(getattr(model, "_no_split_modules", None) or ()))
 
 
 def groups_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -> Groups:

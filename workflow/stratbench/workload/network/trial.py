@@ -122,7 +122,7 @@ class Trial:
 
 
 def take_trial(
-    who: object,
+    label: object,
     model: nn.Module,
     x: Tensor,
     y: Tensor,
@@ -135,7 +135,7 @@ def take_trial(
     The model and the random generators are left as they were, and no gradient remains.
 
     Args:
-        who: Text on the model, for messages.
+        label: Text on the model, for messages.
         model: The model.
         x: Inputs.
         y: Targets.
@@ -148,7 +148,7 @@ def take_trial(
     """
     with generators_put_back(x.device), Changes(model) as changes:
         try:
-            return _Trying(who, model, x, y, list(outputs), groups, classes, changes).trial()
+            return _Trying(label, model, x, y, list(outputs), groups, classes, changes).trial()
         finally:
             changes.put_back()
 
@@ -158,7 +158,7 @@ class _Trying:
 
     def __init__(
         self,
-        who: object,
+        label: object,
         model: nn.Module,
         x: Tensor,
         y: Tensor,
@@ -167,7 +167,7 @@ class _Trying:
         classes: int,
         changes: Changes,
     ) -> None:
-        self.who, self.model, self.x, self.y, self.outputs = who, model, x, y, outputs
+        self.who, self.model, self.x, self.y, self.outputs = label, model, x, y, outputs
         self.groups, self.classes, self.changes = groups, classes, changes
         self.names = {p: name for name, p in model.named_parameters()}
         self.on_fakes = isinstance(x, FakeTensor)
@@ -427,26 +427,26 @@ def _are_scores(outputs: Sequence[int], y: Tensor) -> bool:
     return not y.is_floating_point() and list(outputs[:-1]) == list(y.shape)
 
 
-def _check_scores(who: object, scores: Any, x: Tensor, y: Tensor, wanted: list[int]) -> None:
+def _check_scores(label: object, scores: Any, x: Tensor, y: Tensor, wanted: list[int]) -> None:
     if not isinstance(scores, Tensor):
         raise ModelError(
-            f"{who}: returned a {type(scores).__name__} for a batch; return one tensor of scores {wanted}"
+            f"{label}: returned a {type(scores).__name__} for a batch; return one tensor of scores {wanted}"
         )
     if list(scores.shape) != wanted:
         reason = f"with {wanted[-1]} classes" if _are_scores(wanted, y) else "for its task"
         raise ModelError(
-            f"{who}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; {reason} it must be "
-            f"{wanted}"
+            f"{label}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; {reason} it must "
+            f"be {wanted}"
         )
 
 
-def _raise_model_error(who: object, e: Exception, what: str) -> None:
+def _raise_model_error(label: object, e: Exception, what: str) -> None:
     """Raise a ModelError in one sentence, or an error that is not the model's as it is."""
     if isinstance(e, MemoryError | torch.OutOfMemoryError):
         raise e
     if isinstance(e, NO_VALUES):
-        raise PassFailed(f"{who}: its {what} asks for the values of tensors ({e})") from e
-    raise PassFailed(f"{who}: its {what} raised {error_text(e)}") from e
+        raise PassFailed(f"{label}: its {what} asks for the values of tensors ({e})") from e
+    raise PassFailed(f"{label}: its {what} raised {error_text(e)}") from e
 
 
 @dataclass

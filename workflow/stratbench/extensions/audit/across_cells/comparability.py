@@ -48,7 +48,7 @@ def unequal_start(evidence: AuditData) -> Iterator[Case]:
                 yield where, f"{hashes.nunique()} different initial weights; not as most: {others}"
 
 
-# Doubtful: each of its figures may be used, and whoever ranks the two kinds has nothing to go by.
+# A warning only: each value is usable, but the two kinds have no common basis for a ranking.
 @rule("no-common-cell", "warning", "all")
 def no_common_cell(evidence: AuditData) -> Iterator[Case]:
     """Collective strategies and parameter servers never trained the same model on the same data, so these

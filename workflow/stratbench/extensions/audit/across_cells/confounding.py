@@ -184,7 +184,7 @@ def confounded_host(evidence: AuditData) -> Iterator[Case]:
         elsewhere = [r.strategy for r in rivals if own[0] not in hosts[r.strategy]]
         if len(set(own)) > 1 or not own[0] or not elsewhere:
             continue
-        # By chance two runs are often on one host, and three seldom where nobody else is.
+        # Two runs often share a host by chance; three seldom do if the cluster has no other users.
         others = [theirs for name, theirs in hosts.items() if name != group.strategy]
         if len(own) >= ALONE and not any(own[0] in theirs for theirs in others):
             reason = "where no other strategy ran"
@@ -280,8 +280,8 @@ def slow_host(evidence: AuditData) -> Iterator[Case]:
             continue
         y = less_means(np.array([run.log_s for _, run in entries]), group)
         for host in hosts:
-            there = np.array([float(host in run.hosts.split(", ")) for _, run in entries])
-            slope = slope_beyond_chance(less_means(there, group), y, dof, CHANCE / len(hosts))
+            on_host = np.array([float(host in run.hosts.split(", ")) for _, run in entries])
+            slope = slope_beyond_chance(less_means(on_host, group), y, dof, CHANCE / len(hosts))
             if slope > 0:
-                figures = f"{math.expm1(slope):+.1%} in {there.sum():.0f} of {len(entries)} runs"
+                figures = f"{math.expm1(slope):+.1%} in {on_host.sum():.0f} of {len(entries)} runs"
                 yield {"experiment": experiment}, f"{host}: {figures}"

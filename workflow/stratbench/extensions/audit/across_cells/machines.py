@@ -20,9 +20,9 @@ from stratbench.telemetry.machine.foreign_processes import OTHERS_BYTES
 THROTTLED = 0.01
 #: Cores that others may use when a cell starts: some, and a share of the node's, for its services.
 OTHERS, OTHERS_SHARE = 0.25, 0.05
-#: What CUDA's context of a process takes of a GPU, rounded up: 300 to 600 MiB.
+#: GPU memory of a process' CUDA context, rounded up: 300 to 600 MiB.
 CONTEXT_BYTES = GIB * 3 // 4
-#: The most that a context, NCCL and cuDNN take of a GPU outside the allocator; some hundred MiB to 3 GiB.
+#: Maximum GPU memory of a context, NCCL and cuDNN beyond the allocator; some hundred MiB to 3 GiB.
 LIBRARIES_BYTES = 4 * GIB
 #: Start and end are recorded in whole seconds.
 TOGETHER_S = 2.5
@@ -95,19 +95,19 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
     """The workers did not run where the record says: two of them on one GPU, none, or another kind."""
     places: dict[tuple[str, str], int] = {}
     for worker in facts.workers:
-        place, name = worker["provenance"], f"rank {worker['rank']}"
-        if not place:
+        recorded, name = worker["provenance"], f"rank {worker['rank']}"
+        if not recorded:
             yield f"{name} does not say where it ran"
             continue
-        device, host = place["device"], place["host"]["name"]
+        device, host = recorded["device"], recorded["host"]["name"]
         if device.partition(":")[0] != facts("provenance.device"):
             yield f"{name} ran on {device}, and the cell on {facts('provenance.device')}"
         is_cuda = device.startswith("cuda")
-        if is_cuda != ("gpu" in place):
-            yield f"{name} ran on {device} and {'names a' if 'gpu' in place else 'names no'} GPU"
+        if is_cuda != ("gpu" in recorded):
+            yield f"{name} ran on {device} and {'names a' if 'gpu' in recorded else 'names no'} GPU"
         if not is_cuda:
             continue
-        uuid = value_at(place, "gpu.uuid")
+        uuid = value_at(recorded, "gpu.uuid")
         for what, value in (("GPU", uuid), ("device", f"{host} {device}")):
             if value is None:
                 continue
@@ -155,8 +155,8 @@ def memory_of_others(facts: Facts) -> Iterator[str]:
     for worker in facts.workers:
         # PyTorch may open a context of each process of a node on the node's first GPU.
         is_first = worker["rank"] % facts.workers_per_node == 0
-        there = min(facts.workers_per_node, facts.gpus - worker["rank"])
-        siblings = there - 1 + len(facts.servers) if is_first else 0
+        workers = min(facts.workers_per_node, facts.gpus - worker["rank"])
+        siblings = workers - 1 + len(facts.servers) if is_first else 0
         spare = OTHERS_BYTES + siblings * CONTEXT_BYTES
         own, one = worker["memory"] or {}, facts.gpu_series(worker)
         used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
@@ -176,9 +176,9 @@ def memory_of_others(facts: Facts) -> Iterator[str]:
 def own_gpus(facts: Facts) -> set[tuple[int, int]]:
     """Return the cell's GPUs, as the numbers of their node and NVML's number there."""
     gpus = {
-        (place["node"], place["index"])
-        for place in (facts("provenance.gpus") or {}).values()
-        if place.get("index") is not None
+        (gpu["node"], gpu["index"])
+        for gpu in (facts("provenance.gpus") or {}).values()
+        if gpu.get("index") is not None
     }
     for worker in facts.workers:
         index = value_at(worker["provenance"], "gpu.index")
@@ -240,10 +240,10 @@ def shared_cores(evidence: AuditData) -> Iterator[Case]:
 
 def cores_on(host: str, record: Record) -> tuple[set[int], int]:
     """Return the cores of a host that the cell's workers may use, and their number of threads."""
-    there = [worker for worker in record["workers"] if host_of(worker) == host]
-    cores = (value_at(worker["provenance"], "host.affinity") or () for worker in there)
+    on_host = [worker for worker in record["workers"] if host_of(worker) == host]
+    cores = (value_at(worker["provenance"], "host.affinity") or () for worker in on_host)
     threads = value_at(record, "provenance.threads_per_worker") or 1
-    return set().union(*cores), threads * len(there)
+    return set().union(*cores), threads * len(on_host)
 
 
 def stays_together(

@@ -21,11 +21,11 @@ OWN = (
     *("environment.GLOO_SOCKET_IFNAME", "environment.NCCL_SOCKET_IFNAME"),
     "environment.TORCHINDUCTOR_CACHE_DIR",  # a folder of the job, which the worker sets
 )
-#: Fields that all cells of a comparison state, or none: by the start of their path.
+#: Fields that all cells of a comparison have, or none, by the start of their path.
 STATED = ("settings.", "worker.", "provenance.git.")
-#: What the record of a cell without a worker that could tell it says by default: by the start of their path.
+#: Defaults in the record of a cell whose workers have reported nothing, by the start of their path.
 OF_WORKERS = ("strategy.wrap_groups", "strategy.traits.")
-#: Replaces a field that one cell or worker does not state, but others do.
+#: Text for a field that one cell or worker lacks and others have.
 NOT_STATED = "not stated"
 #: Settings that differ on purpose between the cells of an experiment.
 VARIED = ("strategy", "options", "gpus", "per_worker_batch", "seed")

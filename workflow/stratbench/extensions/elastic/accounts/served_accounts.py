@@ -99,7 +99,7 @@ def presence(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
 def most_at_a_time(journal: list[dict[str, Any]]) -> int:
     """Return the maximum number of workers at a time."""
     here: set[int] = set()
-    most = 0
+    maximum = 0
     for event in journal:
         if event["event"] == "incarnation":
             here.clear()
@@ -107,8 +107,8 @@ def most_at_a_time(journal: list[dict[str, Any]]) -> int:
             here.add(event["worker"])
         elif event["event"] in ("leave", "loss"):
             here.discard(event["worker"])
-        most = max(most, len(here))
-    return most
+        maximum = max(maximum, len(here))
+    return maximum
 
 
 def until_the_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:

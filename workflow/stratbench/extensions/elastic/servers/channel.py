@@ -16,13 +16,13 @@ from stratbench.ps.wire.handshake import JoinLater, JoinRefused
 from stratbench.ps.wire.link import Left, ServerLost
 from stratbench.ps.wire.transport import rendezvous_file
 
-#: A worker for which there is no place asks again after a second, two, four, ... and then so many, at random.
+#: A worker without a free slot asks again after a second, two, four, ..., and then this many, at random.
 MAX_PAUSE_S = 30.0
 #: For how long a worker looks for servers of which none answers.
 SILENCE_S = 60.0
-#: How long one attempt to join may take: between two the worker looks whether the run is over.
+#: Maximum time of an attempt to join: between two the worker checks whether the run is over.
 ATTEMPT_S = 3.0
-#: A worker that is asked to leave ends its batch first if that takes no longer.
+#: A worker that is asked to leave first ends its batch, if that takes no longer.
 BATCH_S = 2.0
 _RETRY_S = 0.5
 
@@ -42,7 +42,7 @@ class ReturningChannel:
     raise Left.
     """
 
-    #: Nobody evaluates for all at the end: somebody has evaluated each epoch.
+    #: No worker evaluates at the end: each epoch was evaluated during the training.
     evaluator = None
 
     def __init__(
@@ -73,7 +73,7 @@ class ReturningChannel:
         self._channel: Channel | None = None
         self._waited_s, self._moved = 0.0, [0]
         self._joined_incarnation: int | None = None
-        self.returns = 0  # how often it went on with another incarnation of the servers
+        self.returns = 0  # changes to another incarnation of the servers
         self.left = False
         if not self._join():
             raise RunOver("the run is over")
@@ -107,8 +107,7 @@ class ReturningChannel:
                 self._leaving.wait(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             except (OSError, ValueError) as error:
-                # Of the incarnation that it has lost a server may be there still, and refuse a worker that it
-                # knows.
+                # A server of the lost incarnation may still be there, and reject a worker that it knows.
                 if isinstance(error, JoinRefused) and incarnation != self._joined_incarnation:
                     raise
                 if time.monotonic() - heard > self._silence_s:

@@ -10,7 +10,7 @@ from typing import Any
 from stratbench.ps.tickets import TicketPlan
 from stratbench.ps.wire.frames import ProtocolError
 
-#: What a SCORE says, beside the number of the epoch.
+#: Values in a SCORE, besides the number of the epoch.
 _FIGURES = ("test_loss", "score", "score_error")
 
 

@@ -40,7 +40,7 @@ class Journal:
             **facts,
         }
         line = f"{json.dumps(entry)}\n".encode()
-        while line:  # a disk that is full takes a part, and says so the next time
+        while line:  # a full disk takes a part, and fails the next time
             line = line[os.write(self._file, line) :]
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from stratbench.ps.snapshots import drop_later, drop_snapshot
 from stratbench.ps.store import MakePolicy, Store
 from stratbench.ps.wire.frames import ComeAgain, Frame, Kind, ProtocolError
 
-#: Snapshots of epochs that lie on the disk at a time: of the last, those being evaluated, one to spare.
+#: Snapshots of epochs on the disk at a time: the last, those being evaluated, one to spare.
 _SNAPSHOTS_KEPT = 4
 #: How long a worker's host may not answer, in seconds. For a process that stands still there is the
 #: heartbeat, whose limit is longer: user code may hold the interpreter lock, and its job waits anew if lost.
@@ -242,7 +242,7 @@ class ElasticRun(ServerRun):
             if not member.alive:
                 return
             member.alive = False
-            if self._first and member.pulled:  # who has not joined does not leave
+            if self._first and member.pulled:  # a member that has not joined does not leave
                 tickets = self.tickets.held_by(member.worker)
                 self._journal.note("leave", worker=member.worker, tickets=tickets)
             if not self.done:

@@ -167,7 +167,7 @@ class Saver:
         try:
             self.held_up_s += save_state(self._folder, self._server, facts, store)
             self.count += 1
-        except Exception as error:  # of a policy, too; the run would go on with nothing saved
+        except Exception as error:  # of a policy, too; the run would continue with nothing saved
             reason = getattr(error, "strerror", None) or error
             self._on_failure(f"the servers' state could not be saved in {self._folder}: {reason}")
 

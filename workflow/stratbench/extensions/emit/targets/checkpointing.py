@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stratbench.extensions.emit.choice import Choice
 
-#: What `selective` keeps, in the words of PyTorch.
+#: Operations whose results `selective` stores, in PyTorch's names.
 SELECTIVE = """
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.convolution.default}

@@ -6,7 +6,7 @@ from typing import Any
 
 from stratbench.extensions.emit.choice import Choice
 
-#: What `compress` is as torch's communication hook.
+#: torch's communication hook for each value of `compress`.
 HOOKS = {"fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook", "powersgd": "powerSGD_hook"}
 
 

@@ -8,7 +8,7 @@ from stratbench.extensions.emit.choice import Choice
 
 #: The dtype of mixed precision, by the setting.
 AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-#: How torch's optimizers are asked for an implementation.
+#: Arguments of torch's optimizers that select an implementation.
 IMPLEMENTATIONS = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},

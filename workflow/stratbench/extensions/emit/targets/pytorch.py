@@ -15,7 +15,7 @@ from stratbench.extensions.emit.targets.hyperparameters import (
 from stratbench.extensions.emit.targets.python_text import folded_call
 from stratbench.extensions.emit.targets.sharding_lines import blocks_lines, sharding_lines
 
-#: What is between the user's data and the cell's.
+#: Text on the step from the user's data to the cell's.
 YOURS = (
     "# Yours in place of the cell's: a network on the device, its loss, and this worker's batches."
 )

@@ -18,7 +18,7 @@ from torch.library import Library, fallthrough_kernel
 from stratbench.extensions.plan.footprint.torch_internals import no_autocast, unregister
 from stratbench.workload.torch_internals import get_arguments
 
-#: What is computed in float32, of operands that are cast.
+#: Operators that compute in float32, with operands that are cast.
 FLOAT32 = frozenset({
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
     "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus",
@@ -32,15 +32,15 @@ FLOAT32 = frozenset({
     "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa"
 })  # fmt: skip
-#: What is given float32 as its `dtype`, unless its caller names another.
+#: Operators whose `dtype` is float32 unless set.
 BY_DTYPE = frozenset({
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"
 })  # fmt: skip
 #: The same, where another operation has the `dtype`.
 BY_OTHER = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-#: What is cast as a whole on a CPU. On CUDA each of its parts is by itself: of cross-entropy the logarithms
-#: are in the scores' own format.
+#: Operators that are cast as a whole on a CPU. On CUDA each of their parts is cast separately: in
+#: cross-entropy the logarithms have the scores' own format.
 BY_PARTS = ("cross_entropy_loss",)
 SHORT = (torch.float16, torch.bfloat16)
 

@@ -41,7 +41,7 @@ from stratbench.workload.torch_internals import replaced, unset_fake_temporarily
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
-#: What a strategy that keeps its states on the host holds there beside a GPU.
+#: Memory on the host of a strategy that has its states there, besides a GPU.
 HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 

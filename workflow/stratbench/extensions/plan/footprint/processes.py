@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-#: What all of them need.
+#: Modules that all of them need.
 IMPORTED = ["stratbench.workload.with_torch", "stratbench.extensions.plan.footprint.fake"]
 
 

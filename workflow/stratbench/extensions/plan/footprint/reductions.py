@@ -10,10 +10,10 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-#: Of PyTorch's kernel: threads of a block, lanes of a warp, numbers that a thread adds up at least and at
-#: most before a sum is cut.
+#: Constants of PyTorch's kernel: threads of a block, lanes of a warp, and the minimum and maximum of numbers
+#: that a thread adds up before a sum is divided.
 BLOCK_THREADS, WARP, MIN_NUMBERS, MAX_NUMBERS = 512, 32, 16, 256
-#: Of a counter of finished blocks.
+#: Bytes of a counter of finished blocks.
 COUNTER_BYTES = 4
 
 
@@ -106,9 +106,9 @@ def _numbers(dims: list[tuple[int, int]]) -> int:
     return math.prod(size for _, size in dims)
 
 
-def _power_of_two(n: int, most: int) -> int:
-    """Return the largest that is not above `n`; `most` where `n` reaches it."""
-    return most if n >= most else 1 << (max(n, 1).bit_length() - 1)
+def _power_of_two(n: int, maximum: int) -> int:
+    """Return the largest that is not above `n`; `maximum` where `n` reaches it."""
+    return maximum if n >= maximum else 1 << (max(n, 1).bit_length() - 1)
 
 
 def _cut(n: int, size: int) -> int:

@@ -21,7 +21,7 @@ from stratbench.workload.tasks import LossKind, Task
 if TYPE_CHECKING:
     import torch
 
-#: The option that says when gathered parameters are freed.
+#: The option for when gathered parameters are freed.
 RESHARDING = "reshard_after_forward"
 
 

@@ -35,7 +35,7 @@ from stratbench.workload.torch_internals import (
 FLOP_FORMULAS = flop_registry | {op: shape_wrapper(f) for op, f in count_uncounted().items()}
 _CPU_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-#: A reduce-scatter's names, from PyTorch 2.13 on and before.
+#: Names of a reduce-scatter, from PyTorch 2.13 on and before.
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
@@ -46,7 +46,7 @@ class FakeTensors(KnownFakes):
     the keys are shorter, but still distinguish all strided tensors.
     """
 
-    #: Of all of a process, as the cache is.
+    #: Shared by the process, as the cache is.
     keys: ClassVar[dict[Any, Any]] = {}
 
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class FakeTensors(KnownFakes):
             elif isinstance(value, list | tuple):
                 words.append(self._words(value))
             elif type(value) in _PLAIN:
-                words += type(value), value  # 1 and 1.0 are alike, but for what they give
+                words += type(value), value  # 1 and 1.0 are equal, but their results differ
             else:
                 raise _NoWords
         return tuple(words)
@@ -145,7 +145,7 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
 
     with ExitStack() as stack:
         stack.enter_context(replaced(device_mesh, "init_device_mesh", real_mesh))
-        # A profiler's marks, some twenty a block of FSDP's, are operators that nobody launches on a GPU.
+        # A profiler's marks, some twenty per block of FSDP's, are operators without a GPU kernel.
         stack.enter_context(replaced(record_function, "__enter__", lambda mark: mark))
         stack.enter_context(replaced(record_function, "__exit__", lambda *_: None))
         of_meshes = staticmethod(real_joined)

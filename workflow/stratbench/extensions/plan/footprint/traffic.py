@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.telemetry.collectives import CollectiveCall
 
-#: What memory is for. The first seven exist between the steps; the rest come and go within one.
+#: Purposes of memory. The first seven persist between steps; the rest are temporary.
 PARTS = (
     "parameters", "gradients", "optimizer", "buffers", "buckets", "data", "received",
     "gathered", "communication", "staging", "scratch", "activations", "temporaries",

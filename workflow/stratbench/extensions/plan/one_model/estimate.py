@@ -39,7 +39,7 @@ from stratbench.workload.network.models import Model
 from stratbench.workload.network.own import OwnModel
 from stratbench.workload.tasks import LossKind, Task
 
-#: What a strategy is given where a caller gives no options: what trainers of FSDP use.
+#: Default options of a strategy: those that trainers of FSDP use.
 USUAL_OPTIONS: dict[str, dict[str, Any]] = {"fsdp": {"mixed_precision": "policy"}}
 #: Steps of a training, of which the first may differ.
 MANY_STEPS = 1000
@@ -196,7 +196,7 @@ def estimate(
 
 def _blocks_of(request: Request) -> tuple[str, int] | None:
     """Return path and number of the model's equal blocks, or None if there are none."""
-    # What is wrong with the model is told when all of it is followed.
+    # Errors of the model are reported when all of it is traced.
     with suppress(Exception), fake.surroundings(request):
         model, _, _ = fake.built(request)
         return equal_blocks(request, model)
@@ -255,7 +255,7 @@ def copy_given(given: Given) -> nn.Module:
     return deepcopy(given.model, memo)
 
 
-#: Numbers the modules of a process, for what is kept of each by its name.
+#: Numbers the modules of a process, as keys of the caches by name.
 _numbers = count(1)
 
 

@@ -33,9 +33,9 @@ from stratbench.telemetry.machine.hardware import Datasheet
 from stratbench.workload.data.dataset import Dataset, kind_of
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_answer.yaml"
-#: GPUs per node where no config says it.
+#: GPUs per node if no config sets it.
 NODE_GPUS = 8
-#: What GPU-hours are told of where nobody says it.
+#: Usual length of a training if none is set.
 USUAL_TOKENS, USUAL_IMAGES = 1e9, 1e6
 
 

@@ -16,9 +16,9 @@ from stratbench.workload.network import libraries, models
 from stratbench.workload.network.own import torchvision_names
 
 TEMPLATE = Path(__file__).parent / "templates" / "one_network.yaml"
-#: What of a config holds for a network alone, too.
+#: Keys of a config that apply to a single model, too.
 KEPT = ("results", "cluster", "models", "code", "data", "datasets")
-#: What of an experiment that has a network of one's own says how it is trained.
+#: Keys of an experiment with a user's model that define how it is trained.
 OF_AN_EXPERIMENT = ("dataset", "task", "optimizer")
 
 

@@ -77,12 +77,12 @@ def noun_of(rows: pd.DataFrame) -> str:
     return "CPU process" if (rows["device"] == "CPU").all() else "GPU"
 
 
-def read_projection(path: str, most: int | None) -> dict[Line, dict[int, Projected]]:
-    """Return a projection.csv up to `most` workers, by strategy and count, or None without a path."""
-    if not path or most is None or not Path(path).exists():
+def read_projection(path: str, max_workers: int | None) -> dict[Line, dict[int, Projected]]:
+    """Return a projection.csv up to `max_workers` workers, by strategy and count, or None without a path."""
+    if not path or max_workers is None or not Path(path).exists():
         return {}
     table = read_rows(Path(path))
-    rows = table[(table["workers"] <= most) & (table["kind"] != "measured")]
+    rows = table[(table["workers"] <= max_workers) & (table["kind"] != "measured")]
     by_line: dict[Line, dict[int, Projected]] = {}
     for r in rows.to_dict("records"):
         line = (str(r["experiment"]), str(r["model"]), str(r["strategy"]))
@@ -97,13 +97,13 @@ def _projected(row: Mapping) -> Projected:
     def three(name: str, unit: str = "") -> tuple[float, float, float]:
         return row[f"{name}_low{unit}"], row[f"{name}{unit}"], row[f"{name}_high{unit}"]
 
-    most = row["memory_high_bytes"]
+    memory_bytes = row["memory_high_bytes"]
     return Projected(
         "",
         three("train", "_s"),
         three("step", "_s"),
         three("efficiency"),
-        None if pd.isna(most) else most,
+        None if pd.isna(memory_bytes) else memory_bytes,
         row["evidence"],
         None if pd.isna(row["target_s"]) else three("target", "_s"),
         None if pd.isna(row["target_gpu_hours"]) else row["target_gpu_hours"],

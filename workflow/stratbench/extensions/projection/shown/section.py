@@ -25,7 +25,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "projection.html.j2"
 
 #: Trainings that see so many times as many samples as others take longer for that.
 MAX_MORE_SAMPLES = 1.5
-#: How the table calls a rule.
+#: Names of rules in the table.
 SHORT_RULES = {"replay on measured links": "links"}
 
 
@@ -172,7 +172,7 @@ def _range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[float], s
 
 def _cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
     """Yield which strategy and count takes the least time, and which the fewest GPU-hours."""
-    # Of weak scaling in a fixed number of steps more workers see more samples.
+    # In weak scaling with a fixed number of steps more workers see more samples.
     seen = rows["train_s"] / rows["step_s"] * rows["workers"].where(rows["scaling"] == "weak", 1)
     if seen.max() > MAX_MORE_SAMPLES * seen.min():
         yield (

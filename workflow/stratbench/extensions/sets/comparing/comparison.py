@@ -56,9 +56,9 @@ class Side:
     memory: float | None = None
     #: The outcomes of repeats that ran and did not end well; empty if all ended well.
     outcome: str = ""
-    #: Whether a repeat finished, whatever the audit says of it.
+    #: Whether a repeat finished, with or without findings of the audit.
     finished: bool = True
-    #: The audit's rules that doubt one of the times.
+    #: The audit's rules with findings on the times.
     doubts: tuple[str, ...] = ()
 
     @property
@@ -75,7 +75,7 @@ class ComparedCell:
     first: Side
     other: Side
     score: Score = field(default_factory=Score)
-    #: Differences in the work, because of which there is no ratio; what only one set states of the work;
+    #: Differences in the work, because of which there is no ratio; fields of the work that only one set has;
     #: and differences in the place of training.
     work: Sequence[Difference] = ()
     unknown: Sequence[Difference] = ()
@@ -146,7 +146,7 @@ class StrategyMean:
     time: IntervalEstimate
     models: int
     cells: int
-    #: Whether the scatter of repeats leaves out that training takes as long in both sets; None: not known.
+    #: Whether the noise of repeats excludes that training takes as long in both sets; None if unknown.
     is_apart: bool | None
 
     @property
@@ -304,7 +304,7 @@ def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
             by_model = pd.DataFrame(rows, columns=["model", "log"]).groupby("model")["log"].mean()
             mean = mean_of_logs(by_model.tolist())
             pairs = [(cell.other.times, cell.first.times) for cell in here]
-            # All strategies together tell one apart by chance in ALPHA of all comparisons at most.
+            # All strategies together show a false difference in ALPHA of all comparisons at most.
             shared = slowdown_over_cells(pairs, ALPHA / 2 / len(by_strategy))
             apart = None if shared.low is None else shared.excludes(0.0)
             if len(by_model) == 1:

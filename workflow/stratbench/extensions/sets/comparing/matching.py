@@ -55,7 +55,7 @@ OF_STRATEGIES = (
 THREADS = re.compile(r"worker\.environment\.\w*NUM_THREADS")
 #: Fields counted from the model, by rules that may change with a version of torch.
 COUNTED = ("compute.forward_flops_per_sample",)
-#: Fields that a set must state so that its amount of work is known.
+#: Fields that a set must have so that its amount of work is known.
 AMOUNT = ("settings.epochs", "settings.steps")
 #: Columns of published tables, each with its path in records.
 PUBLISHED = {
@@ -182,7 +182,7 @@ def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Di
         texts = [", ".join(sorted(side.get(path, {NOT_STATED}))) for side in (mine, theirs)]
         published = first.is_published or other.is_published
         if published and kind in PLACE.values() and NOT_STATED in texts:
-            continue  # published tables state hardly anything about the place
+            continue  # published tables have hardly any data on the place
         yield Difference(kind, path, *texts)
 
 

@@ -30,9 +30,9 @@ from stratbench.extensions.sets.reading import ResultSet
 TEMPLATES = Path(__file__).parent / "templates"
 #: A memory ratio farther from 1 than this counts as a change.
 MEMORY_CHANGE = 0.02
-#: The number of differences shown of each kind; the others are counted, and are in the table's file.
+#: Maximum number of differences of each kind on the page; all are in the table's file.
 MAX_DIFFERENCES = 12
-#: The number of pairs with changed places that are shown; the others are counted.
+#: Maximum number of pairs with changed order on the page.
 MAX_RANK_CHANGES = 12
 
 

@@ -41,7 +41,7 @@ class Watched:
     #: here; OTHER_WORK: what is trained here is something else; LESS: all repeats finished in the first set,
     #: and only some of those that ran here; else UNKNOWN.
     outcome: str
-    #: The audit's rules that doubt a time behind the outcome.
+    #: The audit's rules with findings on a time behind the outcome.
     doubts: tuple[str, ...] = ()
 
     @property

@@ -68,7 +68,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     if folder.exists():
-        folder.rename(old)  # in one step: a folder that is half removed would look whole
+        folder.rename(old)  # in one step: a folder that is half removed would look complete
     unfinished.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
 

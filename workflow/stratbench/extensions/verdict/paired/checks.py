@@ -29,8 +29,8 @@ class Moved:
     """Correction of a conclusion by contradicting full runs; logarithms."""
 
     at_most: float  # upper bound on how much faster than the leader something may be
-    fastest: bool  # whether all rivals are still slower
-    nearest: str  # the rival that may be the fastest
+    fastest: bool  # whether all alternatives are still slower
+    nearest: str  # the alternative that may be the fastest
 
 
 def off_from_steps(

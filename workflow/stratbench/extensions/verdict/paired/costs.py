@@ -22,8 +22,8 @@ class Costs:
         self._runs_s: dict[ComparisonKey, float] = {}
         for cell in analysis.asked:
             if run := self._evidence.full_runs.get(cell):
-                place = ComparisonKey.of(cell)
-                self._runs_s[place] = self._runs_s.get(place, 0.0) + run.gpu_seconds
+                key = ComparisonKey.of(cell)
+                self._runs_s[key] = self._runs_s.get(key, 0.0) + run.gpu_seconds
 
     @property
     def spent_s(self) -> float:

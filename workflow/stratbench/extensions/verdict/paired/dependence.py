@@ -13,11 +13,11 @@ import numpy as np
 #: By chance alone the ratio is this low in one comparison of five: no comparison ends early, nor drops a
 #: strategy, below.
 SUSPECT = 0.8416
-#: And in one of a hundred: a comparison that ends with so low a ratio has a doubt.
+#: And in one of a hundred: a comparison that ends with so low a ratio has a caveat.
 CERTAIN = 2.3263
-#: A ratio is taken for lower than it is by so much, since it is estimated from a few blocks. By simulation.
+#: Amount by which a ratio is lowered, since it is estimated from a few blocks. By simulation.
 LEAN = 0.1
-#: Correlations of neighbouring blocks that are told apart.
+#: Correlations of neighbouring blocks on a grid.
 CORRELATIONS = np.linspace(0.0, 0.95, 39)
 
 
@@ -29,14 +29,14 @@ def neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.
     strategies, blocks]: NaN where a block does not count; `active`, shape [..., strategies]. Both results
     have shape [...]; they are 1 and 0 with fewer than 3 blocks or 2 strategies.
     """
-    there = np.isfinite(logs) & active[..., None]
-    n, k = there.any(-2).sum(-1), active.sum(-1)
+    is_present = np.isfinite(logs) & active[..., None]
+    n, k = is_present.any(-2).sum(-1), active.sum(-1)
     blocks, strategies = np.maximum(n, 1)[..., None], np.maximum(k, 1)[..., None]
-    rest = np.where(there, logs, 0.0)
-    rest = np.where(there, rest - (rest.sum(-2) / strategies)[..., None, :], 0.0)
-    rest = np.where(there, rest - (rest.sum(-1) / blocks)[..., None], 0.0)
-    # Blocks that do not count lie between others where a strategy has come back: those that count are joined.
-    order = np.argsort(~there.any(-2), axis=-1, kind="stable")[..., None, :]
+    rest = np.where(is_present, logs, 0.0)
+    rest = np.where(is_present, rest - (rest.sum(-2) / strategies)[..., None, :], 0.0)
+    rest = np.where(is_present, rest - (rest.sum(-1) / blocks)[..., None], 0.0)
+    # Blocks that do not count are between others if a strategy has come back: those that count are joined.
+    order = np.argsort(~is_present.any(-2), axis=-1, kind="stable")[..., None, :]
     rest = np.take_along_axis(rest, np.broadcast_to(order, rest.shape), -1)
     both = np.arange(rest.shape[-1] - 1) < (n - 1)[..., None, None]
     steps = np.where(both, np.diff(rest, axis=-1), 0.0)

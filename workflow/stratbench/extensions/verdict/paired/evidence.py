@@ -40,7 +40,7 @@ class PairedComparison:
     equal: tuple[bool, ...]
     #: Comparisons with equal `arithmetic` share it, too.
     arithmetic: tuple[Any, ...]
-    #: The traits of each strategy, as its strategy states them.
+    #: The traits of each strategy, as it declares them.
     traits: tuple[Traits, ...] = ()
     #: The settings that each strategy is trained with, as a `trained_digest`.
     trained: tuple[str, ...] = ()
@@ -101,9 +101,9 @@ class PairedEvidence:
             blocks.setdefault(key[0], []).append(self.blocks[key])
         return blocks
 
-    def blocks_of(self, place: ComparisonKey) -> list[PairedBlock]:
+    def blocks_of(self, key: ComparisonKey) -> list[PairedBlock]:
         """Return the blocks of a comparison, in order."""
-        return self._blocks_by_place.get(place, [])
+        return self._blocks_by_place.get(key, [])
 
     def cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
         """Return the cell of a strategy's full training.
@@ -152,10 +152,8 @@ def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int
         strategy: Its strategy.
         repeat: Number of the repeat.
     """
-    place = comparison.place
-    return Cell(
-        study, place.experiment, strategy, place.model, comparison.dataset, place.gpus, repeat
-    )
+    key = comparison.place
+    return Cell(study, key.experiment, strategy, key.model, comparison.dataset, key.gpus, repeat)
 
 
 # ---------------------------------------------------------------- from files
@@ -211,22 +209,22 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
     for cell in study.cells:
         if cell.repeat == 0 and cell.path not in skipped:
             by_key.setdefault(ComparisonKey.of(cell), []).append(cell)
-    for place, cells in by_key.items():
+    for key, cells in by_key.items():
         settings = [study.settings(cell) for cell in cells]
-        known = MODELS.get(place.model)
-        # Whether the loss of a user's task adds up, nobody knows yet.
+        known = MODELS.get(key.model)
+        # Whether the loss of a user's task adds up is not known yet.
         builtin = settings[0].own_task is None
         apart = known is None or known.batchnorm is not False or not builtin
         traits = tuple(
-            traits_of(s.strategy, s.options, place.gpus, adds_up=builtin) for s in settings
+            traits_of(s.strategy, s.options, key.gpus, adds_up=builtin) for s in settings
         )
         yield PairedComparison(
-            place=place,
+            place=key,
             dataset=cells[0].dataset,
             strategies=tuple(cell.strategy for cell in cells),
             served=tuple(strategy_class(s.strategy).kind == "server" for s in settings),
             equal=tuple(t.equals_ddp for t in traits),
-            arithmetic=(place.experiment, place.model, place.gpus if apart else None),
+            arithmetic=(key.experiment, key.model, key.gpus if apart else None),
             traits=traits,
             trained=tuple(map(trained_digest, settings)),
             scored=settings[0].steps is None,
@@ -263,7 +261,7 @@ def _usable_blocks(
             continue
         if block.place not in wanted:
             continue
-        # Nobody asks for the segments of strategies that have been removed from the study since.
+        # Segments of strategies that have been removed from the study since are not needed.
         strategies = wanted[block.place].keys() & block.trained.keys()
         now = wanted[block.place]
         if stale := sorted(a for a in strategies if now[a] != block.trained[a]):

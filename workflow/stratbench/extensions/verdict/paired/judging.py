@@ -14,7 +14,7 @@ import numpy as np
 from stratbench.extensions.verdict.paired import dependence
 from stratbench.statistics import moderated
 
-#: Numbers of blocks at which a comparison is judged; nothing is decided at others.
+#: Numbers of blocks at which a comparison is evaluated; nothing is decided at others.
 LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
 #: No comparison is decided with fewer blocks, nor with fewer of those on nodes that come again.
 MIN_BLOCKS, MIN_ALIKE = 3, 6
@@ -34,9 +34,9 @@ class Look(NamedTuple):
     blocks: np.ndarray  # number of blocks that count: all strategies in the comparison are in them
     sets: np.ndarray  # number of node sets that they ran on
     alike: np.ndarray  # whether they are on fewer than MIN_SETS, and one of these came again
-    unlike: np.ndarray  # by how many standard deviations neighbours are too much alike
+    unlike: np.ndarray  # standard deviations by which neighbouring blocks are too similar
     mean: np.ndarray
-    bound: np.ndarray  # lower bound of the strategy's ratio, by which it is judged
+    bound: np.ndarray  # lower bound of the strategy's ratio, which decides
     low: np.ndarray  # of the interval that is reported
     high: np.ndarray
     slower: np.ndarray  # strategies shown to be slower than the leader
@@ -84,9 +84,9 @@ def mean_logs(logs: np.ndarray) -> np.ndarray:
 
     NaN for a strategy without blocks.
     """
-    there = np.isfinite(logs)
+    is_present = np.isfinite(logs)
     with np.errstate(invalid="ignore"):
-        return np.where(there, logs, 0.0).sum(-1) / there.sum(-1)
+        return np.where(is_present, logs, 0.0).sum(-1) / is_present.sum(-1)
 
 
 def by_node_set(logs: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -97,12 +97,12 @@ def by_node_set(logs: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.nda
     the blocks, and the conclusion is about their nodes alone. `nodes`, shape [..., comparisons, blocks]: a
     number from 0 for each node set.
     """
-    there = np.isfinite(logs).any(-2)
-    nodes = np.where(there, nodes, -1)
+    is_present = np.isfinite(logs).any(-2)
+    nodes = np.where(is_present, nodes, -1)
     labels = np.arange(max(nodes.max(initial=0) + 1, logs.shape[-1]))
     inside = nodes[..., None] == labels  # [..., comparisons, blocks, sets]
     sets = inside.any(-2).sum(-1)
-    again = sets < there.sum(-1)
+    again = sets < is_present.sum(-1)
     many = again & (sets >= MIN_SETS)
     if not many.any():
         return logs, sets, again
@@ -258,7 +258,7 @@ class SequentialAnalysis:
         self.admissible = equal & there
         self.started = there.sum(-1)
         self.open = self.started > 1
-        #: Comparisons that a score has opened again; they are judged by the blocks that they have.
+        #: Comparisons reopened by a score; they are evaluated on the blocks already collected.
         self.again = np.zeros(self.open.shape, dtype=bool)
         self.logs = np.empty((*there.shape, 0))
         self.nodes = np.empty((*self.open.shape, 0), dtype=int)

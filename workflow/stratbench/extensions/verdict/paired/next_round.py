@@ -75,7 +75,7 @@ def round_of(analysis: Course) -> NextRound:
     known = expected_s is not None
     budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
     over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
-    # The cost of an unmeasured round is not known: it is refused only once the budget is spent.
+    # The cost of an unmeasured round is unknown: it is rejected only once the budget is spent.
     paired = any(state.looks for state in analysis.states)
     reason = "everything is decided" if paired else "there is nothing to compare"
     if not pending and not all(decided(analysis, s) for s in analysis.states if s.last):
@@ -119,14 +119,14 @@ def entry(analysis: Course, state: State, number: int) -> dict[str, Any]:
         state: State of the comparison.
         number: Number of the block.
     """
-    evidence, place = analysis.evidence, state.comparison.place
-    first = evidence.blocks.get((place, 1))
+    evidence, key = analysis.evidence, state.comparison.place
+    first = evidence.blocks.get((key, 1))
     steps = first.steps if first else None
     return {
-        "experiment": place.experiment,
-        "model": place.model,
+        "experiment": key.experiment,
+        "model": key.model,
         "dataset": state.comparison.dataset,
-        "gpus": place.gpus,
+        "gpus": key.gpus,
         "block": number,
         "strategies": evidence.order(state.comparison, number, state.active),
         "settings": {

@@ -25,11 +25,11 @@ class Noise:
     strategy_in_allocation: float | None
     process: float | None
     within: float | None
-    #: Scatter of a single segment: process and within together.
+    #: Standard deviation of a single segment: process and within together.
     segment: float | None
-    #: Scatter of the trend, at the ends of a block.
+    #: Standard deviation of the trend, at the ends of a block.
     drift: float | None
-    #: Scatter of the paired ratio of two strategies in one block.
+    #: Standard deviation of the paired ratio of two strategies in one block.
     ratio: float | None
     blocks: int
     #: Degrees of freedom of `ratio`.

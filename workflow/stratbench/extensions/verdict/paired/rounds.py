@@ -32,7 +32,7 @@ class Course:
             State(comparison, active=list(comparison.strategies))
             for comparison in evidence.comparisons
         ]
-        #: The full runs asked for, in the order of asking, and the scores that they give.
+        #: The requested full runs, in order of request, and their scores.
         self.asked: dict[Cell, None] = {}
         self.scores = FullRunScores(evidence, self.asked)
         self.round = 0
@@ -94,11 +94,11 @@ class Course:
         self.round += 1
         blocks, targets = self._analysis.blocks, self._targets()
         new = np.array(targets) - blocks
-        most = max(int(new.max()), 1)
+        max_blocks = max(int(new.max()), 1)
         step = self._analysis.advance(
-            self._values(blocks, targets, most),
+            self._values(blocks, targets, max_blocks),
             new,
-            self._nodes(blocks, targets, most),
+            self._nodes(blocks, targets, max_blocks),
             self.disagreement(1) or 0.0,
             self._doubtful(targets),
         )
@@ -140,11 +140,11 @@ class Course:
             (sum(n > end for n in judging.LOOKS) for end, is_open in ends if is_open), default=0
         )
 
-    def _values(self, blocks: np.ndarray, targets: list[int], most: int) -> np.ndarray:
+    def _values(self, blocks: np.ndarray, targets: list[int], max_blocks: int) -> np.ndarray:
         """The new blocks' values, NaN for strategies out of the comparison; shape [comparisons, strategies,
         most].
         """
-        values = np.full((len(self.states), self._strategies, most), np.nan)
+        values = np.full((len(self.states), self._strategies, max_blocks), np.nan)
         for i, state in enumerate(self.states):
             for k in range(targets[i] - int(blocks[i])):
                 block = self.evidence.blocks[state.comparison.place, int(blocks[i]) + 1 + k]
@@ -153,9 +153,9 @@ class Course:
                         values[i, j, k] = block.value(strategy)
         return values
 
-    def _nodes(self, blocks: np.ndarray, targets: list[int], most: int) -> np.ndarray:
+    def _nodes(self, blocks: np.ndarray, targets: list[int], max_blocks: int) -> np.ndarray:
         """Return a number for the node set of each new block; shape [comparisons, most]."""
-        nodes = np.zeros((len(self.states), most), dtype=int)
+        nodes = np.zeros((len(self.states), max_blocks), dtype=int)
         for i, state in enumerate(self.states):
             seen: dict[tuple[str, ...], int] = {}
             for number in range(1, targets[i] + 1):
@@ -311,7 +311,7 @@ class Course:
             certain = near and (loss is None or loss.settled)
             if not runs or (not certain and runs < MATRIX_REPEATS):
                 self.asked.setdefault(self.evidence.cell(comparison, leader, runs))
-            # The rival that makes up for the leader's full runs, or does not.
+            # The alternative that compensates for the leader's full runs, or does not.
             rival = max(mean, key=mean.__getitem__, default=None)
             if correction and (correction.nearest in mean or not mean):
                 rival = correction.nearest
@@ -354,7 +354,7 @@ class Course:
         return replace(last, at_most=at_most, fastest=last.fastest and correction.fastest)
 
 
-#: Why a strategy left the comparison in a block, in words.
+#: Why a strategy left the comparison in a block, as text.
 FAILURES = {
     "oom": "does not fit: out of memory",
     "timeout": "did not end within its time limit",

@@ -14,7 +14,7 @@ class Ratio(NamedTuple):
     mean: float
     low: float  # of the interval that is reported
     high: float
-    bound: float  # lower bound, by which the strategy is judged
+    bound: float  # lower bound, which decides on the strategy
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Judged:
     blocks: int
     counted: int  # blocks that all strategies in the comparison are in
     alike: bool  # whether these are few, and came again
-    unlike: float  # by how many standard deviations neighbouring blocks are too much alike
+    unlike: float  # standard deviations by which neighbouring blocks are too similar
     leader: str
     at_most: float
     fastest: bool

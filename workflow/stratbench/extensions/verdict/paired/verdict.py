@@ -78,7 +78,7 @@ def comparison_values(analysis: Course, costs: Costs, state: State) -> dict[str,
         state: State of the comparison.
     """
     last, comparison = analysis.claimed(state), state.comparison
-    # A block that no look has judged yet supports no claim.
+    # A block that was in no look yet supports no conclusion.
     blocks = analysis.evidence.blocks_of(comparison.place)[: last.blocks if last else None]
     unusable = next(checks.why_unusable(blocks), None)
     claim, text = claim_of(analysis, state, blocks)
@@ -214,7 +214,7 @@ def claim_of(analysis: Course, state: State, blocks: list[PairedBlock]) -> tuple
         return "none", "Nothing is known yet: no block was judged."
     where, sure = on_node(blocks), f"(95 %{of_how_many(blocks)})"
     if not analysis.checked(state):
-        where = f" by its steps{where}"  # no full run could tell whether whole trainings agree
+        where = f" by its steps{where}"  # no full run could confirm whole trainings
     if not state.active:
         return (
             "none",
