@@ -68,7 +68,7 @@ def installed() -> dict[str, Extension]:
 
 
 def at(point: str) -> Iterator[tuple[str, Any]]:
-    """Yield each extension with a name at a point of its declaration, and the object of that name."""
+    """Yield each extension with a name at a point, and the object of that name."""
     for name, extension in installed().items():
         if declared := getattr(extension, point):
             yield name, resolve(declared)

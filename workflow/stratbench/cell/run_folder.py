@@ -18,7 +18,7 @@ _POLL_S = 0.05
 
 
 def worker_name(rank: int) -> str:
-    """Return the name of worker `rank`: of its process, its files and its rows in the timeline."""
+    """Return the name of worker `rank` in processes, files and the timeline."""
     return f"rank{rank}"
 
 
@@ -96,7 +96,7 @@ class RunFolder:
         return self._local / f"{worker_name(rank)}.heartbeat"
 
     def stack(self, process: str) -> Path:
-        """Return the file to which a process writes its threads' stacks on request of its agent."""
+        """Return the file to which a process writes its stacks on its agent's request."""
         return self.path / f"{process}.stack"
 
     def stacks(self) -> list[Path]:
@@ -112,7 +112,7 @@ class RunFolder:
         return sorted(self.path.glob("samples*.csv"))
 
     def pids(self, node: int) -> Path:
-        """Return names and ids of the processes that the sampler of a node watches, while it runs."""
+        """Return names and ids of the processes that a node's sampler watches."""
         return self.path / f"samples{node}.pids"
 
     @property
@@ -162,7 +162,7 @@ class RunFolder:
 
     @property
     def ended(self) -> Path:
-        """The file that marks the end of an elastic cell's training, for workers that start late."""
+        """The file that marks the end of an elastic cell, for late workers."""
         return self.path / "ended"
 
     @property
@@ -197,7 +197,10 @@ class RunFolder:
         write_atomic(self._endpoint, json.dumps({"host": host, "port": port}))
 
     def read_endpoint(self) -> tuple[str, int] | None:
-        """Return host and port where all nodes meet, or None until node 0 has written them."""
+        """Return host and port where all nodes meet.
+
+        Return None until node 0 has written them.
+        """
         endpoint = _read(self._endpoint)
         return endpoint and (endpoint["host"], endpoint["port"])
 
@@ -282,11 +285,11 @@ class RunFolder:
         return self.path / f"foreign_processes{node}.json"
 
     def read_foreign_processes(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the foreign processes of all nodes that had any, by the node's number as a text."""
+        """Return the foreign processes of each node that had any, by its number as text."""
         return self._by_node("foreign_processes")
 
     def read_busy(self) -> dict[str, dict[str, Any]]:
-        """Return the other load on each node when the cell began, by node number as a text."""
+        """Return the other load on each node at the begin, by its number as text."""
         return self._by_node("busy")
 
     def write_pauses(self, node: int, pauses: list[dict[str, Any]]) -> None:
@@ -294,7 +297,7 @@ class RunFolder:
         write_atomic(self.path / f"pauses{node}.json", json.dumps(pauses))
 
     def read_pauses(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the pauses of all nodes that had any, by the node's number as a text."""
+        """Return the pauses of each node that had any, by its number as text."""
         return self._by_node("pauses")
 
     def _by_node(self, name: str) -> dict[str, Any]:
@@ -302,7 +305,7 @@ class RunFolder:
         return {path.stem.removeprefix(name): _read(path) for path in paths}
 
     def write_standing(self, node: int, standing: dict[str, Any]) -> None:
-        """Store the state of each worker of a node when the cell was ended, by name (`train.standing`)."""
+        """Store the state of a node's workers at the cell's end, by name (`train.standing`)."""
         write_atomic(self.path / f"standing{node}.json", json.dumps(standing))
 
     def read_standing(self) -> dict[str, dict[str, Any]]:
@@ -310,7 +313,7 @@ class RunFolder:
         return _read_all(self.path.glob("standing*.json"))
 
     def write_places(self, node: int, places: dict[str, Any]) -> None:
-        """Store where each process of a node runs, by name: its host, and a worker's GPU."""
+        """Store where a node's processes run, by name: host, and a worker's GPU."""
         write_atomic(self.path / f"places{node}.json", json.dumps(places))
 
     def read_places(self) -> dict[str, dict[str, Any]]:

@@ -276,7 +276,9 @@ class Channel:
         self._weight = float(weight)
 
     def push_pull(self) -> Ticket | Evaluation | None:
-        """Push `flat.grads` and the buffers for the current ticket; wait for weights and the next ticket.
+        """Push `flat.grads` and the buffers for the current ticket; wait for the next.
+
+        Wait for weights and the next ticket.
 
         The gradients' contents are undefined afterwards. Returns None when no tickets are left; the model is
         then in an undefined state (the servers' is in their snapshots). Raises RunEnded with the server's
@@ -390,7 +392,7 @@ class Channel:
         self._join_senders()
 
     def _end_push(self, overflowed: bool) -> None:
-        """Tell every server after its last shard whether to apply the push or to drop it."""
+        """Tell every server, after its last shard, to apply or drop the push."""
         frame = Frame(Kind.SKIP if overflowed else Kind.APPLY, ticket=self._ticket)
         for link in reversed(self._links):
             if link.server == 0:
@@ -399,7 +401,7 @@ class Channel:
                 self._queue(link, frame)
 
     def _push_buffers(self) -> None:
-        """Push the buffers before the gradients, since a server completes a ticket with its last shard."""
+        """Push the buffers before the gradients: a ticket is complete with its last shard."""
         link = self._links[0]
         if link.has_buffers:
             payload = b"" if link.transport == "shm" else as_bytes(self.flat.host.buffers)

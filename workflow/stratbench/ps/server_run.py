@@ -84,7 +84,9 @@ class ServerRun:
     # --- joining ---------------------------------------------------------------------------------
 
     def enter(self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str):
-        """Admit a peer that knows the secret; return the function that its thread runs from then on.
+        """Admit a peer that knows the secret; return the function for its thread.
+
+        Return the function that its thread runs from then on.
 
         Args:
             connection: Connection to the peer.
@@ -223,7 +225,7 @@ class ServerRun:
             self._lose(member, str(error))
 
     def _break_down(self, error: Exception) -> None:
-        """End the run because of a defect of a policy or of the server, so that workers do not wait."""
+        """End the run because of a defect, so that workers do not wait."""
         log.exception("the server failed")
         self._stop(f"the server failed: {type(error).__name__}: {error}")
 

@@ -151,7 +151,9 @@ class Tickets:
         return sorted(number for number, holder in self._held.items() if holder == worker)
 
     def take(self, worker: int, slot: int | None = None) -> Ticket | None:
-        """Return the next ticket for `worker`, or None while all others are in flight or completed.
+        """Return the next ticket for `worker`.
+
+        Return None while all others are in flight or completed.
 
         `slot` is the slot whose slice it gets while that is free, by default that of its number.
         """
@@ -179,7 +181,9 @@ class Tickets:
         return number
 
     def settle(self, worker: int, number: int, server: int = 0) -> None:
-        """Note that `server` has all gradients of a ticket; it is completed once all servers have them.
+        """Note that `server` has all gradients of a ticket.
+
+        It is completed once all servers have them.
 
         Args:
             worker: Number of the worker.

@@ -61,7 +61,15 @@ class Report:
         self._write("resume")
 
     def score(self, value: Any = None, test_loss: Any = None, error: Any = None) -> None:
-        """The score of an evaluation, in the task's unit, and its standard error. The clock goes on."""
+        """Report the score of an evaluation, in the task's unit.
+
+        The clock continues.
+
+        Args:
+            value: The score.
+            test_loss: Mean loss on the test set.
+            error: Standard error of the score.
+        """
         values = {"score": value, "test_loss": test_loss, "error": error}
         numbers = {key: float(v) for key, v in values.items() if v is not None}
         self._write("score", losses=self._read_losses(), **numbers)

@@ -49,7 +49,7 @@ class IntervalEstimate(NamedTuple):
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
-    """Return the median of `values`, the ends of their spread, and the kind of these ends.
+    """Return the median of `values`, the ends of their spread, and its kind.
 
     The kind is `quartiles` (first and third, with linear interpolation), or with fewer than QUARTILES_FROM
     values the `range`, from the lowest to the highest.
@@ -69,7 +69,7 @@ def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> fl
 def paired_ratios(
     pairs: Sequence[np.ndarray], served: Sequence[bool], together: int = 1
 ) -> list[IntervalEstimate]:
-    """Return the geometric mean ratio of each pair, with its 95 % interval by moderated t on logarithms.
+    """Return the geometric mean ratio of each pair, with its 95 % moderated t interval.
 
     Column k of both rows comes from repeat k, so that effects of the repeat's seed cancel. A single repeat
     has no interval. The variances of all `pairs` are pooled as in `moderated_variances`.

@@ -125,7 +125,7 @@ class Worker:
 
     @property
     def draws(self) -> int:
-        """Number of its random stream, shared by workers that compute the same layers on the same samples."""
+        """Number of its random stream, shared by workers with equal layers and samples."""
         return self.rank // self.mesh.tensor
 
     @property
@@ -234,7 +234,7 @@ class Strategy:
 
     @classmethod
     def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
-        """Return the options for a cell on `gpus` workers, with values that follow from the number."""
+        """Return the options for a cell on `gpus` workers, completed by derived values."""
         return options
 
     @classmethod
@@ -301,7 +301,7 @@ class Strategy:
 
     @classmethod
     def on_fakes(cls) -> AbstractContextManager:
-        """Return a context in which its libraries work on fake tensors and in fake groups, as torch does."""
+        """Return a context in which its libraries support fake tensors and groups."""
         return nullcontext()
 
     def forget_batch(self) -> None:
@@ -335,7 +335,9 @@ class Strategy:
         return 1
 
     def bubble_share(self, gpus: int) -> float | None:
-        """Return the fraction of a step in which a worker waits for others' layers, or None if unknown.
+        """Return the fraction of a step spent waiting for others' layers, or None.
+
+        Return None if unknown.
 
         All layers count as equal, and transfers as free.
         """
@@ -343,16 +345,16 @@ class Strategy:
 
     @property
     def first_steps(self) -> tuple[int, ...]:
-        """Number of the first step of each kind of step that the training has, for the plan."""
+        """Number of the first step of each kind in the training, for the plan."""
         return (0,)
 
     @property
     def period(self) -> int:
-        """Number of steps after which its work repeats, once its last kind of step has begun."""
+        """Steps after which its work repeats, once its last kind of step has begun."""
         return 1
 
     def own_length(self, discarded: int, timed: int) -> tuple[int, int]:
-        """Return the steps to discard and to time in a segment, at least those required of all.
+        """Return the steps to discard and to time in a segment, at least those required.
 
         Whole periods of its own are timed. Its first steps are not, because they are of another kind than
         most of a training's.
@@ -375,7 +377,7 @@ class Strategy:
 
     @property
     def adds_again(self) -> bool:
-        """Whether backward adds to a gradient several times, so that it is final only at the end."""
+        """Whether backward adds to a gradient several times, so that only its end is final."""
         return bool(self.worker.trial and self.worker.trial.again)
 
     def frozen_written(self) -> list[Tensor]:
@@ -624,7 +626,7 @@ class Collective(Strategy):
             return self.mean_loss(x, y)
 
     def mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a part of the batch, in the number format of the model's input."""
+        """Return the mean loss of a part of the batch, in the model's number format."""
         if self.chunked is None:
             return self.loss_of(self.compiled(x), y)
         with self.chunked.against(y):
@@ -757,7 +759,9 @@ class Collective(Strategy):
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
-        """Run forward and backward of one part of a batch; return its contribution to the mean loss.
+        """Run forward and backward of one part of a batch.
+
+        Return its contribution to the mean loss.
 
         Args:
             x: Inputs.

@@ -81,7 +81,10 @@ class PowerSGD:
         return mean
 
     def reset(self) -> None:
-        """Start again without an error to feed back; the first steps are sent as they are."""
+        """Start again without an error to feed back.
+
+        The first steps are sent as they are.
+        """
         self._state = self._fresh()
 
     def skip_start(self) -> None:

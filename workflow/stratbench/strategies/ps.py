@@ -316,7 +316,7 @@ class ParameterServer(base.Strategy):
     def tickets(
         self, evaluate: Callable[[int], dict[str, float | None]] | None = None
     ) -> Iterator[tuple[int, slice]]:
-        """Yield each of this worker's batches: its epoch, and the slice of the epoch's shuffled samples.
+        """Yield this worker's batches: the epoch, and the slice of its shuffled samples.
 
         The first waits until all workers are ready. `step` must be called for each. In an elastic cell the
         servers also request evaluations: `evaluate(epoch)` returns the values that `Channel.score` takes.
@@ -358,7 +358,10 @@ class ParameterServer(base.Strategy):
         self.steps += 1
 
     def _next(self, work: Callable[[], Ticket | Evaluation | None]) -> Ticket | Evaluation | None:
-        """Return the next ticket or request, or None at the end or if this worker must leave."""
+        """Return the next ticket or request, or None at the end.
+
+        None also if this worker must leave.
+        """
         from stratbench.ps.wire.link import Left
 
         try:
@@ -425,7 +428,9 @@ class ParameterServer(base.Strategy):
 
     @contextmanager
     def holding_epoch(self, epoch: int) -> Iterator[float]:
-        """Load the servers' state after `epoch` into the model for a block; yield as `load_epoch` returns.
+        """Load the servers' state after `epoch` into the model for a block.
+
+        Yield as `load_epoch` returns.
 
         Its own running statistics return with the block's end, its weights with the next ticket.
         """

@@ -17,7 +17,7 @@ _told: set[str] = set()
 
 
 def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
-    """Make Snakemake record the finished training `jobs`, and restart it if it would train one again.
+    """Make Snakemake record the finished training `jobs`, or restart it.
 
     If Snakemake was killed while a cell trained, it regards the cell's record as incomplete and would delete
     it; but a record is always written completely. Snakemake does not know the settings of a cell that
@@ -45,7 +45,7 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
 
 
 def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
-    """Have Snakemake make a record or a block's result again if its data differ from `wanted`.
+    """Have Snakemake make a file again if its data differ from `wanted`.
 
     Snakemake does so by itself if it remembers the settings. It does not in a copy of the folder, or if
     another folder with the same results has made the file since. Called as it plans the job, also in a dry

@@ -109,7 +109,10 @@ class PauseWatch:
 
 
 def _now(counts: Any) -> _Moment:
-    """Return this instant, read while the thread has its core, so that its wait counts in this span."""
+    """Return this instant, read while the thread has its core.
+
+    Its wait then counts in this span.
+    """
     while True:
         waited_s = _waited_s(counts)
         moment = _Moment(time.monotonic(), time.clock_gettime(_WITH_SLEEP), waited_s)
@@ -118,7 +121,10 @@ def _now(counts: Any) -> _Moment:
 
 
 def _waited_s(counts: Any) -> float:
-    """Return the seconds that this thread has waited for a core, or 0 if they are not counted."""
+    """Return the seconds that this thread has waited for a core.
+
+    Return 0 if they are not counted.
+    """
     return 0.0 if counts is None else int(os.pread(counts.fileno(), 128, 0).split()[1]) / 1e9
 
 

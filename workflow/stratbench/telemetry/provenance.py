@@ -119,7 +119,10 @@ def _flags() -> dict[str, Any]:
 
 
 def _attempt(ask: Callable[[], Any]) -> Any | None:
-    """Return the result of `ask`, or None if this build of torch does not support it."""
+    """Return the result of `ask`.
+
+    Return None if this build of torch does not support it.
+    """
     try:
         return ask()
     except (AttributeError, RuntimeError, ImportError):

@@ -310,7 +310,7 @@ def sample_until(
     period_s: float,
     origin_s: float,
 ) -> None:
-    """Write a sample to `file` every `period_s`, one when `wake` is set, and a last one on `stop`.
+    """Write samples to `file` until `stop`, one when `wake` is set.
 
     Code that sets `stop` must set `wake`, too.
 

@@ -253,7 +253,10 @@ def supervise(
 
 
 def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
-    """Return the deadline on this node's monotonic clock, extended by pauses, or None without a limit."""
+    """Return the deadline on this node's monotonic clock, extended by pauses.
+
+    Return None without a limit.
+    """
     if job.deadline_s is None:
         return None
     if time.monotonic() >= job.deadline_s + watch.stopped_s:

@@ -284,7 +284,10 @@ def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
-    """Return the maximum time of a worker in a phase, in seconds, or None if unknown."""
+    """Return the maximum time of a worker in a phase, in seconds.
+
+    Return None if unknown.
+    """
     return max((w["phases_s"][key] for w in workers if key in w["phases_s"]), default=None)
 
 

@@ -53,7 +53,10 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
 
 
 def first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
-    """Return the reason of the first worker with this status, or None if none has it."""
+    """Return the reason of the first worker with this status.
+
+    Return None if none has it.
+    """
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
 
@@ -64,7 +67,7 @@ _LOST_PEER = re.compile(
 
 
 def cause_of_error(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) -> str | None:
-    """Return the first worker's error that is not the loss of another worker, else the first.
+    """Return the first error that is not the loss of another worker, else the first.
 
     Args:
         workers: The workers' results by rank.
@@ -145,7 +148,7 @@ def hung_or_slow(job: Job, exits: Exits) -> Ending:
 
 
 def failed_or_slow(job: Job, why_failed: str | None) -> Ending:
-    """Return how a cell at its limit ended: as slow, unless there is a reason why it failed."""
+    """Return the ending of a cell at its limit: slow, without another reason."""
     return Ending("error", why_failed) if why_failed else slow(job.time_limit_s)
 
 

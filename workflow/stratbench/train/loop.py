@@ -268,7 +268,7 @@ def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
 
 
 def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
-    """Return a function that gives the tables of an epoch by its number, on the device.
+    """Return a function for the tables of an epoch by its number, on the device.
 
     All are drawn in this call, since there is no pause between two epochs to draw the next one's in.
 
@@ -305,7 +305,9 @@ def evaluate_epoch(
 def evaluate_epochs(
     strategy: ParameterServer, data: DeviceData, worker: Worker, progress: Progress
 ) -> list[str]:
-    """Evaluate the servers' state after each epoch; return the names of values that were not finite.
+    """Evaluate the servers' state after each epoch.
+
+    Return the names of values that were not finite.
 
     Args:
         strategy: The strategy.
@@ -426,7 +428,9 @@ def train_epoch(
     besides: Sequence[Beside] = (),
     taken: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Train one timed epoch, or its first `max_steps` steps; return each step's loss, on the device.
+    """Train one timed epoch, or its first `max_steps` steps.
+
+    Return each step's loss, on the device.
 
     It is timed in stretches, between which the clock stops for activities next to it. Those due after the
     last step run once the epoch was evaluated.

@@ -14,7 +14,10 @@ _IN_LOGS = ("MemoryError", "Unable to allocate")
 
 
 def line_out_of_memory(lines: list[str]) -> str | None:
-    """Return the last line of a log on a lack of memory, or None without one."""
+    """Return the last line of a log on a lack of memory.
+
+    Return None without one.
+    """
     matching = (x for x in reversed(lines) if any(sign in x for sign in (*SIGNS, *_IN_LOGS)))
     return next(matching, None)
 

@@ -186,7 +186,9 @@ def innermost_call(path: Path) -> str | None:
 
 
 def why_no_timeout(job: Job) -> str | None:
-    """Return why a cell that was ended at its time limit failed, or None if it was just slow.
+    """Return why a cell that was ended at its time limit failed.
+
+    Return None if it was just slow.
 
     It failed if no worker had taken a step, or if it hung (`why_hung`).
     """

@@ -445,7 +445,7 @@ def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
 
 
 def join_group(job: Job, rank: int, device: torch.device) -> None:
-    """Join the process group: through a file on one node, through rank 0's port on several.
+    """Join the process group, through a file or, on several nodes, through rank 0's port.
 
     Args:
         job: The cell's.
@@ -525,7 +525,9 @@ def outcome_of(e: Exception) -> tuple[dict[str, Any], int]:
 
 
 def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
-    """Return foreign processes on this worker's GPU, or None if there are none or it is not known.
+    """Return foreign processes on this worker's GPU.
+
+    Return None if there are none or it is not known.
 
     See `telemetry.machine.foreign_processes.others_on`.
     """

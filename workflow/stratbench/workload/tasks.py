@@ -193,7 +193,7 @@ class OwnTask:
 
 
 def natural_task(shape: Sequence[int]) -> str:
-    """Return the name of the default task for a sample's shape: of a text, a waveform or an image."""
+    """Return the name of the default task for a sample's shape."""
     return _NATURAL[len(shape)]
 
 
@@ -417,7 +417,7 @@ def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluated(sums: Sequence[float]) -> Evaluated:
-    """Return the mean loss and the mean score of all counted answers, from the sums of all batches.
+    """Return the mean loss and score of all counted answers, from all batches' sums.
 
     Samples are drawn independently, but answers within one are not. The error is that of a ratio of two sums
     over samples (Cochran, Sampling techniques, 1977, section 6.4), and with equal numbers of answers that of

@@ -138,7 +138,9 @@ def exclude_by_records(
     findings: Iterable[dict[str, Any]],
     constraints: Constraints,
 ) -> None:
-    """Exclude a candidate that did not finish or is unusable by the audit; add other caveats.
+    """Exclude a candidate that did not finish or is unusable by the audit.
+
+    Add other caveats.
 
     Args:
         candidate: The candidate, changed in place.

@@ -120,7 +120,7 @@ def claim_of(
 
 
 def behind(c: AgainstRival, rival: str = "the next") -> str:
-    """Return how much longer an alternative takes: `the next takes 9 % longer`, `3.1 times as long`."""
+    """Return how much longer an alternative takes: `the next takes 9 % longer`."""
     ratio, by_cost = c.ratio.value, c.rival.by_cost
     if ratio >= 2:
         many = f"{ratio:.1f} times as"
@@ -130,7 +130,10 @@ def behind(c: AgainstRival, rival: str = "the next") -> str:
 
 
 def share(part: float) -> str:
-    """Return a fraction as text: `9 %` or `0.4 %`; callers write 2 or more as a factor."""
+    """Return a fraction as text: `9 %` or `0.4 %`.
+
+    Callers write 2 or more as a factor.
+    """
     if part < 0.0005:
         return "less than 0.1 %"
     return f"{100 * part:.0f} %" if part >= 0.0095 else f"{100 * part:.1f} %"

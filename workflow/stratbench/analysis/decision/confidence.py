@@ -109,7 +109,7 @@ def confidence_in(
 
 
 def is_beyond_hosts(ranking: Ranking, hosts: set[str]) -> bool:
-    """Return whether all ran on one host, and all alternatives are clearly slower by over ROUGH."""
+    """Return whether all ran on one host, and all alternatives are slower by over ROUGH."""
     lows = [c.ratio.low for c in ranking.compared]
     return (
         len(hosts) == 1 and bool(lows) and all(low is not None and low > 1 + ROUGH for low in lows)
@@ -145,7 +145,7 @@ def what_repeats_leave_open(ranking: Ranking, constraints: Constraints, level: i
 
 
 def doubts_in_short(ranking: Ranking) -> Iterator[str]:
-    """Yield short caveats of the audit on the choice, or on an alternative in its reason."""
+    """Yield short caveats of the audit on the choice, or an alternative in its reason."""
     first = ranking.first
     if first.doubts:
         yield f"{whose(first.doubts[0])}{names_text(first.doubts, 1)}"
@@ -155,7 +155,10 @@ def doubts_in_short(ranking: Ranking) -> Iterator[str]:
 
 
 def whose(doubt: str) -> str:
-    """Return the text before a caveat that is the name of an audit rule; others are sentences."""
+    """Return the text before a caveat that is the name of an audit rule.
+
+    Others are sentences.
+    """
     return "" if " " in doubt else "doubted by the audit: "
 
 

@@ -264,7 +264,7 @@ def place_of(decision: Decision) -> str:
 
 
 def named_answers(decisions: Sequence[Decision]) -> list[tuple[str, Short]]:
-    """Return the short answers, each with its model, and with the experiment if needed to distinguish."""
+    """Return the short answers, each with its model, and the experiment if needed."""
     models = [d.model for d in decisions]
     return [
         (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short)

@@ -41,7 +41,7 @@ class Standings(NamedTuple):
 
 
 def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarray:
-    """Return the index of the choice: the most preferred among those within `margin` of the fastest.
+    """Return the index of the choice, the most preferred within `margin` of the fastest.
 
     Among equals the fastest is chosen.
 

@@ -32,7 +32,9 @@ def name_of(c: Candidate, noun: str) -> str:
 
 
 def score_sentence(first: Candidate, noun: str, constraints: Constraints) -> str:
-    """Return a sentence on the choice's possible loss in score, or an empty text if allowed.
+    """Return a sentence on the choice's possible loss in score.
+
+    Return an empty text if allowed.
 
     Args:
         first: The choice.
@@ -50,7 +52,7 @@ def score_sentence(first: Candidate, noun: str, constraints: Constraints) -> str
 
 
 def why_none(candidates: Sequence[Candidate]) -> str:
-    """Return why all candidates are excluded, by kind of reason, with the reason of the nearest."""
+    """Return why all candidates are excluded, by kind, with the nearest one's reason."""
     by_kind: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_kind.setdefault(candidate.kind, []).append(candidate)
@@ -181,7 +183,10 @@ def describe_amount(c: Candidate) -> str:
 
 
 def unit_of_cost(c: Candidate) -> str:
-    """Return the hours and the price that make up a cost, in the price's unit, or nothing."""
+    """Return the hours and the price that make up a cost, in the price's unit.
+
+    Return nothing otherwise.
+    """
     if c.cost is None or not c.price_per_gpu_hour:
         return ""
     unit = "process-hours" if c.on_cpu else "GPU-hours"
@@ -273,7 +278,7 @@ def sentences_on_constraints(
 
 
 def sentences_on_slow_workers(ranking: Ranking) -> Iterator[str]:
-    """Yield how slow a worker must be for the next asynchronous strategy to win, in theory.
+    """Yield how slow a worker must be for an asynchronous strategy to win, in theory.
 
     If one of N workers is f times slower, a strategy that waits takes f times as long, and one that does not
     takes N / (N - 1 + 1/f) times as long. They are equal at f = (N r - 1) / (N - 1), with r the ratio of

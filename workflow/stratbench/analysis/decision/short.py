@@ -185,7 +185,7 @@ def short_answer(
 
 
 def value_texts(c: Candidate) -> tuple[str, str]:
-    """Return the time (or cost) of a candidate, and below it the spread of its runs."""
+    """Return the time (or cost) of a candidate, and its runs' spread."""
     if c.cost is not None:
         return f"{c.cost:.3g}", f"for {duration(c.time_s)}"
     if c.time_s is None:
@@ -299,7 +299,7 @@ def next_best(ranking: Ranking) -> str:
 
 
 def leanest(first: Candidate, others: Sequence[Candidate]) -> str:
-    """Return the alternative with the least memory, if clearly less: `fsdp × 2: 40 % less`."""
+    """Return the alternative with clearly least memory: `fsdp × 2: 40 % less`."""
     own = first.sound_memory_bytes
     known = [(c.sound_memory_bytes, c.name) for c in others if c.sound_memory_bytes is not None]
     if not own or not known or min(known)[0] > (1 - CLEARLY_LESS) * own:

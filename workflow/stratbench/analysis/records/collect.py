@@ -184,7 +184,9 @@ def collect(
     expected: Expected | None = None,
     read: Callable[[Path], Record] = record.read_measured,
 ) -> list[Row]:
-    """Write both files; return the rows of cells that should have a usable record and have none.
+    """Write both files.
+
+    Return the rows of cells that should have a usable record and have none.
 
     Args:
         cells: The cells.

@@ -108,7 +108,7 @@ def driver_versions(record: Record) -> str | None:
 
 
 def cpu_cores(record: Record) -> float | None:
-    """Return CPU cores that the workers may use: the sum over hosts of affinity within quota."""
+    """Return CPU cores that the workers may use, over all hosts, within quotas."""
     cores_of: dict[str, tuple[set[int], float]] = {}
     for worker in record["workers"]:
         name = value_at(worker["provenance"], "host.name")

@@ -77,7 +77,7 @@ def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def length_of_training(rows: pd.DataFrame) -> str:
-    """Return the number of epochs as text, or of steps if the cells were not evaluated."""
+    """Return the number of epochs as text, or of steps without evaluation."""
     if rows["steps"].notna().any():
         return f"{distinct_values(rows, 'steps')} steps, no score"
     return distinct_values(rows, "epochs")
@@ -152,7 +152,7 @@ def measured_on(cells: pd.DataFrame) -> str:
 
 
 def matrix_line(rows: pd.DataFrame) -> str:
-    """Return a line on an experiment: `6 epochs, global batch 128 · 10 strategies on 1, 2 GPUs`."""
+    """Return a line on an experiment: `6 epochs, global batch 128 · 10 strategies …`."""
     noun = plural(worker_noun(rows["device_kind"]))
     steps = rows["steps"].notna().any()
     length = length_of_training(rows) if steps else f"{distinct_values(rows, 'epochs')} epochs"

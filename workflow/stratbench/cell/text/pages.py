@@ -56,7 +56,7 @@ def render(
 
 
 def unbroken(text: str) -> str:
-    """Return a printable text with no line break between a number and its `%`, or in `ddp × 8`."""
+    """Return a printable text without line breaks before `%` or in `ddp × 8`."""
     return re.sub(r"(?<=\d) (?=%)| (?=× \d)|(?<=×) (?=\d)", "\u00a0", printable(text))
 
 

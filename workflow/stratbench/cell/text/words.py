@@ -52,7 +52,7 @@ def short_time(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return the count with its noun, in the plural unless it is one: `4 CPU processes`."""
+    """Return the count with its noun, in the plural unless one: `4 CPU processes`."""
     return f"{count} {noun if count == 1 else plural(noun)}"
 
 
@@ -64,7 +64,7 @@ def plural(noun: str) -> str:
 
 
 def names_text(names: Sequence[str], max_names: int = 4) -> str:
-    """Return names in a sentence, at most `max_names` of them: `a, b, c, d and 2 more`."""
+    """Return at most `max_names` names in a sentence: `a, b, c, d and 2 more`."""
     shown = ", ".join(names[:max_names])
     return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more"
 

@@ -79,7 +79,7 @@ class AuditData:
 
     @cached_property
     def rows(self) -> list[Any]:
-        """The cells with a result as tuples, cached for all rules, since pandas is slow with many columns."""
+        """The cells with a result as tuples, cached, since pandas is slow with many columns."""
         return list(self.ok.itertuples())
 
     def with_any_strategy(self, group: Group) -> list[Group]:
@@ -100,7 +100,10 @@ class AuditData:
         return None if None in values else math.prod(values)
 
     def value_of(self, group: Group, column: str) -> Any:
-        """Return the common value of a group's repeats in a column, such as a trait, or None."""
+        """Return the common value of a group's repeats in a column, such as a trait.
+
+        Return None otherwise.
+        """
         value = self.groups[group][column].iloc[0]
         return None if pd.isna(value) else value
 
@@ -132,7 +135,9 @@ class Rule:
 def rule(
     id: str, severity: Severity, affects: Affects
 ) -> Callable[[Callable[[AuditData], Iterator[Case]]], Rule]:
-    """Return a decorator that makes a rule of a check over the study; its docstring is the explanation.
+    """Return a decorator that makes a rule of a check over the study.
+
+    Its docstring is the explanation.
 
     Args:
         id: Name of the rule.
@@ -190,7 +195,7 @@ def faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> I
 
 
 def coordinates_of(cells: Any) -> Row:
-    """Return the coordinates of a finding, from a Group, a row of `itertuples`, or a mapping.
+    """Return the coordinates of a finding from a Group, a row, or a mapping.
 
     A finding without some of them is on all cells that share the others.
     """

@@ -75,7 +75,9 @@ def in_words(score: Score, value: float) -> str:
 
 
 def error_of_guessing(score: Score, guess: float, row: Any) -> float:
-    """Return the standard error of guessing on the test set; each token of a text is an answer.
+    """Return the standard error of guessing on the test set.
+
+    Each token of a text is an answer.
 
     Args:
         score: The task's score.
@@ -180,7 +182,7 @@ def equal_arithmetic_unequal_loss(evidence: AuditData) -> Iterator[Case]:
 def unlike_median(
     members: list[Facts], name: str
 ) -> Iterator[tuple[Facts, list[tuple[int, float, float]]]]:
-    """Yield the cells that differ from the median of all, with epoch, value and median of each case."""
+    """Yield cells that differ from the median, with epoch, value and median of each case."""
     deviations: list[list[tuple[int, float, float]]] = [[] for _ in members]
     epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)
     for epoch, entries in enumerate(epochs, 1):
@@ -208,7 +210,7 @@ def alike_in_arithmetic(facts: Facts) -> tuple[Any, ...]:
 
 
 def most_by_rounding(facts: Facts, name: str, usual: float) -> float:
-    """Return by how much a loss or score of equal arithmetic may differ after some epochs.
+    """Return the maximum difference of a loss or score of equal arithmetic after some epochs.
 
     Args:
         facts: A record.

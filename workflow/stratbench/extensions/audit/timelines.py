@@ -40,7 +40,7 @@ OTHERS, OTHERS_SHARE = 0.5, 0.05
 
 
 def is_crowded(facts: Facts) -> bool:
-    """Return whether a process may have waited for a core for seconds, because of the load."""
+    """Return whether a process may have waited for a core for seconds."""
     cores = [value_at(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers]
     loads = [value_at(worker["provenance"], "load_1m") or 0.0 for worker in facts.workers]
     if facts.timeline is not None:
@@ -193,7 +193,9 @@ def load_while_running(
 
 
 def cores_of_others(facts: Facts, host: str, one: Series | None, cores: int) -> float:
-    """Return the busy cores of a host in training without the cell's processes, or 0 if unknown.
+    """Return the busy cores of a host in training without the cell's processes.
+
+    Return 0 if unknown.
 
     Args:
         facts: A record.

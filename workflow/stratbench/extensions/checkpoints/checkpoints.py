@@ -154,7 +154,9 @@ def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
 
 @contextmanager
 def deleted_if_damaged(folder: Path, step: int) -> Iterator[None]:
-    """Delete the checkpoint after `step` if reading it raises Damaged; the one before is then used.
+    """Delete the checkpoint after `step` if reading it raises Damaged.
+
+    The one before is then used.
 
     Raises Damaged if there is none left.
     """

@@ -233,7 +233,9 @@ def log_of(job: Job) -> list[str]:
 
 
 def why_no_timeout(job: Job) -> str | None:
-    """Return why a command that was ended at its limit failed, or None if it was just slow.
+    """Return why a command that was ended at its limit failed.
+
+    Return None if it was just slow.
 
     Being slow is a result. Only the steps that it reports show progress.
     """

@@ -81,10 +81,18 @@ class Coordinator:
         on_epoch: Callable[[dict[str, Any]], None],
         ends_at: Callable[[float | None], bool],
     ) -> None:
-        """`checkpoint`: the steps of the newest checkpoint, and what epochs before it gave that may not have
-        been heard of; None without one. `on_epoch` keeps an epoch.
+        """Wait for members.
 
-        `ends_at`: whether the training is over once an epoch has this score.
+        Args:
+            secret: Secret of the job.
+            listeners: Sockets on which members connect.
+            places: Maximum number of members.
+            steps_per_epoch: Steps of an epoch.
+            checkpoint: Returns the steps of the newest checkpoint, with results of earlier epochs that
+                may not have been reported; None without one.
+            epochs_done: Number of completed epochs.
+            on_epoch: Stores an epoch's results.
+            ends_at: Returns whether the training is over once an epoch has this score.
         """
         self._secret, self._listeners, self._places = secret, listeners, places
         self._checkpoint, self._on_epoch = checkpoint, on_epoch

@@ -104,5 +104,8 @@ class ElasticRunner(Runner):
 
 
 def asked_of_workers(args: argparse.Namespace) -> WorkerJob | None:
-    """Return the SLURM request of each worker job, or None if workers run on this machine."""
+    """Return the SLURM request of each worker job.
+
+    Return None if workers run on this machine.
+    """
     return WorkerJob.from_json(args.worker_job) if args.worker_job else None

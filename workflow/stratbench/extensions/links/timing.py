@@ -82,7 +82,10 @@ def _timed_ranks(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:
 def _timed(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Return seconds of one call by `ranks`; `n_bytes` is that of the full tensor, as in CollectiveCall."""
+    """Return seconds of one call by `ranks`.
+
+    `n_bytes` is that of the full tensor, as in CollectiveCall.
+    """
     call = _call(kind, ranks, n_bytes, group, device)
     calls = max(1, min(MAX_CALLS, CALLS_BYTES // n_bytes))
     dist.barrier(group=group)

@@ -190,7 +190,9 @@ def other_resharding(request: Request) -> Request:
 
 
 def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
-    """Return why a cell cannot be trained, by its model, batch or strategy, or None if it can.
+    """Return why a cell cannot be trained, by its model, batch or strategy.
+
+    Return None if it can.
 
     Args:
         s: The cell.
@@ -214,7 +216,7 @@ def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> s
 def rehearsals_of(
     requests: Iterable[Request], folder: Path
 ) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
-    """Return the checks of models and the dry runs, cached in `folder` or run in processes."""
+    """Return checks of models and dry runs, cached in `folder` or run in processes."""
     network_by_request = {request: Network.of(request) for request in requests}
     networks = networks_of(network_by_request, folder)
     jobs = {
@@ -406,7 +408,9 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
 def try_footprint(
     request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
 ) -> Footprint | str:
-    """Return the footprint, or the error in one line, so that one model cannot stop the plan.
+    """Return the footprint, or the error in one line.
+
+    One model must not stop the plan.
 
     Args:
         request: The request.

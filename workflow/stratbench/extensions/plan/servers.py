@@ -66,7 +66,9 @@ def worker_traffic_bytes(
 
 
 def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
-    """Return one-way bytes per global batch over the busiest link of a node, or 0 on one node.
+    """Return one-way bytes per global batch over the busiest link of a node.
+
+    Return 0 on one node.
 
     With w of all W workers on a node, and a fraction p of the weights P (bytes) served there, the node's link
     carries w (1 - p) P for its workers and (W - w) p P for its servers, each way; buffers go to server 0

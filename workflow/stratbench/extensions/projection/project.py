@@ -265,7 +265,9 @@ def _reach(
     doublings: float,
     more_sd: float = 0.0,
 ) -> float:
-    """Return the 80 % half-width, in ln, of the step's time around the rule's; infinite for one count.
+    """Return the 80 % half-width, in ln, of the step's time around the rule's.
+
+    Infinite for one count.
 
     Errors are assumed to grow as the root of the doublings (a random walk). Few counts widen it by Student's
     t.

@@ -32,11 +32,17 @@ class ModelSplit(Counted):
 
     @classmethod
     def why_not(cls, network: str | Model) -> str | None:
-        """Return why a model, before it is built, cannot be divided in this way, or None if it can."""
+        """Return why a model, before it is built, cannot be divided in this way.
+
+        Return None if it can.
+        """
         raise NotImplementedError
 
     def too_many(self, network: str | Model, gpus: int) -> str | None:
-        """Return why a model cannot be divided among so many workers, with the remedy, or None."""
+        """Return why a model cannot be divided among so many workers, with the remedy.
+
+        Return None otherwise.
+        """
         raise NotImplementedError
 
     @classmethod

@@ -90,7 +90,7 @@ def segment_s(start_s: float, step_s: float, steps: int) -> float:
 
 
 def expected_cost(segments: Sequence[float], full_cells: Sequence[float]) -> tuple[float, float]:
-    """Return the expected cost of a comparison's blocks, and of the full cells for its scores.
+    """Return the expected cost of a comparison's blocks, and of its full cells.
 
     Args:
         segments: Cost of a segment of each strategy, in any unit.

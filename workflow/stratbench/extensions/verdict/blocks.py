@@ -317,7 +317,9 @@ def digest_of(verdict: Mapping[str, Any]) -> str:
 
 
 def why_broken(verdict: Mapping[str, Any], path: str | Path) -> str | None:
-    """Return why the content of the verdict.json at `path` is not valid, or None if it is.
+    """Return why the content of the verdict.json at `path` is not valid.
+
+    Return None if it is.
 
     Step times are computed again from the blocks next to the file, if these exist.
     """

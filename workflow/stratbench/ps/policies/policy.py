@@ -274,7 +274,7 @@ class Policy(ABC):
         """
 
     def on_leave(self, worker: int) -> None:  # noqa: B027
-        """Note that `worker` has finished, is idle without a batch, or was lost: no wait for it.
+        """Note that `worker` has finished, is idle without a batch, or was lost.
 
         Call this as soon as there is no batch for a worker: others may be waiting at a bound, with their own
         batch half pushed.
@@ -292,7 +292,7 @@ class Policy(ABC):
         return fields_of(self, {"hyper", "options", *self.scratch})
 
     def load(self, state: Fields) -> None:
-        """Resume from the `state` of a policy with the same settings and a shard of equal length."""
+        """Resume from the `state` of a policy with equal settings and shard length."""
         set_fields(self, state)
 
     def finish(self) -> None:  # noqa: B027

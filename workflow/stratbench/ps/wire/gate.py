@@ -37,7 +37,10 @@ class Refusals:
         self._lock = threading.Lock()
 
     def add(self, who: str, reason: str) -> None:
-        """Add that `who` was rejected because of `reason`; the log has as many as the statistics."""
+        """Add that `who` was rejected because of `reason`.
+
+        The log has as many as the statistics.
+        """
         with self._lock:
             self.count += 1
             if len(self.first) >= _REFUSALS_KEPT:

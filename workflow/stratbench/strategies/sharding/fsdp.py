@@ -319,7 +319,9 @@ class FSDP(Sharded):
 
 
 def group_size(shard_group_size: int | Literal["all", "node"], gpus: int, per_node: int) -> int:
-    """Return the workers of a group that holds one model; one group if `gpus` are no more.
+    """Return the workers of a group that holds one model.
+
+    One group if `gpus` are no more.
 
     Args:
         shard_group_size: The option.

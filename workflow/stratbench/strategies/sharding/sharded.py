@@ -53,7 +53,9 @@ class GroupCalls:
             self._heartbeat.end_calls()
 
     def first_difference(self, device: torch.device) -> int | None:
-        """Return the first step since the last call in which two workers called different groups, or None.
+        """Return the first step since the last call in which two workers called different groups.
+
+        Return None otherwise.
 
         Steps count from 1. A collective of all workers. Calls after the last step count as one more.
         """

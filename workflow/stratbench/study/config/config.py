@@ -136,7 +136,10 @@ class Study:
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
     def own_task(self, name: str | None) -> dict[str, Any] | None:
-        """Return the spec of a task that is not built in, with its call and code, or None."""
+        """Return the spec of a task that is not built in, or None.
+
+        It has the task's call and code.
+        """
         if name is None or name in tasks.TASKS:
             return None
         return self._with_fingerprint(f"task {name}", {"call": name})
@@ -173,7 +176,7 @@ class Study:
         return {name: spec for name, spec in self._own_code.items() if spec}
 
     def faults_of_code(self, cells: Iterable[Cell]) -> list[str]:
-        """Return a sentence for each own model and task that cannot be imported, as its files show."""
+        """Return a sentence for each own model and task whose files cannot be imported."""
         faults = {}
         for cell in cells:
             task = self.own_task(self.experiments[cell.experiment].values["task"])

@@ -23,7 +23,9 @@ class DataSets:
         self._facts: dict[str, Dataset] = {}
 
     def identity(self, name: str) -> dict[str, Any] | None:
-        """Return what determines a data set's samples, as in settings, or None if its name does.
+        """Return what determines a data set's samples, as in settings.
+
+        Return None if its name does.
 
         Files of a user that changed are hashed again. DataError if one cannot be read.
         """
@@ -46,7 +48,10 @@ class DataSets:
         return describe(name, self.identity(name))
 
     def facts(self, name: str) -> Dataset:
-        """Return the metadata of a data set; of a user's own, those of its prepared state."""
+        """Return the metadata of a data set.
+
+        Of a user's own, those of its prepared state.
+        """
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
             if is_own(spec):

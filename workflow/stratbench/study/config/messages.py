@@ -85,7 +85,9 @@ RENAMED = {
 
 
 def did_you_mean(wrong: Any, allowed: Iterable[str]) -> str:
-    """Return the closest of `allowed` as a question with a leading blank, or an empty text.
+    """Return the closest of `allowed` as a question with a leading blank.
+
+    Return an empty text otherwise.
 
     A name that another trainer or an older version used comes first, then the shortest one that begins with
     the wrong name.

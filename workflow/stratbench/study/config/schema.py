@@ -230,7 +230,10 @@ _BOUNDS = {
 
 
 def _keys_of(fault: Any) -> list[str | None]:
-    """Return the unknown or missing keys of a schema error, or None for a wrong value."""
+    """Return the unknown or missing keys of a schema error.
+
+    Return None for a wrong value.
+    """
     value, rule = fault.instance, fault.validator_value
     match fault.validator:
         case "additionalProperties":

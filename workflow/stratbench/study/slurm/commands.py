@@ -41,6 +41,9 @@ def ask_slurm(
 
 
 def printed_by(command: list[str]) -> str | None:
-    """Return the output of one of SLURM's commands, or None if it fails or does not answer."""
+    """Return the output of one of SLURM's commands.
+
+    Return None if it fails or does not answer.
+    """
     done = ask_slurm(command)
     return done.stdout if done is not None and done.returncode == 0 else None

@@ -71,7 +71,10 @@ def first_output(job: Any) -> str:
 
 
 def signatures_of(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | None]:
-    """Return a signature of each file by path, which differs if it was replaced; None if missing."""
+    """Return a signature of each file by path, which differs if it was replaced.
+
+    None if missing.
+    """
     signatures: dict[str, tuple[int, int, int] | None] = {}
     for path in map(str, paths):
         try:

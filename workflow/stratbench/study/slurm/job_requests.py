@@ -49,7 +49,9 @@ class Submission:
 
 
 def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
-    """Return sentences on why no node can hold some jobs; if there are none, follow all jobs.
+    """Return sentences on why no node can hold some jobs.
+
+    If there are none, follow all jobs.
 
     `workflow` is Snakemake's, about to submit to SLURM.
     """

@@ -160,7 +160,9 @@ def refusal(
     nodes: Sequence[Node],
     in_profile: bool = False,
 ) -> str | None:
-    """Return a sentence on why no node can hold the cell, or None if one can.
+    """Return a sentence on why no node can hold the cell, or None.
+
+    Return None if one can.
 
     It has the cell's request, the largest node, and the key of config.yaml to change. None also if no node is
     known.

@@ -35,7 +35,10 @@ Kind = Literal["limit", "silence"]
 
 
 def refusal_by_sbatch(message: str) -> str | None:
-    """Return why sbatch rejected a job, from the SLURM plugin's report, or None for other messages."""
+    """Return why sbatch rejected a job, from the SLURM plugin's report.
+
+    Return None for other messages.
+    """
     match = _REPORT.match(message)
     return reason_of(match[1]) if match else None
 

@@ -113,7 +113,9 @@ class ForeignProcessWatch:
 def others_on(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Return foreign processes on the GPU of a worker that is out of memory, or None.
+    """Return foreign processes on the GPU of a worker that is out of memory.
+
+    Return None otherwise.
 
     `processes` are foreign processes with their bytes. `others_bytes` is the memory in use without the
     worker's own, or None if unknown.

@@ -84,7 +84,9 @@ class Nvml:
         return None if divided else Gpu(self, self.ask("nvmlDeviceGetIndex", handle), handle)
 
     def uuid_named(self, name: str) -> str | None:
-        """Return the UUID of an entry of CUDA_VISIBLE_DEVICES, or None if there is not exactly one.
+        """Return the UUID of an entry of CUDA_VISIBLE_DEVICES.
+
+        Return None if there is not exactly one.
 
         `name` is a number in NVML's (PCI) order, or the beginning of a GPU's or MIG instance's UUID.
         """
@@ -125,7 +127,10 @@ class Nvml:
         return pairs
 
     def ask(self, function: str, *arguments: Any) -> Any | None:
-        """Return the result of a function of the library, or None if it is missing or fails."""
+        """Return the result of a function of the library.
+
+        Return None if it is missing or fails.
+        """
         if self._library is None:
             return None
         try:

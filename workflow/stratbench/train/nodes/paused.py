@@ -81,7 +81,9 @@ def _is_in_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -
 
 
 def spoiled_by_pauses(job: Job, status: str, trained: Trained) -> str | None:
-    """Return a text on pauses that invalidate a cell's measurements, or None if there are none.
+    """Return a text on pauses that invalidate a cell's measurements.
+
+    Return None if there are none.
 
     Args:
         job: The cell's.

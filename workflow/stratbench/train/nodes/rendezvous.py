@@ -13,7 +13,9 @@ LIMIT_S = 120.0
 
 
 def tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCPStore:
-    """Return a store on a free port of rank 0's node; the others find its address in the folder.
+    """Return a store on a free port of rank 0's node.
+
+    The others find its address in the folder.
 
     Args:
         folder: Run folder of the cell.

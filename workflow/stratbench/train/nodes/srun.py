@@ -61,7 +61,9 @@ def run_on_nodes(
     arguments: Sequence[str],
     left_s: Callable[[], float],
 ) -> int:
-    """Run a module on each of `nodes`; return srun's exit code, 0 if all ended well.
+    """Run a module on each of `nodes`.
+
+    Return srun's exit code, 0 if all ended well.
 
     All are ended when the time is over, and when this process is asked to end.
 

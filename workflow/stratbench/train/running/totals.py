@@ -34,7 +34,7 @@ def served_run(
     samples_per_step: int,
     per_epoch: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the totals as the parameter servers saw them: from the first ticket to the last applied push.
+    """Return the totals that the parameter servers saw, until the last applied push.
 
     An epoch ends when as many pushes as it has tickets were taken, some of them perhaps of the next epoch.
     The samples of a lost worker count if its pushes were taken. A late push may have been dropped by some

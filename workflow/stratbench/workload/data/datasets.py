@@ -86,7 +86,9 @@ def describe(
 
 
 def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return what determines the samples of a built-in data set, as in settings, or None if its name does.
+    """Return what determines the samples of a built-in data set, as in settings.
+
+    Return None if its name does.
 
     It is the source and the values of the spec, with the defaults. File paths are not part of it: files are
     only read with their published MD5. DataError for an invalid name or spec.

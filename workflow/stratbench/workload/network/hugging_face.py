@@ -126,7 +126,10 @@ _INPUTS = {
 
 
 def _labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
-    """Return the number of sample labels that the head scores, or None if it scores tokens."""
+    """Return the number of sample labels that the head scores.
+
+    Return None if it scores tokens.
+    """
     return num_classes if vocab_size is None or "ForSequence" in cls.__name__ else None
 
 

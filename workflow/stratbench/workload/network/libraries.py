@@ -145,7 +145,10 @@ def tasks_of_head(call: str) -> tuple[str, ...]:
 
 
 def stated_vocabulary(spec: Mapping[str, Any]) -> int | None:
-    """Return the vocabulary of an entry of `models`, or None if it follows from the data."""
+    """Return the vocabulary of an entry of `models`.
+
+    Return None if it follows from the data.
+    """
     if "transformers" not in spec:
         return None
     named = spec["transformers"]
@@ -209,7 +212,10 @@ def _weights_of(named: str, folder: Path, known: Path) -> dict[str, Any]:
 
 
 def fault_of_library(spec: Mapping[str, Any]) -> str | None:
-    """Return why a library's model cannot be built, by its files, or None if it can."""
+    """Return why a library's model cannot be built, by its files.
+
+    Return None if it can.
+    """
     package, _, name = spec["call"].partition(":")
     if package not in LIBRARIES:
         return None

@@ -46,7 +46,7 @@ def _name(model: str | Model) -> str:
 
 
 def model_of(s: Settings) -> str | Model:
-    """Return the model of a cell in the form that functions here take: its name, or a `Model`."""
+    """Return the model of a cell as functions here take it: its name, or a `Model`."""
     return named_model(s.model, s.own_model)
 
 
@@ -194,7 +194,7 @@ def for_training(
     build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build,
     checkpointing: bool | str = False,
 ) -> nn.Module:
-    """Return the model as every strategy, and the plan, takes it: on `device`, in training mode.
+    """Return the model for every strategy, and the plan, on `device` in training mode.
 
     The initial weights follow from `seed` alone: they are drawn on the CPU in float32. Parameters and buffers
     stay the objects that the model's code made.
@@ -424,7 +424,7 @@ def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
 
 
 def has_pieces(network: str | Model) -> bool:
-    """Return whether the model declares its forward as a chain that can be cut into stages."""
+    """Return whether the model declares its forward as a chain of pieces."""
     return _states(network, "pipeline_modules")
 
 

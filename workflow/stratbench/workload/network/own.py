@@ -281,7 +281,10 @@ def _overlap(t: Tensor, u: Tensor) -> bool:
 
 
 def _not_of_data(shape: Sequence[int], e: Exception) -> str:
-    """Return which arguments of a failed call do not exist for this kind of data, or nothing."""
+    """Return which arguments of a failed call do not exist for this kind of data.
+
+    Return nothing otherwise.
+    """
     wanted = [
         key
         for role in ROLES.keys() - facts_of_data(0, shape).keys()

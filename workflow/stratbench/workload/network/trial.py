@@ -228,7 +228,10 @@ class _Trying:
         return scores
 
     def backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
-        """Run backward of a loss of the scores; return the parameters with a gradient, and its kind."""
+        """Run backward of a loss of the scores.
+
+        Return the parameters with a gradient, and its kind.
+        """
         with _gradients_dropped(self.names) as reached:
             try:
                 # What a user's task makes of other outputs is not the network's fault.
@@ -461,7 +464,10 @@ class _Gradient:
 def _gradients_dropped(
     parameters: Iterable[nn.Parameter],
 ) -> Iterator[dict[nn.Parameter, _Gradient]]:
-    """Drop each gradient as soon as it is accumulated, to save memory; yield the parameters with one."""
+    """Drop each gradient as soon as it is accumulated, to save memory.
+
+    Yield the parameters with one.
+    """
     reached: dict[nn.Parameter, _Gradient] = {}
 
     def drop(p: nn.Parameter) -> None:

@@ -112,7 +112,7 @@ def not_in_turns(evidence: AuditData) -> Iterator[Case]:
 
 @lru_cache(maxsize=1)
 def out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
-    """Return the groups that were not interleaved with most alternatives, how, and if it is a warning."""
+    """Return the groups that were not interleaved with most alternatives, and how."""
     groups, drifting = [], trends(evidence)
     timed = {
         group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
@@ -143,7 +143,7 @@ def are_apart(own: Iterable[Run], others: Iterable[Run]) -> bool:
 
 
 def order_apart(own: dict[int, Run], others: dict[int, Run]) -> str:
-    """Return `before` or `after` if most pairs of equal repeats ran so, not interleaved, else nothing.
+    """Return `before` or `after` if most pairs of equal repeats were not interleaved.
 
     They are not interleaved if other repeats of the two ran in between.
     """
@@ -156,7 +156,7 @@ def order_apart(own: dict[int, Run], others: dict[int, Run]) -> str:
 
 
 def ahead_of(one: Run, other: Run, runs: Sequence[Run]) -> int:
-    """Return 1 if `one` ended before `other` began and another ran in between, or -1 vice versa.
+    """Return 1 if `one` ended before `other` began, or -1 vice versa, with another run between.
 
     Args:
         one: A run.
@@ -245,7 +245,9 @@ def less_means(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def slope_beyond_chance(x: np.ndarray, y: np.ndarray, dof: int, chance: float) -> float:
-    """Return the slope of `y` over `x`, or 0 where it is less than CHANGE or chance explains it.
+    """Return the slope of `y` over `x`.
+
+    Return 0 where it is less than CHANGE or chance explains it.
 
     Args:
         x: Positions.

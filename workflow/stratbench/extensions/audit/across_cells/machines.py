@@ -43,7 +43,7 @@ def busy_machine(evidence: AuditData) -> Iterator[Case]:
 
 
 def are_busy(cells: pd.DataFrame) -> pd.Series:
-    """Return for each cell whether the foreign CPU load at its start exceeded that of services."""
+    """Return per cell whether the foreign CPU load at its start exceeded that of services."""
     allowed = (OTHERS_SHARE * cells["node_cores"]).clip(lower=OTHERS).fillna(OTHERS)
     return cells["other_cpu_cores"] > allowed
 
@@ -134,7 +134,7 @@ def memory_held_by_others(facts: Facts) -> Iterator[str]:
 
 
 def foreign_processes_in(facts: Facts) -> Iterator[str]:
-    """Yield the foreign processes on the cell's own GPUs, at its start and while it ran."""
+    """Yield the foreign processes on the cell's GPUs, at its start and during it."""
     own = own_gpus(facts)
     seen: dict[tuple[str, int], str] = {}
     for node, busy in (facts("provenance.busy_at_start") or {}).items():
@@ -239,7 +239,7 @@ def shared_cores(evidence: AuditData) -> Iterator[Case]:
 
 
 def cores_on(host: str, record: Record) -> tuple[set[int], int]:
-    """Return the cores of a host that the cell's workers may use, and their number of threads."""
+    """Return the cores of a host for the cell's workers, and their number of threads."""
     on_host = [worker for worker in record["workers"] if host_of(worker) == host]
     cores = (value_at(worker["provenance"], "host.affinity") or () for worker in on_host)
     threads = value_at(record, "provenance.threads_per_worker") or 1
@@ -249,7 +249,7 @@ def cores_on(host: str, record: Record) -> tuple[set[int], int]:
 def stays_together(
     evidence: AuditData, places_of: Callable[[Record], Iterable[str]]
 ) -> Iterator[tuple[str, float, Record, Record]]:
-    """Yield hosts or GPUs with two concurrent cells: the time in s, and both, the earlier one first.
+    """Yield hosts or GPUs with two concurrent cells, the time in s, and both cells.
 
     Cells whose workers came and went, or that were restarted, are left out.
     """

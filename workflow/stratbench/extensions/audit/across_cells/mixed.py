@@ -116,7 +116,7 @@ def values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def texts_by_path(record: Record) -> dict[str, set[str]]:
-    """Return the fields of a record that could make it incomparable: texts by path, over all workers."""
+    """Return fields that could make a record incomparable: texts by path, over all workers."""
     texts: dict[str, set[str]] = defaultdict(set)
     parts = (
         "settings", "strategy", "model", "task", "data", "batch", "memory", "provenance", "score",
@@ -195,7 +195,7 @@ def differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
 
 
 def describe_values(path: str, by_record: Sequence[tuple[Record, set[str]]]) -> str:
-    """Return a text on a field's values: the most frequent, then up to three others with cells."""
+    """Return a text on a field's values: the most frequent, and up to three others."""
     counts = Counter(value for _, values in by_record for value in values)
     usual, *others = (value for value, _ in counts.most_common())
     parts = [f"{path}: {shortened(usual)}"]

@@ -87,7 +87,10 @@ class Backend(Protocol):
         """
 
     def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
-        """Return the jobs by id, without ended ones, or None if the scheduler does not answer."""
+        """Return the jobs by id, without ended ones.
+
+        Return None if the scheduler does not answer.
+        """
 
     def cancel(self, ids: Iterable[str]) -> None:
         """Request the end of queued and running jobs, without waiting for it."""

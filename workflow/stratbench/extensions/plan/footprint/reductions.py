@@ -39,7 +39,9 @@ class Reduction:
         offset: int,
         item_bytes: int,
     ) -> Reduction | None:
-        """Return the sum of a tensor over `dims` (from 0), or None for a contiguous sum.
+        """Return the sum of a tensor over `dims` (from 0).
+
+        Return None for a contiguous sum.
 
         `strides` and the `offset` in its storage are in numbers. 16-bit numbers are added up in 32 bits.
 

@@ -39,7 +39,10 @@ def prediction_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_errors(percent: pd.Series) -> str:
-    """Return the error, or of several the median and the farthest from 0, or an empty text."""
+    """Return the error, or of several the median and the farthest from 0.
+
+    Return an empty text otherwise.
+    """
     if len(percent) < 2:
         return "".join(f"{error:+.1f} %" for error in percent)
     return f"median {percent.median():+.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"

@@ -78,7 +78,10 @@ def noun_of(rows: pd.DataFrame) -> str:
 
 
 def read_projection(path: str, max_workers: int | None) -> dict[Line, dict[int, Projected]]:
-    """Return a projection.csv up to `max_workers` workers, by strategy and count, or None without a path."""
+    """Return a projection.csv up to `max_workers` workers, by strategy and count.
+
+    Return None without a path.
+    """
     if not path or max_workers is None or not Path(path).exists():
         return {}
     table = read_rows(Path(path))

@@ -61,7 +61,9 @@ def moved_by(
     blocks: int,
     level: tuple[float, int],
 ) -> Moved | None:
-    """Return the correction of a conclusion by full runs, or None if they agree with the blocks.
+    """Return the correction of a conclusion by full runs.
+
+    Return None if they agree with the blocks.
 
     If the leader's full runs are slower than predicted by more than MAX_OFF beyond the alternative's, the
     alternative's bound is lowered: by the difference, and by its possible chance part (95 %), since a full

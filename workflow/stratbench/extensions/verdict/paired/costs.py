@@ -67,7 +67,7 @@ class Costs:
         return math.exp(statistics.fmean(known)) if known else None
 
     def full_s(self, state: State, strategy: str) -> float | None:
-        """Return GPU-seconds of a full cell: from its runs, else from its start and block steps.
+        """Return GPU-seconds of a full cell, from its runs or its block steps.
 
         The estimate leaves out evaluations. None if the step time or the number of steps is not known.
         """

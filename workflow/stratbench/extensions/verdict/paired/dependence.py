@@ -22,7 +22,7 @@ CORRELATIONS = np.linspace(0.0, 0.95, 39)
 
 
 def neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return von Neumann's ratio of blocks, and by how many standard deviations it is below 1.
+    """Return von Neumann's ratio of blocks, and its standard deviations below 1.
 
     It is half the mean square of successive differences over the variance: about 1 for independent blocks. It
     is over all strategies together, without the means of blocks and strategies. `logs`, shape [...,

@@ -90,7 +90,7 @@ def mean_logs(logs: np.ndarray) -> np.ndarray:
 
 
 def by_node_set(logs: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the repeated values, the number of node sets, and whether few of them were reused.
+    """Return the repeated values, the number of node sets, and whether few were reused.
 
     Strategies differ by several percent between nodes, so blocks on the same nodes are no two repeats of a
     conclusion about others. From MIN_SETS node sets on the values are the means of each; with fewer they are

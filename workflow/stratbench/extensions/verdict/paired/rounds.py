@@ -238,7 +238,7 @@ class Course:
     # ------------------------------------------------------------ full runs
 
     def _ask(self, step: judging.InterimResult) -> None:
-        """Request the full runs that may change the answer: of the fastest strategies without a score.
+        """Request full runs that may change the answer, of the fastest strategies without a score.
 
         Once the first look has given strategies' times, also request one run of each equal arithmetic.
         """

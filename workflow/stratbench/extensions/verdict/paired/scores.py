@@ -103,7 +103,10 @@ class FullRunScores:
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def why_failed(self, comparison: PairedComparison, strategy: str) -> str | None:
-        """Return why a strategy is out by its score or its full run's end, or None."""
+        """Return why a strategy is out by its score or its full run's end.
+
+        Return None otherwise.
+        """
         for run in self.runs_of(comparison, strategy):
             if run.status != "ok":
                 return f"its full run: {run.reason or run.status}"
