@@ -299,4 +299,4 @@ class _Run:
         waiting = [w.number for w in self.workers if w.waiting]
         if not any(w.present for w in self.workers):
             raise WorkerLost(f"all workers were lost with {left} tickets left")
-        raise Deadlock(f"{left} tickets are left; workers that wait for ever: {waiting}")
+        raise Deadlock(f"{left} tickets are left; workers that wait forever: {waiting}")

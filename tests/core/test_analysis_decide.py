@@ -564,7 +564,7 @@ def test_where_nothing_is_projected_the_answer_begins_with_that_and_why(tmp_path
     )
     assert "Not projected" not in found.reason
     # Without any evidence, as of a bundle; and below what was measured, its memory would be more.
-    assert "Nothing is known of 8 GPUs: nobody measured it" in decided(LINES, gpus=8).headline
+    assert "Nothing is known of 8 GPUs: it was not measured" in decided(LINES, gpus=8).headline
     few = decided([c | {"gpus": 2 * c["gpus"]} for c in LINES], gpus=1)
     assert few.choice is None
     measured = decided(LINES, gpus=2)

@@ -496,7 +496,7 @@ def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data
     )
     returned, output = launched.finish()
     assert returned == 1
-    assert f"{folder} was prepared anew as the cell started" in output
+    assert f"{folder} was prepared again as the cell started" in output
     assert not launched.record.exists()
 
 
@@ -505,7 +505,7 @@ def test_data_that_are_replaced_while_a_cell_trains_make_no_record(tmp_path, tin
     shutil.copytree(tiny_data, folder)
     with job_for(settings(), folder, tmp_path / "logs") as job:
         prepare("tiny", folder, spec=TINY | {"seed": 1})
-        with pytest.raises(DataError, match="was prepared anew while the cell trained"):
+        with pytest.raises(DataError, match="was prepared again while the cell trained"):
             assemble.make_record(job, Ending("timeout", "the cell's limit was reached"))
 
 

@@ -135,7 +135,7 @@ def test_a_policy_that_blocks_for_ever_is_found_out(policy_class):
     good = averaging.BackupPolicy(torch.zeros(2), Hyper(lr=0.1, workers=2), options)
     simulate([good], TicketPlan(1, 3, 2), ones, timing, changes)
     bad = policy_class(torch.zeros(2), Hyper(lr=0.1, workers=2), options)
-    with pytest.raises(Deadlock, match=r"tickets are left; workers that wait for ever: \[0"):
+    with pytest.raises(Deadlock, match=r"tickets are left; workers that wait forever: \[0"):
         simulate([bad], TicketPlan(1, 3, 2), ones, timing, changes)
 
 

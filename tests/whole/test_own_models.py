@@ -527,9 +527,9 @@ def test_an_upgrade_of_what_a_users_file_imports_is_another_code(tmp_path, monke
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ("attrs.Net", "attrs.py takes the place of the installed module"),
-        ("random.Net", "random.py takes the place of the installed module"),
-        ("my_net.Net", "jinja2 takes the place of the installed module"),
+        ("attrs.Net", "attrs.py hides the installed module"),
+        ("random.Net", "random.py hides the installed module"),
+        ("my_net.Net", "jinja2 hides the installed module"),
         ("my_other.Net", None),
     ],
 )

@@ -315,7 +315,7 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path):
         ((START, {"event": "boom", "t": 11.0}), "is none of"),
         ((START, {"event": ["step"], "t": 11.0}), "line 2"),
         ((START, START | {"t": 11.0}), "a second start"),
-        ((START, {"event": "pause", "t": 11.0}, step(12.0)), "while the clock stands"),
+        ((START, {"event": "pause", "t": 11.0}, step(12.0)), "while the clock is stopped"),
         (({"event": "start", "t": 1.0, "facts": {}},), "workers"),
         (({"event": "start", "t": 1.0, "facts": {"workers": 1, "x": [1]}},), "the fact 'x'"),
     ],
@@ -335,7 +335,7 @@ def test_whatever_is_no_report_is_one_error(tmp_path, lines, words):
         ({"command": "python train.py"}, "a list"),
         ({"command": []}, "names no program"),
         ({"command": ["python", 3]}, "a list"),
-        ({"command": ["python", "{sede}"]}, "{sede} stands for nothing"),
+        ({"command": ["python", "{sede}"]}, "{sede} is unknown"),
         ({"command": ["python"], "needs": ["accelerate"]}, "no pinned package"),
     ],
 )

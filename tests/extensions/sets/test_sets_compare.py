@@ -601,7 +601,7 @@ def config_with(**keys):
         ({"sets": {"a": "paper:v1", "b": "paper:v1"}}, "is the same as sets.a"),
         ({"sets": {"a": "paper:v3", "b": "x"}}, "Allowed: paper:v1, paper:v2"),
         ({"sets": {"a": 3.5, "b": "x"}}, "sets.a = 3.5: must be text"),
-        ({"sets": {"../a": "y", "b": "x"}}, "the name '../a' stands in paths"),
+        ({"sets": {"../a": "y", "b": "x"}}, "the name '../a' is part of paths"),
         ({"sets": {"a": "y", "Index.html": "x"}}, "Index.html: is the name of a page"),
         ({"compare": {"fail_above": -0.1}}, "must be at least 0"),
         ({"compare": {"fail_above": 5}}, "must be at most 1"),

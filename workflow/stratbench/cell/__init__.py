@@ -1,1 +1,1 @@
-"""What a cell is: its coordinates and paths, its settings, its record, and the folder its processes share."""
+"""A cell: its coordinates and paths, its settings, its record, and its processes' folder."""

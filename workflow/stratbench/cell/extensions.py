@@ -1,4 +1,4 @@
-"""What an extension of the core may add, and the extensions that are installed.
+"""Declarations of what extensions add to the core, and the installed extensions.
 
 A declaration holds names ("module:attribute"), which are resolved when they are used: every job reads all
 declarations, and most need none of the code. To delete an extension, delete its folder and its name in

@@ -168,7 +168,7 @@ def disown(cls: type, claims: tuple[str, ...]) -> None:
     """Remove the `claims` that a new class has inherited from a class with a `summary`.
 
     A class with a `summary` is complete. It has the claims that it declares itself, and those of bases
-    without a `summary`: a claim must be made for the class of which it is true.
+    without a `summary`. A claim must be made for the class of which it is true.
     """
     if not is_whole(cls) or not any(map(is_whole, cls.__mro__[1:])):
         return

@@ -1,4 +1,4 @@
-"""What a cell is trained with: every setting declared once, and resolved as a launcher gets it.
+"""Settings of a cell: every setting declared once, and resolved as a launcher gets it.
 
 A field says a setting's name, type, limits, default and meaning. The schema of config.yaml, the table in
 docs/configuration.md, what a record must state and what the plan depends on follow from it.

@@ -13,11 +13,11 @@ from torch import Tensor
 class BufferMean:
     """Averages what the workers pushed last.
 
-    The rule: every worker keeps its own running statistics of the batches it has seen and pushes
-    them with each gradient; the server's are the unweighted mean of each worker's latest. A worker
-    that has finished still counts; one that was lost does not, unless no others are left. Workers
-    never read the mean: only evaluation does. Before the first push it is the model's initial
-    buffers. With one worker it is that worker's buffers, bit for bit.
+    Every worker has its own running statistics of its batches and pushes them with each gradient. The
+    server's are the unweighted mean of each worker's latest. A worker that has finished still counts; one
+    that was lost does not, unless no others are left. Workers never read the mean: only evaluation does.
+    Before the first push it is the model's initial buffers. With one worker it is that worker's buffers, bit
+    for bit.
     """
 
     def __init__(self, initial: Tensor) -> None:

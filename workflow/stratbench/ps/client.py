@@ -41,11 +41,11 @@ _FAREWELL_S = 2.0
 class Channel:
     """One worker's connections to all servers of the run.
 
-    Use: `channel = Channel.connect(...)`; warm up, with `channel.rehearse()` for `push_pull()`;
-    `ticket = channel.first()`; for each ticket zero the gradients, run forward and backward on its
-    batch, then `ticket = channel.push_pull()` until that is None; `channel.close()`. All calls come
-    from one thread. Threads of the channel's own receive, send (to the second server and further)
-    and keep the heartbeat, so that a worker that is merely slow is not taken for dead.
+    Use: `channel = Channel.connect(...)`; warm up, with `channel.rehearse()` for `push_pull()`; `ticket =
+    channel.first()`; for each ticket zero the gradients, run forward and backward on its batch, then `ticket
+    = channel.push_pull()` until that is None; `channel.close()`. All calls come from one thread. Threads of
+    the channel receive, send (to the second server and further) and send heartbeats. So a slow worker does
+    not count as lost.
     """
 
     def __init__(

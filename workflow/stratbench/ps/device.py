@@ -1,10 +1,10 @@
 """CUDA workers: copies gradients to pinned host memory while backward still runs, and weights back.
 
-Parameters' gradients become final in about the reverse order of the forward; as soon as all of a
-bucket's are, a side stream copies the bucket to the host, and its shards leave when it is there.
-With a loss scale the side stream divides each bucket by it first, and in the same pass looks for
-overflows; the verdict on all of them follows the last bucket to the host. Weights go back shard by
-shard as they come, on a second side stream: a device copies in both directions at once.
+Parameters' gradients become final in about the reverse order of the forward. As soon as all of a bucket's
+are, a side stream copies the bucket to the host, and its shards are sent once it is there. With a loss scale
+the side stream divides each bucket by it first, and detects overflows in the same pass. The decision on all
+of them follows the last bucket to the host. Weights go back shard by shard as they come, on a second side
+stream: a device copies in both directions at once.
 """
 
 from __future__ import annotations

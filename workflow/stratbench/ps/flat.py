@@ -171,8 +171,8 @@ def host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -> tor
 def _pin(tensor: torch.Tensor) -> None:
     """Page-lock memory that torch did not allocate: copies to the device are then asynchronous.
 
-    Whole pages are locked, and a page can be locked once: the memory must be mapped, not taken from
-    the heap, where two tensors may share a page.
+    Complete pages are locked, and a page can be locked once. So the memory must be mapped, not taken from the
+    heap, where two tensors may share a page.
     """
     cudart = torch.cuda.cudart()
     status = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)

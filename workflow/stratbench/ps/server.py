@@ -1,7 +1,7 @@
 """The parameter server: `serve(config, secret)` runs one server process until its run is over.
 
-Threads: one accepts, one a worker receives and applies (torch and the kernel release the
-interpreter lock meanwhile), one a worker sends, one writes snapshots; the caller's keeps deadlines.
+Threads: one accepts, one per worker receives and applies, one per worker sends, and one writes snapshots; the
+caller's checks deadlines. torch and the kernel release the interpreter lock meanwhile.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Shard:
     def state(self) -> dict[str, Any]:
         """Return all that it knows, copied, for `load`.
 
-        Who waits or reads now is none of it.
+        Waiting and reading workers are not part of it.
         """
         with self._lock:
             return {

@@ -229,8 +229,8 @@ class Store:
 class EpochLog:
     """Completed tickets; ends epochs and takes their snapshots.
 
-    An epoch ends when as many tickets as it and those before it have are completed, whichever these are: a
-    worker may hold a ticket while others are epochs ahead. A run with a number of steps also notes the time
+    An epoch ends when as many tickets as it and those before it have are completed. It does not matter which:
+    a worker may hold a ticket while others are epochs ahead. A run with a number of steps also notes the time
     of each step in the same way.
     """
 

@@ -121,8 +121,8 @@ class Tickets:
 
     Not thread-safe: the server calls it under its lock.
 
-    A worker gets its own slice of the step (slice number = its slot) while that is free, so that runs in
-    lockstep give every worker the same slice each time. Otherwise it gets the lowest.
+    A worker gets its own slice of the step (slice number = its slot) while that is free. So runs in lockstep
+    give every worker the same slice each time. Otherwise it gets the lowest.
     """
 
     def __init__(self, plan: TicketPlan, n_servers: int = 1) -> None:

@@ -223,7 +223,7 @@ class ParameterServer(base.Strategy):
             yield (
                 f".max_grad_norm = {values['max_grad_norm']}: each server takes its part of one worker's "
                 "gradient, "
-                "so that nobody knows the norm of the whole"
+                "so that the norm of the whole is unknown"
             )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:

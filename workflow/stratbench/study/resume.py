@@ -20,7 +20,7 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
     """Make Snakemake record the finished training `jobs`, or restart it.
 
     If Snakemake was killed while a cell trained, it regards the cell's record as incomplete and would delete
-    it; but a record is always written completely. Snakemake does not know the settings of a cell that
+    it. But a record is always written completely. Snakemake does not know the settings of a cell that
     finished on SLURM meanwhile, and would keep it when they change. If all is recorded, this does nothing and
     returns. `workflow` and the jobs are Snakemake's.
     """
@@ -70,6 +70,6 @@ def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
             _told.add(wanted.dataset)
             print(
                 f"{path}, and what else was not trained on what the config now calls {wanted.dataset!r}, or "
-                "does not say on what, is made anew",
+                "does not say on what, is made again",
                 file=sys.stderr,
             )

@@ -39,17 +39,17 @@ def synchronise(device: torch.device) -> None:
 class StepClock:
     """Times training epochs on one device: `begin()`, a `tick()` after each step, `end()`.
 
-    Only `begin` and `end` synchronise the device. On a CPU a tick reads the monotonic clock;
-    on CUDA it records an event in the current stream, which `end` reads: a step's time is then
-    the time between two events on the device, waiting for the host included.
+    Only `begin` and `end` synchronise the device. On a CPU a tick reads the monotonic clock. On CUDA it
+    records an event in the current stream, which `end` reads: a step's time is then the time between two
+    events on the device, including waits for the host.
 
-    `mark(name)` says that the phase `name` of the current step ends here: the time since the mark
-    or tick before it belongs to that phase. What lies between a step's last mark and its tick is
-    `other`. On CUDA these are spans of the current stream: a collective that runs on a stream of
-    its own counts only as far as the current stream waited for it.
+    `mark(name)` says that the phase `name` of the current step ends here: the time since the mark or tick
+    before it belongs to that phase. The time between a step's last mark and its tick is `other`. On CUDA
+    these are spans of the current stream. A collective on its own stream counts only as far as the current
+    stream waited for it.
 
-    `begin` leaves a CUDA device with nothing to do, so that the host does not wait for room in its queue: how
-    long it takes to issue the steps after it is the host's own time (`issue_ms`).
+    `begin` leaves a CUDA device idle, so that the host does not wait for space in its queue. The time to
+    issue the next steps is then the host's own (`issue_ms`).
 
     `heartbeat` is told of every step. `own`: the phases in which this worker waits for no other.
     """

@@ -93,7 +93,7 @@ class HeartbeatReading(NamedTuple):
         """Seconds of silence after which the worker counts as hung.
 
         A slow training keeps its pace: 10 times its longest step is a hang. The warm-up counts as a pause. It
-        is at least as long as one step with a wait for its device: on CUDA a worker queues steps ahead of its
+        is at least as long as one step with a wait for its device. On CUDA a worker queues steps ahead of its
         device, and may then wait for one of them.
         """
         steps_s, pauses_s = STEPS * self.longest_step_s, PAUSES * self.longest_pause_s

@@ -1,7 +1,7 @@
 """Memory of one worker: the peak while training, and the exact bytes of its model states.
 
-On a CPU the peak is the kernel's high-water mark of resident memory since a reset; on CUDA it
-is the caching allocator's, beside what NVML sees.
+On a CPU the peak is the kernel's high-water mark of resident memory since a reset. On CUDA it is the caching
+allocator's, next to NVML's values.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 class MemoryMeter:
     """Peak memory of this process on one device between `start()` and `read()`.
 
-    Start it after the warm-up: the base then holds libraries, weights, optimizer state and
-    allocator pools, and the peak over the base is what a training step adds. Make it before the
-    model: on a CPU, what the process holds then is no part of the training.
+    Start it after the warm-up. The base then has libraries, weights, optimizer state and allocator pools, and
+    the peak over the base is what a training step adds. Make it before the model: on a CPU, what the process
+    holds then is no part of the training.
     """
 
     def __init__(self, device: torch.device | str, nvml: Nvml | None = None) -> None:
@@ -143,8 +143,7 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
     `parameters_bytes`, `gradients_bytes`, `optimizer_bytes`, `buffers_bytes`. A DTensor counts as its local
     shard, without padding. Gradients are counted as the trainable parameters' local size in their own dtype,
     whether or not they exist now. The optimizer's bytes are the tensors in its state: momentum appears with
-    the first step. What FSDP2 has left gathered after a forward pass is freed first, since it would count in
-    full.
+    the first step. Parameters that FSDP2 has left gathered are freed first, since they would count in full.
     """
     free_gathered(model)
     parameters = list(model.parameters())

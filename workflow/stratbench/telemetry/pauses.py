@@ -1,8 +1,8 @@
 """Pauses of a node: spans in which the processes of a cell were stopped, for whatever reason.
 
 SLURM suspends a job, a user presses Ctrl-Z, a laptop's lid is closed, a virtual machine is frozen. A thread
-of the cell's agent sees its own clock jump. A machine that is merely slow is told from that by the kernel,
-which counts how long a thread that could run had to wait for a core. No torch.
+of the cell's agent sees its own clock jump. A slow machine is distinguished by the kernel, which counts how
+long a ready thread had to wait for a core. No torch.
 """
 
 from __future__ import annotations

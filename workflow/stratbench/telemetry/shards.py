@@ -12,7 +12,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return all of `tensor` on every rank. Of a DTensor it is a collective: every rank must call it."""
+    """Return all of `tensor` on every rank.
+
+    For a DTensor it is a collective: every rank must call it.
+    """
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

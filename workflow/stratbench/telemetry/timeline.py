@@ -127,7 +127,7 @@ def merge_timeline(
     """Write the samples of all nodes to `out`, by time, with a `phase` column.
 
     A row of process `rank3` gets rank 3's phase. Every other row gets the phase of the lowest rank with a
-    log. Of nested phases the last one started counts. Missing files and truncated rows are ignored.
+    log. Among nested phases, the last one started counts. Missing files and truncated rows are ignored.
 
     Args:
         sample_csvs: Sample files of the nodes.

@@ -42,7 +42,7 @@ def make_record(job: Job, ending: Ending) -> Record:
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
     if meta != job.data:
-        raise DataError(f"{job.data_dir} was prepared anew while the cell trained; start it again")
+        raise DataError(f"{job.data_dir} was prepared again while the cell trained; start it again")
     ended = ending.status in ("ok", "diverged") and whole
     run = runner.totals(job, whole, servers) if ended else {}
     communication = efficiency.communication_figures(job, whole, servers, run, runner.is_gang)

@@ -1,9 +1,9 @@
 """The fork server: imports PyTorch once and forks the processes of cells for a fast start.
 
-A launcher starts one for its cell. Cells on the CPUs of one machine share the import, whatever number of
-threads they have: Snakemake starts a server for them and names its folder in STRATBENCH_FORK_SERVER. That
-server imports PyTorch when the first cell asks. So do cells in one SLURM job. A cell on GPUs has a server of
-its own, started with its choice of GPUs, unless the shared one was started with the same.
+A launcher starts one for its cell. Cells on the CPUs of one machine share the import, whatever their number
+of threads. Snakemake starts a server for them and names its folder in STRATBENCH_FORK_SERVER. That server
+imports PyTorch when the first cell asks. So do cells in one SLURM job. A cell on GPUs has a server of its
+own, started with its choice of GPUs, unless the shared one was started with the same.
 
 Each process has its own connection between its launcher and the server: a socket in a folder that only their
 user can open. A line of JSON asks for the process; its pid and, at the end, its exit code come back. If the

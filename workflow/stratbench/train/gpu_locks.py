@@ -153,7 +153,7 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
                     held.callback(os.close, descriptor)
                     mine.append(gpu)
             if len(mine) < wanted:
-                # Give back what was taken: two cells that each hold half would wait for ever.
+                # Give back what was taken: two cells that each hold half would wait forever.
                 held.close()
                 mine.clear()
                 if not announced:

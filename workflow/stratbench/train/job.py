@@ -22,9 +22,9 @@ MAX_CALL_S = 60.0
 class Job:
     """One cell's run.
 
-    Paths are absolute. The timeline and the time limit count from the origin: `origin_unix_s` is its
-    date, `origin_s` the value that this node's monotonic clock had then. What is measured goes by
-    the latter, since a date may be set anew.
+    Paths are absolute. The timeline and the time limit count from the origin: `origin_unix_s` is its date,
+    `origin_s` the value that this node's monotonic clock had then. Measurements use the latter, since a date
+    may be changed.
     """
 
     cell: Cell

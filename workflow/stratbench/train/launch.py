@@ -84,7 +84,7 @@ class Failure(RuntimeError):
 
 
 class Launched(Protocol):
-    """What a launcher trains: a cell or a block."""
+    """A launcher's training: a cell or a block."""
 
     def as_dict(self) -> dict[str, Any]: ...
 

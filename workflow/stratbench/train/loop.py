@@ -258,7 +258,7 @@ def train_with_server(
 def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
     """The sum of some batches' losses and their number.
 
-    Of sums with their weights [2], the sum of both.
+    Sums with their weights [2] are added.
     """
     stacked = torch.stack(losses).double()
     if stacked.dim() == 1:
@@ -518,8 +518,8 @@ def line_up(worker: Worker) -> None:
 def settle_garbage() -> None:
     """Collect Python's garbage now, and never look again at what is left.
 
-    Otherwise a full collection, which takes a tenth of a second with torch loaded, would fall into the
-    timed training. What the training makes is still collected, in microseconds.
+    Otherwise a full collection, which takes a tenth of a second with torch loaded, would fall into the timed
+    training. Garbage of the training is still collected, in microseconds.
     """
     gc.collect()
     gc.freeze()

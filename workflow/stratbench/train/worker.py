@@ -1,7 +1,7 @@
 """One worker process of a cell: joins the others, trains, and writes its measurements as JSON.
 
 The fork server imports this module once, so that the processes that it forks share the cost of importing
-torch; nothing here may allocate a tensor or start a thread at import.
+torch. Nothing here may allocate a tensor or start a thread at import.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
         data_placement=s.data_placement,
     )
     if data.meta != job.data:
-        raise DataError(f"{job.data_dir} was prepared anew as the cell started; start it again")
+        raise DataError(f"{job.data_dir} was prepared again as the cell started; start it again")
     return data
 
 

@@ -33,8 +33,8 @@ class LossKind(NamedTuple):
 class Task:
     """A loss and a score of a model's outputs [batch, ...] against targets [batch, ...].
 
-    The score is the mean over the test set of a value that each answer has, so that workers can
-    divide the test set and its standard error is known.
+    The score is the mean over the test set of a value that each answer has. So workers can divide the test
+    set, and its standard error is known.
     """
 
     #: The score's name, in tables and on axes.
@@ -420,8 +420,8 @@ def evaluated(sums: Sequence[float]) -> Evaluated:
     """Return the mean loss and score of all counted answers, from all batches' sums.
 
     Samples are drawn independently, but answers within one are not. The error is that of a ratio of two sums
-    over samples (Cochran, Sampling techniques, 1977, section 6.4), and with equal numbers of answers that of
-    a mean over samples.
+    over samples (Cochran, Sampling techniques, 1977, section 6.4). With equal numbers of answers it is that
+    of a mean over samples.
     """
     loss, weight, a, n, aa, an, nn, left_out = sums
     score = a / n if n else math.nan

@@ -122,8 +122,8 @@ def writes_arguments(op: OpOverload) -> bool:
 def count_uncounted() -> dict[Any, Callable[..., int]]:
     """Return formulas of operations that PyTorch does not count: attention on CPU tensors, grouped products.
 
-    Of fused attention it counts that of CUDA alone, up to 2.14. All scores count as there, also those under a
-    causal mask.
+    Up to 2.14, it counts only CUDA's fused attention. All scores count as there, also those under a causal
+    mask.
 
     Returns:
         Per operator a function of its arguments' shapes.

@@ -216,7 +216,7 @@ def fault_of_names(call: str, folders: Iterable[Path]) -> str | None:
     """
     for name in dict.fromkeys(path.partition("/")[0] for path in sources(call, folders)):
         if _is_installed(name.removesuffix(".py")):
-            return f"{name} takes the place of the installed module, for whoever imports that; rename it"
+            return f"{name} hides the installed module of the same name; rename it"
     return None
 
 
@@ -326,7 +326,7 @@ def error_text(e: BaseException) -> str:
 def _place_of(e: BaseException) -> str:
     """The last line of the user's own code.
 
-    Of an installed package other than PyTorch if there is none.
+    Otherwise, it is that of an installed package other than PyTorch.
     """
     own, packages = "", ""
     for frame in extract_tb(e.__traceback__):

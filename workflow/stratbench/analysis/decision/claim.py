@@ -36,7 +36,7 @@ def unanswered(
         slowed: Whether workers were slowed down on purpose.
     """
     if not is_count_known(candidates, constraints):
-        reason = first.not_projected or "nobody measured it"
+        reason = first.not_projected or "it was not measured"
         yield f"Nothing is known of {counted(constraints.gpus, noun)}: {reason}."
     if not constraints.homogeneous and not slowed:
         yield "Nothing is known of unequal workers: only equally fast ones were measured."

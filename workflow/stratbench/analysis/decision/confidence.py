@@ -200,7 +200,10 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
     """Return the highest confidence level that the repeats allow, and the conclusion."""
     first, repeats = ranking.first, ranking.repeats
     if first.projected:
-        return 0, "An interval of 80 % stands behind it, and no measurement on as many workers."
+        return (
+            0,
+            "It rests on an 80 % interval of a projection, not on a measurement with as many workers.",
+        )
     if measured := [c for c in ranking.compared if not c.rival.projected]:
         at_most = max((0.0, *(1 / c.ratio.low - 1 for c in measured if c.ratio.low)))
         known = all(c.ratio.low is not None for c in measured)

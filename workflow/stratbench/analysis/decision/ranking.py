@@ -1,7 +1,7 @@
 """Ranks candidates: which comes first, and what the repeats allow to claim about it.
 
-The arithmetic works on arrays, so that a simulation can run it a hundred thousand times: axes
-[..., candidates, repeats], with NaN for a missing repeat.
+The arithmetic works on arrays, so that a simulation can run it a hundred thousand times. Axes are [...,
+candidates, repeats], with NaN for a missing repeat.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ def sentences_on_constraints(
 def sentences_on_slow_workers(ranking: Ranking) -> Iterator[str]:
     """Yield how slow a worker must be for an asynchronous strategy to win, in theory.
 
-    If one of N workers is f times slower, a strategy that waits takes f times as long, and one that does not
+    If one of N workers is f times slower, a strategy that waits takes f times as long. One that does not
     takes N / (N - 1 + 1/f) times as long. They are equal at f = (N r - 1) / (N - 1), with r the ratio of
     their times. Costs are left out.
     """

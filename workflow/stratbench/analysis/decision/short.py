@@ -214,7 +214,7 @@ def with_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
 def interval_of(values_s: np.ndarray) -> tuple[float, float]:
     """Return the 95 % interval of a geometric mean by Student's t.
 
-    Of few values their range.
+    A few values have their range instead.
     """
     if len(values_s) >= INTERVAL_FROM:
         _, low, high = mean_of_logs(np.log(values_s))

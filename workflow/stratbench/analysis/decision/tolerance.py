@@ -85,8 +85,8 @@ def shares_score(c: Candidate, other: Candidate) -> bool:
 def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
     """Return classes of candidates with equal arithmetic.
 
-    A candidate that is farther from the median of its class (of two: from the other) than tolerance and
-    chance explain is a class by itself, with a caveat: it is wrong, or the others are.
+    A candidate that is too far from the median of its class, by tolerance and chance, is a class by itself.
+    It has a caveat, because it is wrong, or the others are.
     """
     classes: dict[tuple[object, ...], list[Candidate]] = {}
     for c in usable:

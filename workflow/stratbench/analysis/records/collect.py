@@ -1,8 +1,8 @@
 """Collects the records of a study into cells.csv, a row per cell, and epochs.csv, a row per epoch.
 
 Every expected cell gets its row, in the order of the config. A cell without a record is `missing`, `error` if
-a failure left evidence or its record cannot be used, or `infeasible` if the plan skipped it. One of a user's
-command that did other work than comparable ones is `incomparable`. No cell is left out.
+it failed or its record is unusable, or `infeasible` if the plan skipped it. One of a user's command that did
+other work than comparable ones is `incomparable`. No cell is left out.
 """
 
 from __future__ import annotations

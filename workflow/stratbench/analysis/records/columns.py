@@ -1,7 +1,7 @@
 """Every column of cells.csv and epochs.csv in one table: name, kind, unit, source, meaning.
 
-Everything else follows this table: the rows that `collect` writes, the types with which the files are
-read, the units and definitions of measures, and the glossary of the report.
+Everything else follows this table: the rows of `collect`, the types of the files' columns, the units and
+definitions of metrics, and the report's glossary.
 """
 
 from __future__ import annotations

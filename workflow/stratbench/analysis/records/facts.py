@@ -87,7 +87,7 @@ class Facts:
     def passes_run(self) -> int:
         """The number of passes over the data.
 
-        Of a cell with `steps`, the last one may be incomplete.
+        The last one of a cell with `steps` may be incomplete.
         """
         counted = "time.epoch_times_s" if self("settings.steps") else "score.per_epoch"
         return len(self(counted) or ())

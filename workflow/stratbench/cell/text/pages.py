@@ -1,6 +1,6 @@
 """Fills in the templates of pages: in HTML every value is escaped, and a missing one is an error.
 
-Of a text no character is shown that is none: a bundle's could turn round what stands beside it.
+Characters that are not printable are never shown: a bundle's could reverse the neighbouring text.
 """
 
 from __future__ import annotations

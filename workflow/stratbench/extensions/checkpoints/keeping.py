@@ -1,8 +1,8 @@
 """Saves a synchronous worker's training state, and resumes from it.
 
-The state is everything that the next steps and the record depend on: weights, buffers, the optimizer's and
-the strategy's state, loss scale, counts, random generators, the losses of the epoch in progress, the results
-of epochs, and the clock's times. The order of the samples follows from the seed and the step.
+The state is everything that the next steps and the record depend on. It has weights, buffers, the optimizer's
+and the strategy's state, loss scale, counts, random generators, losses, results of epochs, and the clock's
+times. The order of the samples follows from the seed and the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a study gives for checkpoints."""
+"""Keys of a study for checkpoints."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class _Reader:
     def _step(self, line: dict[str, Any], at_s: float) -> None:
         if self._clock_s is None:
             raise ValueError(
-                "a step while the clock stands; call resume() or score() after pause()"
+                "a step while the clock is stopped; call resume() or score() after pause()"
             )
         self.report.samples.append(_whole(line["samples"], "samples", 1))
         if "loss" in line:

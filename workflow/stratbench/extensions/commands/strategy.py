@@ -70,7 +70,7 @@ class Command(Strategy):
                 raise ValueError("command = []: names no program")
             if unknown := [n for n in placeholders(self.command or ()) if n not in NAMES]:
                 raise ValueError(
-                    f"command: {{{unknown[0]}}} stands for nothing. There are: {', '.join(NAMES)}"
+                    f"command: {{{unknown[0]}}} is unknown; use one of: {', '.join(NAMES)}"
                 )
             for pin in self.needs or ():
                 if not re.fullmatch(r"[A-Za-z0-9._-]+==[\w.]+", pin):

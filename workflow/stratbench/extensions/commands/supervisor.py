@@ -3,8 +3,8 @@
 python -m stratbench.extensions.commands.supervisor --logs DIR ... -- PROGRAM ARGUMENT...
 
 Processes of the command stay below this one, even in a session of their own. They are killed when the command
-has ended, and when this process's input ends: so its agent stops it, and so it ends with a killed agent.
-Finally it writes how the command ended, and the kernel's counts of all its processes.
+has ended, and when this process's input ends. So its agent stops it, and it ends with a killed agent. Finally
+it writes how the command ended, and the kernel's counts of all its processes.
 """
 
 from __future__ import annotations

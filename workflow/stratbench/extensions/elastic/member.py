@@ -109,6 +109,6 @@ def take_seat(
             deadline = time.monotonic() + NOBODY_S
         except (OSError, ValueError, Closed, Silent, ProtocolError) as error:
             if time.monotonic() > deadline:
-                raise Over(f"nobody lets worker {number} in: {error}") from None
+                raise Over(f"worker {number} was not admitted: {error}") from None
             time.sleep(0.5)
     raise Over(f"worker {number} was asked to leave")

@@ -84,7 +84,11 @@ def configs_of(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
         higher_is_better=task_of(s, job.data_shape).better == "higher",
     )
     if elastic.incarnation > 1:
-        how = "go on from their saved state" if elastic.resumes else "begin anew: none was saved"
+        how = (
+            "go on from their saved state"
+            if elastic.resumes
+            else "start from scratch: none was saved"
+        )
         print(f"incarnation {elastic.incarnation} of the servers: they {how}", flush=True)
     host = socket.gethostname() if across_nodes else None
     configs = server_configs(s, job.train_samples, job.folder, host)

@@ -1,8 +1,9 @@
 """Elastic synchronous training: a collective strategy on the workers that are present.
 
-The global batch stays the same and is divided over the present workers, each of which weights its loss by its
-share: the mean gradient is that of the full batch, whoever is present. A generation stops after the same step
-at all of its members, who vote in each step on whether to continue; the vote runs concurrently with the step.
+The global batch stays the same and is divided over the present workers. Each weights its loss by its
+fraction: the mean gradient is that of the full batch, whichever workers are present. A generation stops after
+the same step at all of its members. They vote in each step on whether to continue; the vote runs concurrently
+with the step.
 """
 
 from __future__ import annotations

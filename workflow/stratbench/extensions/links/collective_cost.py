@@ -3,7 +3,7 @@
 No torch.
 
 The formulas count. The cost of a step and a byte is measured (`extensions/links/measure.py`), never fitted to
-training times: fitted at 1 and 2 GPUs it was wrong by more than the time itself at 64.
+training times. Fits at 1 and 2 GPUs were wrong by more than the time itself at 64.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks every model of a study, for `snakemake check` and before `snakemake plan`.
 
-Each is tried as in a job, and takes steps of every strategy on fake tensors, as the study's cells will. What
-a strategy does not support is reported before any training, and the steps' needs are planned. A limitation of
-fake tensors is no fault of a model.
+Each is tried as in a job, and takes steps of every strategy on fake tensors, as the study's cells will.
+Unsupported models are reported before any training, and the steps' needs are planned. A limitation of fake
+tensors is no fault of a model.
 """
 
 from __future__ import annotations

@@ -37,11 +37,10 @@ class Device:
     """One worker's device, as the plan sees it.
 
     `memory_bytes`: the most that a worker can hold; `reserve_bytes`: what of it may be taken by others than
-    the framework's allocator. The rates are peaks for one second:
-    floating-point operations, bytes of memory, bytes sent to a worker on the same node (link) and on
-    another node (network). A rate is None where it is not known. `resident_threads`: that a GPU holds at
-    once, as the table of GPUs has it. `attention_utilisation`: the share of the peak that fused attention
-    usually gets; None: as much as other products.
+    the framework's allocator. The rates are peaks per second: floating-point operations, bytes of memory,
+    bytes sent to a worker on the same node (link) or another one (network). A rate is None where it is not
+    known. `resident_threads`: that a GPU holds at once, as the table of GPUs has it. `attention_utilisation`:
+    the share of the peak that fused attention usually gets; None: as much as other products.
     """
 
     name: str

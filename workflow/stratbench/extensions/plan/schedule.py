@@ -50,8 +50,8 @@ FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 class DeviceFit:
     """How a cell would run on one device, and how long.
 
-    Times are None where neither the device's rates are known nor records, and so is what follows from
-    them; the cost also where no price is. Pairs are at best and at worst.
+    Times, and values that follow from them, are None without the device's rates and without records. The cost
+    is None also without a price. Pairs are at best and at worst.
     """
 
     device: str

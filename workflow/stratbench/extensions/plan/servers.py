@@ -16,7 +16,7 @@ _STREAM_SHARDS = 3
 def server_needs(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> dict[str, int]:
     """Return bytes of host memory of server 0, by purpose; it alone has BatchNorm's statistics.
 
-    The policy has a number of weight-sized tensors, some of which only momentum needs; each of these counts
+    The policy has a number of weight-sized tensors, some of which only momentum needs. Each of these counts
     as many times as the optimizer has moments (SGD without momentum 0, with it 1, AdamW 2). An epoch's end is
     copied to be written. A push in fp16 may overflow: data over TCP are held until the worker confirms.
     Memory that workers share with the server counts as the workers'.

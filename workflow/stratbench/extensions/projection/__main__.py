@@ -113,7 +113,7 @@ def price_of(config: Mapping[str, Any]) -> float | None:
 def text_of(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
     """Return the sentences of one strategy.
 
-    Of unsupported counts beyond all projected ones, only the first has a sentence.
+    Only the first unsupported count beyond all projected ones has a sentence.
     """
     title = f"{evidence.experiment}, {evidence.model}, {evidence.strategy}"
     if evidence.unfit:

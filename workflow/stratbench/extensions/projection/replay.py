@@ -129,9 +129,8 @@ def _computed(now: float, work_s: float, busy_until: float, kappa: float) -> flo
 def schedule_of(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
     """Return the schedule of a traced step, with computation timed by each phase's seconds.
 
-    On CUDA a collective that its stream waits for is in a stream of its own (FSDP2's), before the optimizer:
-    there parameters are gathered ahead, and gradients are waited for by the optimizer. On a CPU the host
-    waits.
+    On CUDA a collective that its stream waits for is in a stream of its own (FSDP2's), before the optimizer.
+    There parameters are gathered ahead, and the optimizer waits for gradients. On a CPU the host waits.
     """
     total_s = sum(p.seconds for p in phases) or 1.0
     began_s, events, backward_ends = 0.0, [], 1.0

@@ -81,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Whole:
-    """What is true of a strategy's trainings: the batches of one by count, and the share to the target.
+    """Properties of a strategy's trainings: the batches of one by count, and the fraction to the target.
 
     `to_target`: (low, high) of the training time, None where it is not known; then `why_no_target`, if
     one was asked for. `price`: of a GPU for an hour; None: not known, or no GPU.

@@ -207,7 +207,7 @@ class AccountingHistory:
         """Return when a started job joins the queue, for the simulator.
 
         A job that had started when the window begins joins at its start, and one that waited then joins at
-        the begin: the jobs that they had waited for are mostly not in the file.
+        the begin. The jobs that they had waited for are mostly not in the file.
         """
         begin_s, _ = self.window_s
         return entry.start_s if entry.start_s < begin_s else max(entry.queued_s, begin_s)

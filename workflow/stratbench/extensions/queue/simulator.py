@@ -101,7 +101,7 @@ class Cluster:
         if wide := next((a for a in arrivals if a.gpus > nodes * gpus_per_node), None):
             raise ValueError(
                 f"a job asks for {wide.gpus} GPUs, of a cluster of {nodes * gpus_per_node}; it would "
-                "wait for ever"
+                "wait forever"
             )
         slow = random.Random(seed)
         self.rules, self.per_node, self.now_s = rules, gpus_per_node, 0.0

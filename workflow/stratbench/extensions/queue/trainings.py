@@ -119,10 +119,10 @@ class Gang(Training):
 class ElasticTraining(Training):
     """Each worker is a job of one GPU; one that ends is submitted again, behind everybody.
 
-    Asynchronous workers add up their speeds. `synchronous` ones go at the pace of the slowest, stop for
-    `pause_s` when one joins or leaves, and go back to the last checkpoint when one is lost or preempted;
-    `from_peers`: only when one is lost, for one that is preempted leaves after a step, and the last one
-    keeps the state first.
+    Asynchronous workers add up their speeds. `synchronous` ones run at the pace of the slowest, and stop for
+    `pause_s` when one joins or leaves. They resume from the last checkpoint when one is lost or preempted.
+    With `from_peers` they do so only when one is lost: a preempted one leaves after a step, and the last one
+    saves the state first.
     """
 
     synchronous: bool = False

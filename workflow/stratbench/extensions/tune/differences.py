@@ -87,7 +87,7 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
 def quantile(values: list[float]) -> float:
     """Return the value that a new one exceeds with a chance of TAIL.
 
-    Of few values the largest.
+    It is the largest of a few values.
     """
     rank = math.ceil((1 - TAIL) * (len(values) + 1))
     return sorted(values)[min(rank, len(values)) - 1]

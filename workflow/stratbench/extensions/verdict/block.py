@@ -303,7 +303,7 @@ def timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
     """Return the record's `steps`: the time of each timed step.
 
     For a collective, these are the slowest worker's. With servers, a step is as many pushes as a global batch
-    has, and ends when the slowest server has taken them: a single worker's step does not show the joint rate.
+    has, and ends when the slowest server has taken them. A single worker's step does not show the joint rate.
 
     Args:
         job: The cell's.

@@ -37,9 +37,9 @@ def segment_steps(
 ) -> int:
     """Return the steps of a segment that are most informative per second of run time.
 
-    A segment is long where a start is expensive, and short where starts differ more than steps do:
-    sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), Kalibera and Jones 2013. The result
-    is between MIN_STEPS and MAX_STEPS.
+    A segment is long where a start is expensive, and short where starts differ more than steps do. The
+    formula is sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), Kalibera and Jones 2013.
+    The result is between MIN_STEPS and MAX_STEPS.
 
     Args:
         start_s: Seconds of a start.

@@ -45,7 +45,7 @@ class BlockPlan:
 
     `steps` and `discard`: steps of a segment that are timed, and that come before, or None if they follow
     from its burn-in. A strategy runs a third segment if its first two differ by more than `disagreement`
-    (natural logarithm of the ratio), or by a limit that follows from the block's differences if that is None.
+    (natural logarithm of the ratio). If that is None, the limit follows from the block's differences.
     """
 
     study: str

@@ -52,7 +52,7 @@ def read_verdict(path: str) -> dict[str, Any] | None:
     if not isinstance(verdict, dict) or verdict.get("schema_version") != VERDICT_VERSION:
         return None
     if reason := why_broken(verdict, path):
-        print(f"{path} is not used: {reason}; `snakemake verdict` writes it anew", file=sys.stderr)
+        print(f"{path} is not used: {reason}; `snakemake verdict` writes it again", file=sys.stderr)
         return None
     return verdict
 

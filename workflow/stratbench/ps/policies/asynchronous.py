@@ -4,9 +4,8 @@ Notation: W the shard's weights, g the pushed gradient, W_read the weights it wa
 its staleness (updates applied to the shard since it was read), N the number of workers, mu the
 momentum, eta the learning rate of one push (`Policy.push_lr`).
 
-Weight decay is taken of W, the weights as they are when the push is applied, not of what the worker
-read: decay is then never stale, and no policy must keep the read weights for it. At one worker the
-two are the same.
+Weight decay uses W as it is when the push is applied, not as the worker read it. It is then never stale, and
+no policy must store the read weights for it. At one worker the two are the same.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class SspPolicy(AsyncPolicy):
     """
 
     summary: ClassVar[str] = "parameter server, bounded staleness"
-    rule: ClassVar[str] = "as ps-async; whoever is more than s pushes ahead of the slowest waits"
+    rule: ClassVar[str] = "as ps-async; a worker more than s pushes ahead of the slowest waits"
 
     @dataclass(frozen=True)
     class Options(BoundedOptions):
@@ -281,9 +280,9 @@ class DanaPolicy(Policy):
     With `nesterov`, W -= eta (g + mu v_i), and what is known of j's next step is eta mu^2 v_j
     (`Momentum.known_share`): worker i reads W - eta mu^2 sum over j != i of v_j.
 
-    Costs N + 1 momentum buffers: the last is the sum of the others, so that a read is a pass over it and v_i
-    for any N. The sum follows each push, and is made anew every 8 N pushes: no rounding error in it is older.
-    A worker that leaves takes its momentum with it.
+    It takes N + 1 momentum buffers. The last is the sum of the others, so that a read is a pass over it and
+    v_i for any N. The sum follows each push, and is made anew every 8 N pushes: no rounding error in it is
+    older. A worker that leaves takes its momentum with it.
     """
 
     summary: ClassVar[str] = "parameter server, look-ahead over the other workers' momentum"

@@ -26,8 +26,8 @@ class OrMoPolicy(Policy):
     NeurIPS 2024, arXiv 2407.19234, its roll put off until the bucket's first push: one worker is then
     heavy-ball SGD.
 
-    `look_ahead` is our addition: a worker reads W - (M - 1) / N eta mu V, M the workers present: the part of
-    the next roll that the others' pushes bring before its own. At one worker it vanishes.
+    `look_ahead` is our addition: with M present workers, a worker reads W - (M - 1) / N eta mu V. This is the
+    part of the next roll that the others' pushes bring before its own. At one worker it vanishes.
 
     With Nesterov a bucket of gradients G makes W -= eta (G + mu V), so a roll is W -= eta mu V, a push W -=
     eta (1 + mu + ... + mu^(k + 1)) g, and the look-ahead has mu^2 for mu.

@@ -197,10 +197,10 @@ def optimizer_of(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
 class Policy(ABC):
     """One shard's rule. Subclass, set the class attributes, and add a line to `policies.py`.
 
-    The server calls `on_push` for every gradient (`on_skip` for a step that had none), then asks
-    `ready(worker)` for each worker that waits for a reply; a ready worker gets `view`. Barriers,
-    bounded staleness and free running are all expressed by `ready`. Whatever the server calls may
-    make a worker ready that was not: it asks again after each `on_push`, `on_skip` and `on_leave`.
+    The server calls `on_push` for every gradient (`on_skip` for a step that had none). Then it calls
+    `ready(worker)` for each worker that waits for a reply; a ready worker gets `view`. Barriers, bounded
+    staleness and free running are all expressed by `ready`. Whatever the server calls may make a worker ready
+    that was not: it asks again after each `on_push`, `on_skip` and `on_leave`.
 
     Workers are numbered 0 to `hyper.workers` - 1 and all of them are at work from the start. A
     worker has one push under way at a time: it gets a view before it pushes again.

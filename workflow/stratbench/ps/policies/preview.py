@@ -35,8 +35,8 @@ class PreviewPolicy(KBatchPolicy):
     torch.optim.AdamW.
 
     Weights foreseen by Adam's own step are from pipelines: XPipe (Guan et al., arXiv 1911.04610) foresees
-    them by m and v as they are. That a server foresees by its unfinished bucket, and that c is 2 by default,
-    because some gradients come more than one bucket late, is ours.
+    them by m and v as they are. New here: the server predicts from its unfinished bucket. The default c = 2
+    is new, too, because some gradients come more than one bucket late.
 
     N stays what it was when workers are lost: a bucket is a global batch, whoever computed it.
     """

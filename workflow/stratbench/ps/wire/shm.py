@@ -1,8 +1,8 @@
 """Shared memory of a worker and the servers on its host: weights, gradients and buffers in place.
 
-An anonymous file (memfd) has no name. Nothing is left behind when a process is killed, and only a process
-that was sent its descriptor over the authenticated local socket can map it. It is sealed against shrinking,
-so that a broken worker cannot crash the server by truncating it.
+An anonymous file (memfd) has no name. Nothing is left behind when a process is killed. Only a process that
+was sent its descriptor over the authenticated local socket can map it. It is sealed against shrinking, so
+that a broken worker cannot crash the server by truncating it.
 """
 
 from __future__ import annotations

@@ -467,7 +467,7 @@ def _slowdown_faults(block: Mapping[str, Any]) -> Iterator[str]:
     if ("workers" in slowdown) != ("factor" in slowdown):
         yield f".slowdown = {slowdown}: workers and factor belong together"
     elif not slowdown or slowdown.get("workers") == []:
-        yield f".slowdown = {slowdown}: slows nobody; give workers and factor, or sigma"
+        yield f".slowdown = {slowdown}: slows no worker; give workers and factor, or sigma"
     for rank in slowdown.get("workers", []):
         if rank >= max(block["gpus"]):
             yield (

@@ -50,7 +50,7 @@ class DataSets:
     def facts(self, name: str) -> Dataset:
         """Return the metadata of a data set.
 
-        Of a user's own, those of its prepared state.
+        For a user's own, they are those of its prepared state.
         """
         if name not in self._facts:
             spec, meta = self._specs.get(name), None

@@ -291,7 +291,7 @@ def _explain(fault: Any, key: str | None) -> str:
             message = f"{setting}: is not allowed. {about}"
         case "pattern":
             message = (
-                f"{at}: the name {value!r} stands in paths and may hold only letters, digits, "
+                f"{at}: the name {value!r} is part of paths and may have only letters, digits, "
                 "'.', '_' and '-', and starts with a letter or digit."
             )
         case _:

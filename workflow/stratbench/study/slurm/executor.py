@@ -1,7 +1,7 @@
 """Follows a run's jobs on SLURM: retries submissions, and finds each job's outcome.
 
-Snakemake's SLURM plugin loses all jobs when one request for their states fails, fails a cell at once when
-SLURM is busy, waits forever for a preempted job, and takes a cell that ran out of memory for a crash.
+Snakemake's SLURM plugin loses all jobs when one request for their states fails, and fails a cell at once when
+SLURM is busy. It waits forever for a preempted job, and takes a cell that ran out of memory for a crash.
 `FollowsJobs` overrides methods that Snakemake's executor interface documents, and leaves the plugin the rest.
 """
 

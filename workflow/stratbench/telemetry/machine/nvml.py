@@ -1,7 +1,6 @@
 """Asks NVIDIA's management library (NVML) about GPUs; no failure of it can fail a cell.
 
-What the driver, the GPU or the library does not offer is absent from the answers: it is never zero
-and never an exception.
+Values that the driver, the GPU or the library does not offer are absent: never zero, and never an exception.
 """
 
 from __future__ import annotations
@@ -140,7 +139,10 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU or MIG instance, which has no index. What it does not offer is absent from the answers."""
+    """One GPU or MIG instance, which has no index.
+
+    Values that it does not offer are absent.
+    """
 
     def __init__(self, nvml: Nvml, index: int | None, handle: Any) -> None:
         self.index = index

@@ -1,6 +1,6 @@
 """A prepared data set on the device or in host memory: images or text.
 
-Padding, augmenting and normalising happen on the device, in batched operations that depend on a sample's
+Padding, augmenting and normalising happen on the device, in batched operations. They depend on a sample's
 number, the seed and the epoch, and not on the worker that has the sample.
 """
 
@@ -91,9 +91,9 @@ def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
 def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return images [N, C, H, W] enlarged to [N, C, height, width].
 
-    Every pixel is repeated by the largest integer factor that fits, then zeros are added evenly around: 8x8
-    becomes 16x16 by doubling, 28x28 becomes 32x32 by padding alone. There is no interpolation, so the values
-    stay the original bytes.
+    Every pixel is repeated by the largest integer factor that fits, then zeros are added evenly around. So
+    8x8 becomes 16x16 by doubling, and 28x28 becomes 32x32 by padding alone. There is no interpolation, so the
+    values stay the original bytes.
 
     Args:
         images: Shape [N, C, H, W].

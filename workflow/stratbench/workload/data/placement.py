@@ -59,7 +59,7 @@ class HostRows:
     def fetch(self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None) -> None:
         """Begin to fetch the rows `indices` (int64 [b], on the host), and those of `tables`.
 
-        What was taken two fetches before is overwritten: all work on it must have been queued.
+        The rows taken two fetches before are overwritten: all work on them must have been queued.
         """
         import torch
 

@@ -1,8 +1,8 @@
 """A model's forward as a chain of pieces, so that it can be cut into stages.
 
 A plan of pieces is a tuple of their names in the order of the forward. A name is the path of a called module
-(`*`: all of its number or name, in order), or a function of the model and the previous output, with the paths
-of the modules and parameters that it reads. Importing this file imports torch.
+(`*`: all of its number or name, in order). It may also be a function of the model and the previous output,
+with the paths of the modules and parameters that it reads. Importing this file imports torch.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ class _Trying:
     def seeded(self, watching: AbstractContextManager | None = None) -> Tensor:
         """Return the scores in training, with the generators at a seed.
 
-        What forward changes is put back.
+        Changes by forward are undone.
         """
         seed_generators(0)
         try:

@@ -218,9 +218,9 @@ def trends(evidence: AuditData) -> dict[str, str]:
 def trend_in(groups: Sequence[Sequence[Run]]) -> str:
     """Return how log times, less their group's mean, depend on the order of execution.
 
-    It is a regression on the position in the order (within groups, so that it does not matter which strategy
-    ran when), or a correlation with the next in the order, which detects a slow hour. Empty if it may be
-    chance.
+    It is a regression on the position in the order, or a correlation with the next in the order, which
+    detects a slow hour. Positions count within groups, so that the order of strategies does not matter. Empty
+    if it may be chance.
     """
     runs = sorted((run.begun_s, i, run) for i, own in enumerate(groups) for run in own)
     total, dof = len(runs), len(runs) - len(groups) - 1

@@ -60,7 +60,7 @@ class History:
     def add_steps(self, generation: Generation, done: Mapping[Any, Sequence[float]]) -> None:
         """Add what a member of a generation did.
 
-        Of each epoch, by its number: sum and number of its losses, members of the generation, its seconds.
+        Add each epoch's sum and number of losses, members of the generation and seconds, by its number.
         """
         for key, (loss, steps, world, seconds) in done.items():
             number = int(key)

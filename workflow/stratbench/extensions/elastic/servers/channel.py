@@ -152,7 +152,10 @@ class ReturningChannel:
         return self._persist(lambda channel: channel.score(figures))
 
     def rehearse(self) -> None:
-        """See Channel.rehearse. What the warm-up exchanges with servers that are lost is not made up for."""
+        """See Channel.rehearse.
+
+        If servers are lost, the rest of the warm-up's exchange is skipped.
+        """
         try:
             self._channel.rehearse()
         except ServerLost as lost:

@@ -67,7 +67,7 @@ def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
     data = as_bytes(tensor) if tensor.numel() else memoryview(bytearray())
     file.seek(entry["at"])
     if file.readinto(data) != len(data) or zlib.crc32(data) != entry["crc"]:
-        raise StateError(f"{file.name}: not as it was written; delete it to begin anew")
+        raise StateError(f"{file.name}: not as it was written; delete it to start from scratch")
     return tensor
 
 
@@ -130,8 +130,8 @@ def load_state(folder: Path, server: int) -> Saved:
 def settled_tickets(folder: Path, n_servers: int) -> Once:
     """Return the tickets that all shards of all servers have taken, as they were saved.
 
-    Servers save at moments of their own. Any other ticket is handed out again; a shard that has had it
-    already takes it for a skipped step, so that none is applied twice.
+    Servers save at moments of their own. Any other ticket is handed out again. A shard that has had it
+    already takes it as a skipped step, so that none is applied twice.
     """
     manifests = [_read_manifest(folder, server) for server in range(n_servers)]
     return common(Once(*taken) for manifest in manifests for taken in manifest["taken"])
@@ -142,7 +142,9 @@ def _read_manifest(folder: Path, server: int) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise StateError(f"{path} is no saved state ({error}); delete it to begin anew") from error
+        raise StateError(
+            f"{path} is no saved state ({error}); delete it to start from scratch"
+        ) from error
 
 
 class Saver:

@@ -1,8 +1,8 @@
 """Extrapolates the footprint of a model with N equal blocks from traces with few of them.
 
 Counts are linear in the number of blocks. Memory is not: its peak is the maximum of many moments. So the
-moments are matched, by the marks of blocks in a trace: those of the first blocks from the start, those of the
-last ones from the end. Each pair is a line, and the highest line is the peak.
+moments are matched, by the marks of blocks in a trace. The first blocks are matched from the start, the last
+ones from the end. Each pair is a line, and the highest line is the peak.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class EventSegment:
-    """What happens between two marks of a step.
+    """Events between two marks of a step.
 
     Attributes:
         key: The mark, with its block's number from the start, or from the end (negative), and how often this

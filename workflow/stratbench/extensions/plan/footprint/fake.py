@@ -1,7 +1,7 @@
 """Runs one worker of a cell on fake tensors: real model and strategy, without memory or device.
 
-A fake process group of any size replaces the other workers, so that one process on a CPU sees what a rank of
-a thousand GPUs would allocate and send.
+A fake process group of any size replaces the other workers. So one process on a CPU sees what a rank of a
+thousand GPUs would allocate and send.
 """
 
 from __future__ import annotations

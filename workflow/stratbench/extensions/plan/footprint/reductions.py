@@ -1,7 +1,7 @@
 """The temporary device memory of a sum on CUDA, besides its result.
 
-For few sums of many numbers, as in the gradient of a bias, PyTorch divides them over several blocks of
-threads, which write their partial sums to a buffer. No torch here.
+PyTorch divides few sums of many numbers, as in the gradient of a bias, over several blocks of threads. These
+write their partial sums to a buffer. No torch here.
 """
 
 from __future__ import annotations

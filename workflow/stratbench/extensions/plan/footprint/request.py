@@ -197,8 +197,9 @@ def planned_settings(s: Settings) -> dict[str, Any]:
 def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
     """Return bytes of the whole data set on the device, for a model with `input_shape`.
 
-    Images as stored, at the model's size, in the stored number of channels; texts, waveforms and targets as
-    they are stored; the epoch's order as int64; three int64 numbers per augmented training sample.
+    Images count at the model's size, in the stored number of channels and type; texts, waveforms and targets
+    as they are stored. The epoch's order is int64, and augmentation has three int64 numbers per training
+    sample.
 
     Args:
         data: The data set.

@@ -65,10 +65,10 @@ def moved_by(
 
     Return None if they agree with the blocks.
 
-    If the leader's full runs are slower than predicted by more than MAX_OFF beyond the alternative's, the
-    alternative's bound is lowered: by the difference, and by its possible chance part (95 %), since a full
-    run has another allocation than the blocks. An alternative's own deviation counts if it exceeds MAX_OFF.
-    One without full runs takes that of the others, if they are slower.
+    An alternative's bound is lowered if the leader's full runs are slower than predicted by more than MAX_OFF
+    beyond the alternative's. It is lowered by the difference, and by its possible chance part (95 %), since a
+    full run has another allocation. An alternative's own deviation counts if it exceeds MAX_OFF. One without
+    full runs takes that of the others, if they are slower.
 
     Args:
         deviations: Deviations from `off_from_steps`.

@@ -93,9 +93,9 @@ def by_node_set(logs: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.nda
     """Return the repeated values, the number of node sets, and whether few were reused.
 
     Strategies differ by several percent between nodes, so blocks on the same nodes are no two repeats of a
-    conclusion about others. From MIN_SETS node sets on the values are the means of each; with fewer they are
-    the blocks, and the conclusion is about their nodes alone. `nodes`, shape [..., comparisons, blocks]: a
-    number from 0 for each node set.
+    conclusion about others. From MIN_SETS node sets on, the values are the means of each. With fewer, they
+    are the blocks, and the conclusion is about their nodes alone. `nodes`, shape [..., comparisons, blocks]:
+    a number from 0 for each node set.
     """
     is_present = np.isfinite(logs).any(-2)
     nodes = np.where(is_present, nodes, -1)

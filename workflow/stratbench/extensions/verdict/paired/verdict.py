@@ -276,7 +276,7 @@ def node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
 def ratio_values(state: State, strategy: str) -> dict[str, Any]:
     """Return values of a strategy against the leader.
 
-    Of a dropped strategy, from when it was dropped.
+    A dropped strategy has the values of that time.
     """
     last = state.last
     drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == strategy), None)
