@@ -38,7 +38,7 @@ COUNTS = {
     "field of a class": 30,
 }
 #: Strings in these folders, and not raised, are sentences that a user reads.
-REPORTING = ("analysis", "plan/pages", "sets/comparing", "report")
+REPORTING = ("analysis", "extensions/plan/pages", "extensions/sets/comparing", "report")
 #: Pages that repeat docstrings.
 FROM_DOCSTRINGS = ("modules.md",)
 GRADES = "ABC"
