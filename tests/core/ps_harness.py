@@ -20,8 +20,6 @@ from process_groups import forking
 from torch import nn
 
 from launching import LIMIT_S, until
-from stratbench.extensions.elastic.servers.config import ElasticServerConfig
-from stratbench.extensions.elastic.servers.run import make_run
 from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.member import Member
@@ -61,8 +59,11 @@ def batch(ticket: Ticket, dtype: torch.dtype = torch.float64) -> tuple[torch.Ten
 
 def serve_run(config: ServerConfig, secret: bytes) -> dict[str, Any]:
     """Run one server, of an elastic run where the config is of one."""
-    own = {"make_run": make_run} if isinstance(config, ElasticServerConfig) else {}
-    return serve(config, secret, **own)
+    if type(config) is ServerConfig:
+        return serve(config, secret)
+    from stratbench.extensions.elastic.servers.run import make_run
+
+    return serve(config, secret, make_run=make_run)
 
 
 def config(folder: Path, **changed: Any) -> ServerConfig:

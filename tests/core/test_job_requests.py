@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from stratbench.cell.coordinates import Cell
-from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.study import resources
 from stratbench.study.config import config
 from stratbench.study.slurm import commands, job_requests, nodes
@@ -112,8 +111,6 @@ def test_a_type_of_gpu_is_asked_for_and_looked_for_on_the_nodes():
     assert asked.gres == "gpu:a100:4"
     assert "--gres=gpu:a100:4" in asked.sbatch
     assert request("ddp", 4, cluster=a100)[2].gres == ""  # on CPUs
-    each = WorkerJob.of(replace(asked, gpus=1), {}, None)
-    assert "--gres=gpu:a100:1" in WorkerJob.from_json(each.as_json()).arguments
     here = nodes.nodes_of_partition(nodes.parse_sinfo(LARGER), "gpu")
     assert nodes.refusal(cell, settings, asked, here) is None
     (mixed,) = (node for node in here if node.name == "g2")
