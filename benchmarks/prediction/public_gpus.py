@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "workflow")]
 
 from public_plans import Planner, read_configurations  # noqa: E402
+from public_sweep_runs import equal_blocks  # noqa: E402
 
 from stratbench.cell.text.words import GIB  # noqa: E402
 from stratbench.extensions.plan import public_runs  # noqa: E402
@@ -105,7 +106,7 @@ def measure_all() -> list[Measured]:
     known = read_configurations()
     with (HERE / "public_gpus.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    planner = Planner(known["models"])
+    planner = Planner(known["models"], equal_blocks)
     found = []
     for name, c in known["configurations"].items():
         own = [row for row in rows if row["configuration"] == name]

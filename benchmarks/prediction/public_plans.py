@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import yaml
 
 from stratbench.extensions.plan.check import Checked, CheckResult, Network, Rehearsal, try_footprint
+from stratbench.extensions.plan.footprint.drawn_out import UnlikeError
+from stratbench.extensions.plan.footprint.few_parts import FEW, MORE, draw_steps
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.processes import prepare
 from stratbench.extensions.plan.footprint.request import Request
@@ -72,8 +75,20 @@ class Planner:
         if request not in self.footprints:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self.footprints[request] = try_footprint(request, None, self.blocks_of(request))
+                self.footprints[request] = self._footprint(request)
         return self.footprints[request]
+
+    def _footprint(self, request: Request) -> Footprint | str:
+        if request.gradient_accumulation_steps > FEW + MORE:
+            with suppress(UnlikeError):  # steps in many parts share those in few
+                return draw_steps(request, self._few_parts)
+        return try_footprint(request, None, self.blocks_of(request))
+
+    def _few_parts(self, request: Request) -> Footprint:
+        made = self.footprint(request)
+        if isinstance(made, str):
+            raise UnlikeError(made)
+        return made
 
     def _config(self, c: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config.yaml of a study that has this one cell, of a single step."""

@@ -297,7 +297,9 @@ def _stage(variant: Mapping[str, Any]) -> int:
     return int(variant["strategy"] == "zero1")
 
 
-def equal_blocks(request: Request) -> tuple[str, int]:
-    """Return path and number of a network's blocks."""
+def equal_blocks(request: Request) -> tuple[str, int] | None:
+    """Return path and number of a network's blocks; None where it is none of the transformers here."""
     own = request.settings.own_model
+    if own is None or "layers" not in own["kwargs"]:
+        return None
     return ("layers" if own["call"].endswith("Llama") else "blocks"), own["kwargs"]["layers"]

@@ -4,9 +4,8 @@
 
 FILE.csv has the sweeps' rows (public_sweep_runs.py says which columns). What a config can say of them is
 planned and written into workflow/reference/public_sweeps.csv, from which `tune` learns how far planned ratios
-are off. The plan follows every micro-step: the first 155 of 262 take about ten minutes of one core, the
-others about a minute each. Ctrl-C ends it and keeps what is planned. Run it again when the plan's rates have
-changed. Prints benchmarks/results/public-sweeps.md from that table, without FILE.csv in seconds.
+are off. Rows of that table are kept: remove it where the plan's rates have changed. Ctrl-C ends a run and
+keeps what is planned. Prints benchmarks/results/public-sweeps.md from the table, without FILE.csv in seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import csv
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -29,6 +29,7 @@ from public_sweep_runs import MODELS, Run, equal_blocks, read_runs  # noqa: E402
 
 from stratbench.cell.text.words import GIB  # noqa: E402
 from stratbench.extensions.plan.device_rates import find_gpu  # noqa: E402
+from stratbench.extensions.plan.footprint.few_parts import FEW, MORE  # noqa: E402
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT  # noqa: E402
 from stratbench.extensions.tune.differences import (  # noqa: E402
     KINDS,
@@ -70,6 +71,15 @@ def plan_run(planner: Planner, run: Run) -> dict[str, str]:
     fit, times = planned[0].fit, [p.fit.usual_s for p in planned]
     planned_s = times[0] + (times[-1] - times[0]) * run.share
     memory_bytes = find_gpu(run.configuration["cluster"]["gpu"]).memory_gib * GIB
+    return row_of(run) | {
+        "planned": f"{planned_s / run.configuration['experiment']['global_batch']:.5g}",
+        "need": f"{fit.needed_bytes / memory_bytes:.3f}" if run.whole else "",
+        "verdict": fit.verdict if run.whole else "",
+    }
+
+
+def row_of(run: Run) -> dict[str, str]:
+    """Return what the row of a run says of it without a plan."""
     return {
         **{key: run.row[key] for key in ("sweep", "source", "licence")},
         "url": re.sub(r"[;,] (the stored copy|in Chinese)[^)]*", "", run.row["url"]),
@@ -79,29 +89,37 @@ def plan_run(planner: Planner, run: Run) -> dict[str, str]:
         "strategy": run.row["strategy"],
         **{kind: f"{amount:g}" for kind, amount in run.kinds.items()},
         "measured": "" if run.cost is None else f"{run.cost:.5g}",
-        "planned": f"{planned_s / run.configuration['experiment']['global_batch']:.5g}",
-        "need": f"{fit.needed_bytes / memory_bytes:.3f}" if run.whole else "",
-        "verdict": fit.verdict if run.whole else "",
     }
 
 
 def followed_steps(run: Run) -> int:
     """Return about how many micro-steps are followed to plan a run, each with all its collectives."""
-    steps = run.configuration["experiment"]["gradient_accumulation_steps"] * (1 if run.whole else 2)
-    if run.kinds["pipeline"] > 1:
-        return 10 * steps
+    parts = run.configuration["experiment"]["gradient_accumulation_steps"]
+    steps = min(parts, FEW + MORE) * (1 if run.whole else 2)
+    if (stages := run.kinds["pipeline"]) > 1:
+        return stages * min(run.configuration["variant"]["microbatches"], FEW + MORE)
     return steps * (2 if run.kinds["tensor"] > 1 else 1)
 
 
-def plan_runs(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Return the rows of these runs, or of those that are planned when it is interrupted."""
-    planner, rows = Planner(MODELS, equal_blocks), []
+def plan_runs(runs: Sequence[Run], known: Sequence[Row]) -> list[Row]:
+    """Return the known rows, and those of other runs, as far as they are planned when it is interrupted."""
+    planner, rows = Planner(MODELS, equal_blocks), list(known)
+    kept = {key_of(row) for row in known}
+    left = [run for run in runs if key_of(row_of(run)) not in kept]
     try:
-        for run in runs:
+        for i, run in enumerate(left):
             rows.append(plan_run(planner, run))
+            print(
+                f"{i + 1} of {len(left)}: {time.process_time():.0f} s", file=sys.stderr, flush=True
+            )
     except KeyboardInterrupt:
         print(f"{len(rows)} of {len(runs)} are planned", file=sys.stderr)
     return sorted(rows, key=lambda row: (row["source"], row["sweep"]))
+
+
+def key_of(row: Row) -> tuple[str, ...]:
+    """Return what tells a row from others: all but what is planned of it."""
+    return tuple(row[column] for column in COLUMNS[: COLUMNS.index("planned")])
 
 
 def write_table(rows: Sequence[Row]) -> None:
@@ -135,7 +153,13 @@ class Sweep:
 
     def regret(self, of: Sequence[int]) -> float:
         """Return the best of these configurations over the best of all."""
-        return min(self.measured[i] for i in of) / min(self.measured)
+        return min((self.measured[i] for i in of), default=math.inf) / min(self.measured)
+
+    @property
+    def not_too_large(self) -> list[int]:
+        """The configurations that the sieve of memory leaves."""
+        needs = (row["need"] for row in self.rows)
+        return [i for i, need in enumerate(needs) if not need or float(need) <= MEMORY_FACTOR]
 
     def left(self, margins: Margins) -> list[int]:
         """Return the configurations that the sieve of time leaves."""
@@ -152,6 +176,10 @@ class Sweep:
 def sieve_rows(sweeps: Sequence[Sweep], margins: Mapping[str, Margins]) -> Iterator[str]:
     """Yield the table of sieves; `margins`: by the source that is left out."""
     sieves: dict[str, Callable[[Sweep], list[int]]] = {
+        "memory": lambda s: s.not_too_large,
+        "memory, and by kind": lambda s: [
+            i for i in s.left(margins[s.source]) if i in s.not_too_large
+        ],
         "by kind, of other sources": lambda s: s.left(margins[s.source]),
         **{
             f"one factor, {factor:g}": lambda s, factor=factor: s.within(factor)
@@ -191,10 +219,12 @@ def kind_rows(sweeps: Sequence[Sweep], margins: Mapping[str, Margins]) -> Iterat
             dropped = [p for p in known if p.planned > margins[p.source][kind, more].ratio]
             lost = sum(p in wrong for p in dropped)
             m = whole.get((kind, more))
-            evidence = f"{m.sweeps}, {m.sources} | {m.ratio:.2f}" if m else "too little | "
+            evidence = f"{m.sweeps} | {m.sources} | {m.ratio:.2f}" if m else "too little | | "
+            others = [of[kind, more].ratio for of in margins.values() if (kind, more) in of]
+            ends = dict.fromkeys(f"{end(others):.2f}" for end in (min, max) if others)
             yield (
                 f"| {kind} | {'more' if more else 'less'} | {len(pairs)} | {len(wrong)} of {len(apart)} | "
-                f"{evidence} | {len(dropped)} | {lost} |"
+                f"{evidence} | {' to '.join(ends)} | {len(dropped)} | {lost} |"
             )
 
 
@@ -289,13 +319,17 @@ PAGE = """# The plan and the sieves of `tune` beside public sweeps
 (`workflow/reference/public_sweeps.csv` has source and licence of each). Every figure of the sieve by kind is
 of margins from all other sources. PyTorch: sweeps of its own DDP, FSDP and tensor parallelism; others:
 DeepSpeed, InternEvo and Megatron, of which only times are public. Cells are percent where no unit is said.
-Configurations of many micro-steps, and pipelines, are not in it: the plan takes minutes for each. Nothing on
-this page was timed here, so that the load of the machine does not matter.
+{pipelines} of the configurations are pipelines. Steps of several micro-batches are planned in part, the
+cheapest first. Nothing on this page was timed here, so that the load of the machine does not matter.
 
-## What the sieve of time leaves
+## What the sieves leave
 
 Left: configurations that are kept. Winner kept: sweeps in which the fastest is among them; near: it, or one
-within 3 % of it. Worst: the best that is left, over the fastest, in the worst sweep.
+within 3 % of it. Worst: the best that is left, over the fastest, in the worst sweep. Memory: what `tune`
+tries, up to 150 % of the GPU's memory by the plan. The others are sieves of time. By memory the winner of
+{lost} of {sweeps} sweeps is lost (the best that is left, over it):
+
+{names}
 
 | sweeps | sieve | left | winner kept | near | worst |
 |---|---|--:|--:|--:|--:|
@@ -305,11 +339,12 @@ within 3 % of it. Worst: the best that is left, over the fastest, in the worst s
 
 Pairs of a sweep that differ in one kind alone, by whether the one that is planned slower has more of it.
 Wrong: it was faster by more than 3 %, of the pairs whose times differ by so much. Kept up to: the planned
-ratio from which `tune` drops the slower one, by all sources. Dropped, lost: by other sources; lost is what
-was faster by more than 3 %.
+ratio from which `tune` drops the slower one, by all the sweeps and sources that are counted before it.
+Without one: the same, from the least to the most, if one source is left out and the rest is enough. Dropped,
+lost: by other sources; lost is what was faster by more than 3 %.
 
-| kind | slower has | pairs | wrong | sweeps, sources | kept up to | dropped | lost |
-|---|---|--:|--:|--:|--:|--:|--:|
+| kind | slower has | pairs | wrong | sweeps | sources | kept up to | without one | dropped | lost |
+|---|---|--:|--:|--:|--:|--:|--:|--:|--:|
 {kinds}
 
 ## Rules of thumb
@@ -338,7 +373,12 @@ def page(rows: Sequence[Row]) -> str:
         source: fit_margins(row for s in sweeps if s.source != source for row in s.rows)
         for source in {s.source for s in sweeps}
     }
+    lost = [s for s in sweeps if s.regret(s.not_too_large) > 1]
+    names = [f"- `{s.rows[0]['sweep']}`: {s.regret(s.not_too_large):.2f}" for s in lost]
     return PAGE.format(
+        lost=len(lost),
+        names="\n".join(names),
+        pipelines=sum(a["pipeline"] > 1 for s in sweeps for a in s.amounts) or "None",
         count=sum(len(s.rows) for s in sweeps),
         sweeps=len(sweeps),
         sieves="\n".join(sieve_rows(sweeps, margins)),
@@ -352,7 +392,7 @@ def main() -> None:
     """Plan the runs of the file, if there is one, and print the page."""
     if len(sys.argv) > 1:
         runs = sorted(read_runs(Path(sys.argv[1])), key=followed_steps)
-        write_table(plan_runs(runs))
+        write_table(plan_runs(runs, read_sweeps() if PUBLIC_SWEEPS.exists() else []))
     print(page(read_sweeps()), end="")
 
 

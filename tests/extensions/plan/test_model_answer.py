@@ -30,7 +30,7 @@ from stratbench.study.config.messages import ConfigError
 
 TEXT = {"source": "markov-text", "train_samples": 64, "test_samples": 8, "vocabulary": 64}
 CONFIG = {"datasets": {"text": {**TEXT, "sequence": 32}}}
-TOGETHER = ["fsdp-zero3", "ddp", "tensor-{node}"]
+TOGETHER = ["fsdp-zero3", "ddp", "tensor-{node}", "pipeline-{node}"]
 QUESTION = Question("gpt-compact", 2, "A10G", dataset="text", sequence=64, price=2.0)
 
 
@@ -53,9 +53,13 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
     answer = answer_for(CONFIG | {"results": "results"}, QUESTION, first.append)
     assert {c.strategy for c in first[0].choices} == {"fsdp-zero3"}
     found = {(c.strategy, c.checkpointing): c for c in answer.choices}
-    names = {"fsdp-zero3", "ddp", "tensor-2"}
+    names = {"fsdp-zero3", "ddp", "tensor-2", "pipeline-2"}
     assert set(found) == {(name, ckpt) for name in names for ckpt in (False, True)}
-    assert [c.verdict for c in answer.choices] == [FITS] * 6
+    assert [c.verdict for c in answer.choices] == [FITS] * 8
+    # Eight micro-batches go through the two stages.
+    assert all(
+        c.global_batch == 8 * c.micro_batch for c in answer.choices if "pipeline" in c.strategy
+    )
     rates = [c.samples_per_s[2] for c in answer.choices]
     assert rates == sorted(rates, reverse=True)
     for c in answer.choices:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.plan.footprint.cache import CachedJob, results_of
-from stratbench.extensions.plan.footprint.drawn_out import make_by_blocks
-from stratbench.extensions.plan.footprint.footprint import Footprint, make_footprint
+from stratbench.extensions.plan.footprint.few_parts import make_by_few_parts
+from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING, Request
 from stratbench.extensions.plan.needs import Subject, subject_of
 from stratbench.strategies import acceptance, strategy_class
@@ -421,9 +421,7 @@ def try_footprint(
     from stratbench.workload.network.trial import NO_VALUES
 
     try:
-        if blocks is not None:
-            return make_by_blocks(request, trial, Blocks(*blocks))
-        return make_footprint(request, trial)
+        return make_by_few_parts(request, trial, blocks and Blocks(*blocks))
     except ModelError as error:  # the error explains itself
         return str(error)
     except NO_VALUES:

@@ -205,8 +205,7 @@ class Pipeline(ModelSplit):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from stratbench.extensions.splitting.stages import StageModule, balance
-        from stratbench.workload.network.pieces import units_of
+        from stratbench.extensions.splitting.stages import StageModule
 
         coordinate = worker.mesh.place(worker.rank)
         workers, replicas = worker.mesh.stages, worker.mesh.replicas
@@ -214,15 +213,11 @@ class Pipeline(ModelSplit):
             worker.device.type, (workers, replicas), mesh_dim_names=("stages", "replicas")
         )
         self._pipe, self._copies = mesh.get_group("stages"), mesh.get_group("replicas")
-        pieces = models.pieces_of(models.model_of(worker.settings), model)
-        units = units_of(model, pieces, worker.wrap_groups)
-        measured = self.measure(model, units)
-        n = self.n_stages(worker.world_size)
-        ends = [0, *accumulate(balance(measured, self.waiting(n)))]
+        cut, n = self.cut(model, worker), self.n_stages(worker.world_size)
         #: For each stage its pieces, the work per sample, and the shape of its output for one.
-        self._cut = [list(chain(*units[i:j])) for i, j in pairwise(ends)]
-        self._work = [sum(u.flops for u in measured[i:j]) for i, j in pairwise(ends)]
-        self._shapes = [measured[end - 1].shape for end in ends[1:]]
+        self._cut = [pieces for pieces, _ in cut]
+        self._work = [sum(u.flops for u in units) for _, units in cut]
+        self._shapes = [units[-1].shape for _, units in cut]
         self._dtype = next(model.parameters()).dtype
         layout = batch_format(worker.settings.precision, worker.device.type)
         precision = partial(autocast, worker.settings.precision, worker.device)
@@ -248,6 +243,20 @@ class Pipeline(ModelSplit):
             for p in self._by_stage:
                 p.register_post_accumulate_grad_hook(self._send)
         return model
+
+    def cut(
+        self, model: nn.Module, worker: base.Worker
+    ) -> list[tuple[list[Piece], list[MeasuredUnit]]]:
+        """Return the pieces of each stage, and what the units compute that they are of."""
+        from stratbench.extensions.splitting.stages import balance
+        from stratbench.workload.network.pieces import units_of
+
+        pieces = models.pieces_of(models.model_of(worker.settings), model)
+        units = units_of(model, pieces, worker.wrap_groups)
+        measured = self.measure(model, units)
+        waiting = self.waiting(self.n_stages(worker.world_size))
+        ends = [0, *accumulate(balance(measured, waiting))]
+        return [(list(chain(*units[i:j])), measured[i:j]) for i, j in pairwise(ends)]
 
     def _connect(self) -> None:
         """Send something over each boundary: NCCL connects two workers when they first do."""

@@ -153,7 +153,8 @@ def evidence_lines(margins: Margins) -> Iterator[str]:
     """Yield a line for each kind: the planned ratio up to which combinations stay, and its evidence."""
     for kind in KINDS:
         lines = [
-            f"{m.ratio:.2f} times with {words} of it ({counted(m.sweeps, 'public sweep')})"
+            f"{m.ratio:.2f} times with {words} of it ({counted(m.sweeps, 'public sweep')} of "
+            f"{counted(m.sources, 'source')})"
             for more, words in ((True, "more"), (False, "less"))
             if (m := margins.get((kind, more))) is not None
         ]

@@ -45,18 +45,18 @@ FEW, MORE = 5, 6
 FROM_START = 2
 
 
-def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks) -> Footprint:
+def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None) -> Footprint:
     """Return the result of `make_footprint`, from few equal blocks where that gives the same.
 
     Args:
         request: The request.
         trial: Trial of its model.
-        blocks: Its equal blocks.
+        blocks: Its equal blocks, if any.
     """
     mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
     # With every-N, none of the few blocks may be one that is computed again.
     is_uniform = not str(request.settings.activation_checkpointing).startswith("every-")
-    if mesh.stages == 1 and is_uniform:
+    if blocks is not None and mesh.stages == 1 and is_uniform:
         try:
             return draw_footprint(partial(follow, request, 0, trial), blocks)
         except UnlikeError:
@@ -82,7 +82,7 @@ def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint
         raise UnlikeError("fewer blocks") from error
     if few.others or more.others:
         raise UnlikeError("steps of several kinds")
-    further, parts = blocks.count - MORE, few.request.parts
+    further, parts = blocks.count - MORE, few.parts
     both = (few, more)
     phases = len(more.steps[0])
     steps = [
@@ -137,7 +137,7 @@ def _draw_moments(
     further: int,
 ) -> list[Moment]:
     """Return the moments that may be a step's peak for some batch, by lines through both traces."""
-    parts = both[0].request.parts
+    parts = both[0].parts
 
     def line_of(i: int, j: int) -> Affine:
         pair = (draw(few[i], more[j], further) for few, more in zip(*lives, strict=True))
@@ -147,7 +147,7 @@ def _draw_moments(
     for kind in dict.fromkeys(sums for _, _, sums in candidates):
         same_kind = [(i, j) for i, j, sums in candidates if sums == kind]
         lines = [line_of(i, j) for i, j in same_kind]
-        for number in upper_envelope(lines):
+        for number in upper_envelope(lines, parts):
             at = same_kind[number]
             held = [
                 draw(
@@ -357,22 +357,37 @@ def draw(few: Any, more: Any, further: int) -> Any:
         more: Values of the longer trace.
         further: Number of further blocks.
     """
-    if type(few) is not type(more) and not isinstance(few, int | float):
+    return combine((few, more), (-further, 1 + further))
+
+
+def combine(each: Sequence[Any], weights: Sequence[int]) -> Any:
+    """Return the sum of weighted numbers, which may be in dicts, tuples and dataclasses.
+
+    Args:
+        each: Values that are equal except for their numbers.
+        weights: A weight for each; their sum is one.
+
+    Raises:
+        UnlikeError: They are not equal otherwise.
+    """
+    *others, last = each
+    if any(type(x) is not type(last) and not isinstance(x, int | float) for x in others):
         raise UnlikeError("kinds")
-    if isinstance(more, bool | str) or more is None:
-        if few != more:
+    if isinstance(last, bool | str) or last is None:
+        if any(x != last for x in others):
             raise UnlikeError("values")
-        return more
-    if isinstance(more, int | float):
-        return more + (more - few) * further
-    if isinstance(more, dict):
-        return {k: draw(few.get(k, 0), more.get(k, 0), further) for k in few | more}
-    if is_dataclass(more):
-        names = [f.name for f in fields(more)]
-        return replace(more, **{n: draw(getattr(few, n), getattr(more, n), further) for n in names})
-    if len(few) != len(more):
+        return last
+    if isinstance(last, int | float):
+        return last + sum((x - last) * w for x, w in zip(others, weights, strict=False))
+    if isinstance(last, dict):
+        keys = dict.fromkeys(key for x in each for key in x)
+        return {k: combine([x.get(k, 0) for x in each], weights) for k in keys}
+    if is_dataclass(last):
+        names = [f.name for f in fields(last)]
+        return replace(last, **{n: combine([getattr(x, n) for x in each], weights) for n in names})
+    if any(len(x) != len(last) for x in others):
         raise UnlikeError("lengths")
-    return type(more)(draw(x, y, further) for x, y in zip(few, more, strict=True))
+    return type(last)(combine(numbers, weights) for numbers in zip(*each, strict=True))
 
 
 def _length(ends: tuple[int, int]) -> int:

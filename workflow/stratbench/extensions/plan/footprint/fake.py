@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,11 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.cuda_autocast import cuda_autocast
 from stratbench.extensions.plan.footprint.equal_blocks import Blocks, keep_blocks, mark_blocks
 from stratbench.extensions.plan.footprint.replica import Replica
-from stratbench.extensions.plan.footprint.request import Request
+from stratbench.extensions.plan.footprint.request import Request, Turns
 from stratbench.extensions.plan.footprint.torch_internals import (
     FakeTensors,
     fake_group,
+    shorten_schedule,
     torch_on_fakes,
 )
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
@@ -52,6 +54,7 @@ def traced_steps(
     stage: int = 0,
     trial: Trial | None = None,
     blocks: Blocks | None = None,
+    turns: Turns | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
     """Return the trace of the first rank of a stage, and its strategy after the steps.
 
@@ -68,6 +71,7 @@ def traced_steps(
         stage: Number of the stage.
         trial: Trial of the model, by which the strategy may reject it; None skips that.
         blocks: Equal blocks to keep in place of all, which are marked in the trace.
+        turns: Turns of few micro-batches that a stage takes in place of all.
     """
     with ExitStack() as stack:
         # First: what is imported there must not make fake tensors.
@@ -77,6 +81,8 @@ def traced_steps(
         if trial is not None:
             worker.trial = trial
             acceptance.check_model(strategy, request.network, model, worker)
+        if turns is not None:
+            take_turns(strategy, turns)
         trace = OperatorTrace(
             round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1,
             on_cpu=not request.on_cuda,
@@ -162,7 +168,63 @@ def built(
         mesh=strategy.mesh(request.world_size),
         input_shape=request.input_shape,
     )
+    if hasattr(strategy, "measure"):
+        measure_once(strategy)
     return model, strategy, worker
+
+
+#: Costs of the units of the last model, by its settings and input: each stage of a pipeline needs them.
+_measured: dict[Any, Any] = {}
+
+
+def measure_once(strategy: Any) -> None:
+    """Have a pipeline measure the units of a model once for all of its stages."""
+    measure = strategy.measure
+
+    def look_up(*args: Any) -> Any:
+        key = strategy.worker.settings, strategy.worker.input_shape
+        if key not in _measured:
+            _measured.clear()
+            _measured[key] = measure(*args)
+        return _measured[key]
+
+    strategy.measure = look_up
+
+
+def cut_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[list[Any]]]:
+    """Return the strategy of a pipeline, and for each stage the cost of its units of the model.
+
+    Args:
+        request: Request of the pipeline.
+        trial: Trial of the model, by which the strategy may reject it; None skips that.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(strategy_class(request.strategy).on_fakes())
+        stack.enter_context(surroundings(request))
+        strategy: Any
+        model, strategy, worker = built(request)
+        if trial is not None:
+            worker.trial = trial
+            acceptance.check_model(strategy, request.network, model, worker)
+        strategy.worker = worker
+        return strategy, [units for _, units in strategy.cut(model, worker)]
+
+
+def take_turns(strategy: Any, turns: Turns) -> None:
+    """Have a pipeline's stage take few micro-batches in place of all, each as large.
+
+    Args:
+        strategy: The pipeline.
+        turns: Turns of these micro-batches.
+    """
+    make_schedule = strategy.make_schedule
+
+    def make_few(samples: int) -> Any:
+        schedule = make_schedule(samples // turns.microbatches * strategy.options.microbatches)
+        shorten_schedule(schedule, *turns)
+        return schedule
+
+    strategy.make_schedule = make_few
 
 
 def set_up(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:

@@ -14,7 +14,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.extensions.plan.footprint.reductions import Reduction
-from stratbench.extensions.plan.footprint.request import Request
+from stratbench.extensions.plan.footprint.request import Request, Turns
 from stratbench.strategies import mesh_of
 from stratbench.telemetry.flops import TRAINING_FLOPS, counted_flops
 from stratbench.workload.network import models
@@ -272,6 +272,7 @@ class Followed:
 
     Attributes:
         request: The traced request.
+        parts: Number of parts in which a batch of the two steps was computed.
         blocks: Equal blocks that the model has in place of all, or None.
         trace: The trace.
         strategy: The strategy after the steps.
@@ -282,6 +283,7 @@ class Followed:
     """
 
     request: Request
+    parts: int
     blocks: Blocks | None
     trace: OperatorTrace
     strategy: Strategy
@@ -310,7 +312,7 @@ class Followed:
     @cached_property
     def counted(self) -> dict[str, float]:
         """Operations per sample of the whole model, as a job counts them."""
-        forward_flops = self.forward_flops[0] / (self.request.parts * BATCHES[1])
+        forward_flops = self.forward_flops[0] / (self.parts * BATCHES[1])
         return _counted_flops(self.request, forward_flops, self.blocks)
 
     def training_flops(self, counted: dict[str, float], flops: int) -> float:
@@ -325,19 +327,19 @@ class Followed:
         training_flops = counted["training_flops_per_sample"]
         if self.strategy.worker.mesh.members == 1:
             return training_flops
-        forward_flops = flops / (self.request.parts * BATCHES[1])
+        forward_flops = flops / (self.parts * BATCHES[1])
         return training_flops * (forward_flops / counted["forward_flops_per_sample"])
 
     def footprint(self) -> Footprint:
         """Return the footprint of what was followed."""
         request, trace, strategy, edges = self.request, self.trace, self.strategy, self.edges
-        parts, (flops, attention_flops) = request.parts, self.forward_flops
+        parts, (flops, attention_flops) = self.parts, self.forward_flops
         touched = [float(sum(phase.touched_bytes for phase in step)) for step in self.steps]
         moments = _moments(trace, self.steps, self.lives, edges, parts)
         return Footprint(
             model_states_bytes=strategy.model_states(),
             between_steps_bytes=without_zeros(trace.parts_bytes(edges[0])),
-            moments=_highest(moments + self.others),
+            moments=_highest(moments + self.others, parts),
             evaluation=_evaluation(trace, edges[2]),
             collectives=[c.listed for c in self.calls],
             flops_per_sample=flops / (parts * BATCHES[1]),
@@ -356,23 +358,31 @@ class Followed:
 
 
 def follow(
-    request: Request, stage: int = 0, trial: Trial | None = None, blocks: Blocks | None = None
+    request: Request,
+    stage: int = 0,
+    trial: Trial | None = None,
+    blocks: Blocks | None = None,
+    turns: Turns | None = None,
 ) -> Followed:
     """Return traces of two steps of a stage's first rank.
-
-    ModelError if they differ beyond their batch.
 
     Args:
         request: The request.
         stage: Number of the stage.
         trial: Trial of its model.
         blocks: Equal blocks to keep in place of all.
+        turns: Turns of few micro-batches that a stage takes in place of all.
+
+    Raises:
+        ModelError: If they differ beyond their batch.
     """
     from stratbench.extensions.plan.footprint import fake
 
     parts = request.parts
+    if turns is not None:
+        parts = request.gradient_accumulation_steps * turns.microbatches
     batches = [parts * batch for batch in BATCHES]
-    trace, strategy = fake.traced_steps(request, batches, 0, stage, trial, blocks)
+    trace, strategy = fake.traced_steps(request, batches, 0, stage, trial, blocks, turns)
     steps, edges = _two_steps(trace)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
     kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
@@ -390,9 +400,9 @@ def follow(
     others = []
     for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
         other, _ = fake.traced_steps(request, batches, number, stage, trial)
-        lives_of = Followed(request, None, other, strategy, *_two_steps(other), [], [])
+        lives_of = Followed(request, parts, None, other, strategy, *_two_steps(other), [], [])
         others += _moments(other, lives_of.steps, lives_of.lives, lives_of.edges, parts)
-    return Followed(request, blocks, trace, strategy, steps, edges, collectives, others)
+    return Followed(request, parts, blocks, trace, strategy, steps, edges, collectives, others)
 
 
 def _two_steps(
@@ -455,11 +465,11 @@ def _moments(
     edges: list[int],
     parts: int,
 ) -> list[Moment]:
-    """Return the moments of a step that are its peak for some batch, on some GPU."""
+    """Return the moments of a step that are its peak for some batch, with a sample or more per part."""
     lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
-    chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines)]
+    chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines, parts)]
     for sums, at in sums_of(steps, edges, parts).items():
-        chosen += [(at[i], sums) for i in upper_envelope([lines[i] for i in at])]
+        chosen += [(at[i], sums) for i in upper_envelope([lines[i] for i in at], parts)]
     moments = []
     for i, sums in chosen:
         both = [trace.parts_bytes(edge + i) for edge in edges[:2]]
@@ -497,19 +507,22 @@ def sums_of(
     return indices
 
 
-def _highest(moments: list[Moment]) -> list[Moment]:
-    """Return the moments that are highest for some batch, without a sum and by kind of sum."""
+def _highest(moments: list[Moment], least: int) -> list[Moment]:
+    """Return the moments that are highest for some batch, without a sum and by kind of sum.
+
+    `least` is the number of samples of the smallest batch.
+    """
     highest = []
     for sums in dict.fromkeys(m.sums for m in moments):
         same_sums = [m for m in moments if m.sums == sums]
-        highest += [same_sums[i] for i in upper_envelope([m.total_bytes for m in same_sums])]
+        highest += [same_sums[i] for i in upper_envelope([m.total_bytes for m in same_sums], least)]
     return highest
 
 
-def upper_envelope(lines: list[Affine]) -> list[int]:
-    """Return the lines that are highest for some batch >= 1, by ascending slope."""
-    batch, envelope = 1.0, []
-    current = max(range(len(lines)), key=lambda i: (lines[i].at(1), lines[i].per_sample))
+def upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
+    """Return the lines that are highest for some batch >= `least`, by ascending slope."""
+    batch, envelope = float(least), []
+    current = max(range(len(lines)), key=lambda i: (lines[i].at(least), lines[i].per_sample))
     while True:
         envelope.append(current)
         best, best_at = None, float("inf")

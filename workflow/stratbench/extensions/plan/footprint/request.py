@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.cell.settings import EACH, Settings
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
@@ -182,6 +182,13 @@ class Request:
     @property
     def autocasts_like_cuda(self) -> bool:
         return self.on_cuda and self.settings.precision in ("fp16", "bf16")
+
+
+class Turns(NamedTuple):
+    """What a stage of a pipeline takes in turn: micro-batches, and how many of them wait for backward."""
+
+    microbatches: int
+    waiting: int
 
 
 def planned_settings(s: Settings) -> dict[str, Any]:

@@ -250,3 +250,9 @@ def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None
     for flag in (options.get("grad_scale"), options.get("found_inf")):
         if flag is not None and flag.device != params[0].device:
             raise RuntimeError(f"the loss scaler's tensors are on {flag.device}")
+
+
+def shorten_schedule(schedule: Any, microbatches: int, waiting: int) -> None:
+    """Have a schedule of one stage go through so many micro-batches, of which so many wait for backward."""
+    schedule._n_microbatches = microbatches
+    schedule._num_stages = schedule._stage.stage_index + waiting

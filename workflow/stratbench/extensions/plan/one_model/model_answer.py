@@ -35,6 +35,8 @@ from stratbench.workload.data.dataset import Dataset, kind_of
 TEMPLATE = Path(__file__).parent / "templates" / "model_answer.yaml"
 #: GPUs per node if no config sets it.
 NODE_GPUS = 8
+#: Micro-batches of a pipeline's step, by its stages.
+MICROBATCHES_A_STAGE = 4
 #: Usual length of a training if none is set.
 USUAL_TOKENS, USUAL_IMAGES = 1e9, 1e6
 
@@ -201,13 +203,14 @@ def _template_for(question: Question, config: Mapping[str, Any]) -> dict[str, An
     """Return the template's study for the GPUs of the question, as `study_of` takes it."""
     node = (config.get("cluster") or {}).get("gpus_per_node", NODE_GPUS)
     node = next(n for n in range(min(node, question.gpus), 0, -1) if question.gpus % n == 0)
+    parts = MICROBATCHES_A_STAGE * node
     text = TEMPLATE.read_text(encoding="utf-8")
-    template = yaml.safe_load(text.replace("{node}", str(node)))
+    template = yaml.safe_load(text.replace("{node}", str(node)).replace("{parts}", str(parts)))
     strategies = template.pop("strategies")["alone" if question.gpus == 1 else "together"]
     if node == 1:
         strategies = [name for name in strategies if not name.endswith("-1")]
     # Any batch that all can divide; the largest that fits is found by the footprint.
-    template["experiment"]["global_batch"] = question.gpus
+    template["experiment"]["global_batch"] = question.gpus * parts
     template["numbers"] = {"gpus": {"strategies": strategies, "gpus": [question.gpus]}}
     return template
 

@@ -1,0 +1,109 @@
+"""Many parts of a step are drawn out from few: what comes of it is the full trace's, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from test_plan_footprint import ADAMW, changed, request_for
+
+from stratbench.extensions.plan.footprint import few_parts
+from stratbench.extensions.plan.footprint.drawn_out import UnlikeError
+from stratbench.extensions.plan.footprint.few_parts import (
+    draw_listed,
+    draw_parts,
+    make_by_few_parts,
+)
+from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, make_footprint
+from stratbench.extensions.plan.footprint.request import Request
+
+pytestmark = pytest.mark.timeout(300)
+
+ON_CUDA = {"device": "cuda", "precision": "bf16"} | ADAMW
+#: Its two middle stages compute the same.
+FOUR_STAGES = {"pipeline_parallel_size": 4, "schedule": "1f1b"}
+
+
+def request_of(strategy: str, workers: int, options: dict, **changes) -> Request:
+    request = request_for(strategy, "gpt-compact", workers, options=options, **ON_CUDA | changes)
+    return replace(request, input_shape=(32,))
+
+
+def assert_same(drawn: Footprint, full: Footprint, parts: int) -> None:
+    """Numbers of bytes and operations are equal; lines in the batch, but for what a division leaves."""
+    lines = ("moments", "collectives", "touched_bytes", "stages")
+    for name in (f.name for f in fields(Footprint) if f.name not in lines):
+        assert getattr(drawn, name) == getattr(full, name), name
+    assert len(drawn.collectives) == len(full.collectives)
+    for one, other in zip(drawn.collectives, full.collectives, strict=True):
+        assert one == pytest.approx(other) if len(other) > 2 and other[2] else one == other
+    for samples in (parts, 100 * parts):
+        assert drawn.touched_bytes.at(samples) == pytest.approx(full.touched_bytes.at(samples))
+    for samples in (1, 2, 3, 16, 1000):
+        for threads in (0, 270336):
+            peaks = [f.training_peak(samples * parts, threads) for f in (drawn, full)]
+            assert peaks[0] == peaks[1], (samples, threads)
+    for one, other in zip(drawn.stages, full.stages, strict=True):
+        assert_same(one, other, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "options", "changes"),
+    [
+        ("pipeline", FOUR_STAGES | {"microbatches": 9}, {"activation_checkpointing": True}),
+        ("pipeline", FOUR_STAGES | {"microbatches": 6}, {"precision": "fp16"}),
+        ("pipeline", {"schedule": "gpipe", "microbatches": 6, "pipeline_parallel_size": 2}, {}),
+        ("fsdp", {"mixed_precision": "policy"}, {"gradient_accumulation_steps": 9}),
+        ("tensor", {"tensor_parallel_size": 2}, {"gradient_accumulation_steps": 9}),
+    ],
+)
+def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
+    monkeypatch, strategy, options, changes
+):
+    request = request_of(strategy, 4, options, **changes)
+    full = make_footprint(request)
+    followed = []
+    real = few_parts.follow
+    monkeypatch.setattr(few_parts, "follow", lambda *a, **k: followed.append(a) or real(*a, **k))
+    monkeypatch.setattr(few_parts, "make_footprint", None)
+    assert_same(make_by_few_parts(request), full, request.parts)
+    if options.get("pipeline_parallel_size") == 4:
+        # Three of the first stage, three that the middle ones share, and two of the last.
+        assert len(followed) == 8
+
+
+@pytest.mark.slow
+def test_what_few_parts_do_not_tell_is_followed_whole(monkeypatch):
+    request = request_of("pipeline", 2, {"microbatches": 6, "pipeline_parallel_size": 2})
+    monkeypatch.setattr(few_parts, "combine", raise_unlike)
+    assert_same(make_by_few_parts(request), make_footprint(request), request.parts)
+
+
+def raise_unlike(*_: object) -> None:
+    raise UnlikeError("moments")
+
+
+def test_collectives_of_more_parts_are_repeated_where_the_longer_step_has_them():
+    few = [("gather", 8.0), ("send", 0.0, 2, 4.0), ("all_reduce", 16)]
+    more = [
+        ("gather", 8.0),
+        ("send", 0.0, 2, 4.0),
+        ("send", 0.0, 2, 4.0 + 1e-9),
+        ("all_reduce", 16),
+    ]
+    assert draw_listed(few, more, 3) == [few[0], *[few[1]] * 5, few[2]]
+    assert draw_listed(few, few, 3) == few
+    for unlike in ([few[0], few[1], ("all_reduce", 17)], [*few[1:], few[0], few[0]], few[:1]):
+        with pytest.raises(UnlikeError):
+            draw_listed(few, unlike, 3)
+
+
+@pytest.mark.slow
+def test_footprints_with_other_moments_are_not_drawn_out():
+    request = request_of("single", 1, {}, gradient_accumulation_steps=3)
+    few, more = (make_footprint(changed(request, gradient_accumulation_steps=n)) for n in (3, 4))
+    draw_parts([few, more], [3, 4, 12], (-8, 9))
+    other = replace(more.moments[0], total_bytes=Affine(1.0, 1.0))
+    with pytest.raises(UnlikeError):
+        draw_parts([few, replace(more, moments=[*more.moments, other])], [3, 4, 12], (-8, 9))

@@ -1,0 +1,197 @@
+"""Draws the footprint of a step in many parts, as micro-batches, from those of steps in few of them.
+
+What is counted is a line in the number of parts. Memory is one in the number of micro-batches whose backward
+waits, and in what a batch of more parts takes of itself. So lines through few of either say what many take,
+where the same moments are highest in all of them. Stages of a pipeline that compute the same differ in what
+waits alone, and share the traces of few micro-batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from stratbench.extensions.plan.footprint.drawn_out import UnlikeError, combine, make_by_blocks
+from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, follow, make_footprint
+from stratbench.extensions.plan.footprint.request import Request, Turns
+from stratbench.strategies import mesh_of
+from stratbench.workload.users_code import ModelError
+
+if TYPE_CHECKING:
+    from stratbench.extensions.plan.footprint.equal_blocks import Blocks
+    from stratbench.workload.network.trial import Trial
+
+log = logging.getLogger(__name__)
+
+#: Accumulated parts of the two steps that are followed in place of one in more parts than both together.
+FEW, MORE = 3, 4
+#: Schedules in which a worker has one stage, whose traces are lines in what it computes.
+PLAIN_SCHEDULES = ("gpipe", "1f1b")
+#: A footprint by micro-batches of a step, and how many of them wait at once.
+ByMicrobatches = Callable[[int, int], Footprint]
+
+
+def make_by_few_parts(
+    request: Request, trial: Trial | None = None, blocks: Blocks | None = None
+) -> Footprint:
+    """Return what `make_footprint` does, by few parts of a step and few equal blocks where that is the same.
+
+    Args:
+        request: What is followed.
+        trial: Of its network; None: the strategy is not asked whether it takes it.
+        blocks: Of its equal blocks; None: it has none.
+    """
+    make = partial(_make_by_stages, trial=trial, blocks=blocks)
+    steps = request.gradient_accumulation_steps
+    if steps > FEW + MORE:
+        try:
+            return draw_steps(request, make)
+        except (UnlikeError, ModelError):  # which all parts tell of themselves
+            pass
+        except Exception:
+            log.exception("a step in few parts could not be followed; all parts are")
+    return make(request)
+
+
+def draw_steps(request: Request, make: Callable[[Request], Footprint]) -> Footprint:
+    """Return the footprint of a step in many accumulated parts. UnlikeError where few of them differ."""
+    steps = request.gradient_accumulation_steps
+
+    def made(n: int) -> Footprint:
+        settings = replace(request.settings, gradient_accumulation_steps=n)
+        return make(replace(request, settings=settings))
+
+    each = [made(n) for n in (FEW, MORE)]
+    parts = [request.parts // steps * n for n in (FEW, MORE, steps)]
+    return draw_parts(each, parts, (FEW - steps + 1, steps - FEW))
+
+
+def _make_by_stages(request: Request, trial: Trial | None, blocks: Blocks | None) -> Footprint:
+    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
+    if mesh.stages == 1:
+        return make_by_blocks(request, trial, blocks)
+    if request.options.get("schedule") in PLAIN_SCHEDULES:
+        try:
+            return draw_stages(request, mesh.stages, trial)
+        except (UnlikeError, ModelError):
+            pass
+        except Exception:
+            log.exception("stages could not be drawn out; all micro-batches are followed")
+    return make_footprint(request, trial)
+
+
+def draw_stages(request: Request, stages: int, trial: Trial | None = None) -> Footprint:
+    """Return the footprint of a pipeline of so many stages, by few micro-batches.
+
+    Raises:
+        UnlikeError: Few micro-batches do not take their turns as many do.
+    """
+    from stratbench.extensions.plan.footprint import fake
+
+    strategy, units = fake.cut_stages(request, trial)
+    # What a stage computes, and whether it takes samples or gives a loss.
+    kinds = [(tuple(each), i == 0, i == stages - 1) for i, each in enumerate(units)]
+
+    @cache
+    def followed(kind: Any, microbatches: int, waiting: int) -> Footprint:
+        turns = Turns(microbatches, waiting)
+        return follow(request, kinds.index(kind), trial, turns=turns).footprint()
+
+    many, steps = request.options["microbatches"], request.gradient_accumulation_steps
+    found = [
+        draw_microbatches(partial(followed, kind), many, waits, steps)
+        for kind, waits in zip(kinds, strategy.waiting(stages), strict=True)
+    ]
+    return replace(found[0], stages=found)
+
+
+def draw_microbatches(
+    followed: ByMicrobatches, microbatches: int, waiting: int, steps: int = 1
+) -> Footprint:
+    """Return the footprint of a stage.
+
+    Args:
+        followed: Follows the stage with few micro-batches, of which some wait.
+        microbatches: Of a step.
+        waiting: Of them, how many wait for their backward at once.
+        steps: Accumulated parts of a batch, each of so many micro-batches.
+    """
+    if microbatches <= FEW + 1:
+        return followed(microbatches, waiting)
+    if 1 < waiting < microbatches:
+        few = [(4, 3), (3, 2), (4, 2)]
+        weights = [waiting - 2, 4 - microbatches, microbatches - waiting - 1]
+    else:  # backwards come in turn with forwards from the first on, or after all of them
+        few = [(2, 1), (3, 1)] if waiting == 1 else [(2, 2), (3, 3)]
+        weights = [3 - microbatches, microbatches - 2]
+    parts = [steps * n for n in (*(n for n, _ in few), microbatches)]
+    return draw_parts([followed(*each) for each in few], parts, weights)
+
+
+def draw_parts(
+    each: Sequence[Footprint], parts: Sequence[int], weights: Sequence[int]
+) -> Footprint:
+    """Return the weighted sum of the footprints of steps in few parts.
+
+    Args:
+        each: The footprints; the last two differ in the number of parts alone.
+        parts: Of each, and at last of the result.
+        weights: Of each; their sum is one.
+
+    Raises:
+        UnlikeError: They have other moments or collectives.
+    """
+    if any(f.stages for f in each):
+        alike = zip(*(f.stages for f in each), strict=True)
+        stages = [draw_parts(of_stage, parts, weights) for of_stage in alike]
+        return replace(stages[0], stages=stages)
+    of_parts = [_scaled(f, n) for f, n in zip(each, parts, strict=False)]
+    few, more = of_parts[-2:]
+    further = (parts[-1] - parts[-2]) // (parts[-2] - parts[-3])
+    collectives = draw_listed(few.collectives, more.collectives, further)
+    plain = [replace(f, collectives=[]) for f in of_parts]
+    drawn = replace(combine(plain, weights), collectives=collectives)
+    return _scaled(drawn, 1 / parts[-1])
+
+
+def draw_listed(
+    few: Sequence[tuple[Any, ...]], more: Sequence[tuple[Any, ...]], further: int
+) -> list[tuple[Any, ...]]:
+    """Return the collectives of a step in `further` parts more. UnlikeError where they are not repeated."""
+    a, b = ([tuple(map(_rounded, call)) for call in each] for each in (few, more))
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    added = len(b) - len(a)
+    if added < 0 or b[same + added :] != a[same:]:
+        raise UnlikeError("collectives")
+    return b[:same] + b[same : same + added] * (further + 1) + b[same + added :]
+
+
+def _rounded(value: Any) -> Any:
+    """A number of bytes without what a division has left."""
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _scaled(f: Footprint, times: float) -> Footprint:
+    """The footprint with lines in so many times fewer samples: of a part in place of a batch."""
+
+    def scaled(line: Affine) -> Affine:
+        return replace(line, per_sample=line.per_sample * times)
+
+    return replace(
+        f,
+        touched_bytes=scaled(f.touched_bytes),
+        moments=[
+            replace(
+                m,
+                total_bytes=scaled(m.total_bytes),
+                parts_bytes={part: scaled(line) for part, line in m.parts_bytes.items()},
+                sums=m.sums
+                and replace(m.sums, outputs=scaled(m.sums.outputs), inputs=scaled(m.sums.inputs)),
+            )
+            for m in f.moments
+        ],
+        collectives=[(*c[:3], c[3] * times, *c[4:]) if len(c) > 3 else c for c in f.collectives],
+    )
