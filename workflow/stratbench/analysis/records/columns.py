@@ -182,7 +182,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("classes", "number", "", "model.classes"),
     Column("batchnorm", "flag", "", "model.batchnorm"),
     Column("loss_adds_up", "flag", "", "task.loss_adds_up",
-           "Whether the loss of a batch is the mean over its parts, so that it does not matter in how "
+           "Whether the loss of a batch is the mean over its parts, so that it does not matter how "
            "many workers, parts and micro-batches compute it. Empty: not known."),
     Column("initial_weights_sha256", "text", "", "model.initial_weights_sha256"),
     Column("data_sha256", "text", "", "data.sha256"),
