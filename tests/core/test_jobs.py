@@ -11,13 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.extensions.links.jobs import links_arguments, links_request
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.plan_file import digest_of
-from stratbench.study.slurm.nodes import Node
 
 
 def config_of(results: Path, changes: dict | None = None, **cluster) -> tuple[dict, Study]:
@@ -123,80 +121,3 @@ def test_a_job_whose_node_has_no_home_has_a_cache_in_the_runs_folder(
     add_cache_command(mine, tmp_path)
     assert mine.precommand is None
     add_cache_command(None, tmp_path)  # as it is asked for a list of rules
-
-
-def test_links_are_measured_as_the_strategies_use_them(tmp_path):
-    def told(*strategies: str, models: tuple[str, ...] = ("vgg-compact",), **cluster) -> str:
-        block = {
-            "strategies": list(strategies),
-            "models": list(models),
-            "gpus": [1, 2, 4],
-            "device": "cpu",
-        }
-        whole, study = config_of(tmp_path, block, **{"gpus_per_node": 4} | cluster)
-        return " ".join(links_arguments(study, whole["cluster"]))
-
-    assert told("ddp") == "--a-node 4 --workers 2 4 --largest-mib 3 --kinds all_reduce broadcast"
-    assert told("ddp", gpus_per_node=2).startswith("--a-node 2 --workers 2 ")
-    assert "--kinds all_gather all_reduce reduce_scatter" in told("fsdp", "local-sgd")
-    # Servers alone need no collective, and are measured by the transport that they have here.
-    assert told("ps-async").endswith("--kinds --servers shm")
-    # One that does not say what it uses is measured with all there are.
-    assert "--kinds" not in told("ddp", "deepspeed")
-    assert "--largest-mib 256" in told("ddp", models=("vgg16",))
-
-
-def test_links_are_measured_on_two_nodes_where_a_partition_has_them(tmp_path):
-    def node(partition: str, name: str, gpus: int = 4, cpus: int = 40) -> Node:
-        return Node(partition, False, name, cpus, 100_000, gpus, None)
-
-    block = {"strategies": ["ddp", "ps-sync"], "gpus": [1, 2]}
-    cluster = {"gpus_per_node": 4, "cpus_per_gpu": 8, "mem_mib_per_gpu": 9000, "server_cpus": 3}
-    whole, study = config_of(tmp_path, block, **cluster)
-    pair = [node("a", "n1"), node("a", "n2")]
-    asked = links_request(study, whole["cluster"], pair)
-    assert (asked.nodes, asked.gpus, asked.cpus) == (2, 4, 4 * 8 + 3)
-    assert asked.mem_mib > 4 * 9000
-    # Nodes of two partitions are no pair, and neither is one that lacks GPUs.
-    for offered in ([], pair[:1], [pair[0], node("b", "n2")], [pair[0], node("a", "n2", gpus=2)]):
-        asked = links_request(study, whole["cluster"], offered)
-        assert (asked.nodes, asked.gpus) == (1, 4)
-
-
-def test_an_elastic_cell_asks_for_no_gpu_and_its_workers_for_one_each(tmp_path):
-    changes = {"strategies": ["ddp", "ps-ormo"], "gpus": [16], "elastic": True}
-    cluster = {"cpus_per_gpu": 6, "mem_mib_per_gpu": 9000, "server_cpus": 3, "elastic_wait_h": 2}
-    jobs = jobs_of(tmp_path, changes, worker_time_limit_min=45, startup_allowance_s=60, **cluster)
-    for strategy, cpus in (("ddp", 1), ("ps-ormo", 3)):
-        asked = jobs.request_of(jobs.cell_of(wildcards(strategy, 16)))
-        assert (asked.nodes, asked.gpus, asked.cpus, asked.workers) == (1, 0, cpus, 16)
-        assert asked.runtime_min == 11 + 120
-        each = asked.worker
-        assert (each.nodes, each.gpus, each.cpus, each.mem_mib) == (1, 1, 6, 9000)
-        assert (each.runtime_min, each.workers, each.server_cpus) == (45, 0, 0)
-        assert "; up to 16 times: sbatch --nodes=1" in asked.sbatch
-    # Its servers are all in its own job, which holds what the plan says of them.
-    (tmp_path / "s").mkdir()
-    plan = {"gpu": None, "cells": {}}
-    for mib, expected in ((100, 16384), (99_000, 99_000)):
-        served = jobs.cell_of(wildcards("ps-ormo", 16))
-        plan["cells"][served.path] = {"servers_mem_mib": mib}
-        (tmp_path / "s/plan.json").write_text(json.dumps(plan))
-        again = jobs_of(tmp_path, changes, **cluster).request_of(served)
-        assert (again.mem_mib, again.worker.mem_mib) == (expected + 1024, 9000)
-    gang = jobs_of(tmp_path, {"gpus": [4], "strategies": ["ddp"]})
-    assert not gang.request_of(gang.cell_of(wildcards("ddp", 4))).workers
-
-
-@pytest.mark.parametrize(("workers", "of_node"), [(16, 4), (3, 3)])
-def test_an_elastic_worker_asks_for_its_part_of_what_the_plan_says_of_a_node(
-    tmp_path, workers: int, of_node: int
-):
-    changes = {"gpus": [workers], "global_batch": 48, "elastic": True, "strategies": ["ddp"]}
-    cluster = {"gpus_per_node": 4, "mem_mib_per_gpu": 9000}
-    cell = jobs_of(tmp_path, changes, **cluster).cell_of(wildcards("ddp", workers))
-    planned = {cell.path: {"host_mem_mib": of_node * 20_000}}
-    (tmp_path / "s").mkdir()
-    plan = {"gpu": None, "cells": planned}
-    (tmp_path / "s/plan.json").write_text(json.dumps(plan))
-    assert jobs_of(tmp_path, changes, **cluster).request_of(cell).worker.mem_mib == 20_000

@@ -64,7 +64,7 @@ from stratbench.train.beside.profile import RECORDED_STEPS
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.train.nodes import srun as srun_module
-from stratbench.train.running.runner import Runner, runner_of
+from stratbench.train.running.runner import Runner
 from stratbench.train.standing import Standing
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.prepared import verified_meta
@@ -460,21 +460,6 @@ def job_for(s: Settings, data: Path, logs: Path, limit_s: float = 0) -> Abstract
 def enter(job: AbstractContextManager[Job]) -> None:
     with job:
         pass
-
-
-@pytest.mark.parametrize(
-    ("changes", "section"),
-    [
-        ({}, None),
-        ({"strategy": "ps-async"}, None),
-        ({"strategy": "command"}, "program"),
-        ({"more": {"elastic": {"elastic": True}}}, "elastic"),
-        ({"strategy": "ps-async", "more": {"elastic": {"elastic": True}}}, "elastic"),
-        ({"more": {"checkpoints": {"checkpoint_every": 10}}}, "restarts"),
-    ],
-)
-def test_who_runs_a_cell_fills_a_part_of_its_record_of_its_own(changes, section):
-    assert runner_of(settings(**changes)).section == section
 
 
 @pytest.mark.slow

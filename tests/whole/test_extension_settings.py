@@ -1,4 +1,4 @@
-"""Settings of extensions: a cell holds only what its study gives."""
+"""Extensions as cells see them: settings that only their studies give, who runs a cell, families."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import replace
 import pytest
 from test_config import settings_of, study
 
+from launching import settings
+from stratbench.analysis.figures.marks import FAMILIES
 from stratbench.cell.settings import Settings
 from stratbench.extensions.checkpoints.keys import Checkpoints
 from stratbench.extensions.elastic.keys import Elastic
+from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.train.running.runner import runner_of
 
 
 @pytest.mark.parametrize(("given", "kept"), [({}, {}), (None, {}), (7, {"checkpoint_every": 7})])
@@ -31,3 +35,23 @@ def test_a_target_score_is_a_setting_of_elastic_cells_alone(target):
     assert replace(elastic, more={}) == rigid
     assert elastic.of(Elastic) == Elastic(elastic=True, ends_at=target)
     assert elastic.more == {"elastic": {"elastic": True} | ({"ends_at": target} if target else {})}
+
+
+@pytest.mark.parametrize(
+    ("changes", "section"),
+    [
+        ({}, None),
+        ({"strategy": "ps-async"}, None),
+        ({"strategy": "command"}, "program"),
+        ({"more": {"elastic": {"elastic": True}}}, "elastic"),
+        ({"strategy": "ps-async", "more": {"elastic": {"elastic": True}}}, "elastic"),
+        ({"more": {"checkpoints": {"checkpoint_every": 10}}}, "restarts"),
+    ],
+)
+def test_who_runs_a_cell_fills_a_part_of_its_record_of_its_own(changes, section):
+    assert runner_of(settings(**changes)).section == section
+
+
+def test_every_hue_of_a_family_has_a_strategy():
+    """`other` is for unknown strategies."""
+    assert {strategy_class(name).family for name in REGISTRY} | {"other"} == set(FAMILIES)
