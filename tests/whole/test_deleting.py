@@ -44,6 +44,18 @@ def test_no_import_forbids_deleting_an_extension():
     )
 
 
+def test_tests_of_the_core_name_no_extension():
+    """So that they pass where extensions were deleted; but for what an elastic run alone imports."""
+    named = [
+        f"{path.name}: {name}"
+        for path in sorted((ROOT / "tests/core").glob("*.py"))
+        for name in re.findall(
+            r"^(?:from|import) (stratbench\.extensions\.\S+)", path.read_text(), re.M
+        )
+    ]
+    assert not named
+
+
 def test_extensions_need_each_other_in_no_circle():
     order = TopologicalSorter({name: e.needs for name, e in installed().items()}).static_order()
     folders = {path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py")}
