@@ -261,7 +261,7 @@ def a_figure(folder: Path) -> None:
 
 def use(section: str, workflow: str, report: int) -> None:
     """In a forked process: use the section's package, and write what went wrong to a pipe."""
-    sys.path[:0] = [workflow, str(STATISTICS)]
+    sys.path[:0] = [workflow, str(STATISTICS), str(Path(__file__).parents[1] / "core")]
     printed = io.StringIO()
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):

@@ -130,5 +130,5 @@ def test_torchs_own_zero_is_planned_in_a_process_of_its_own(implementation):
         "fields['input_shape'] = tuple(fields['input_shape']); "
         "footprint.make_footprint(Request(settings=settings, **fields))"
     )
-    path = {"PYTHONPATH": str(Path(footprint.__file__).parents[3])}
+    path = {"PYTHONPATH": str(Path(footprint.__file__).parents[4])}
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | path)
