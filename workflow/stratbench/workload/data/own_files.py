@@ -36,6 +36,7 @@ class Samples(NamedTuple):
 IMAGES = Samples("image", (".png", ".jpg", ".jpeg"))
 WAVEFORMS = Samples("waveform", (".wav",))
 TEXTS = Samples("text")
+WEIGHTS = Samples("file of weights", (".safetensors",))
 #: Folders of a folder of samples: the training set, and the first of the others that there is.
 TRAIN, TESTS = "train", ("test", "val")
 _CHUNK = 256

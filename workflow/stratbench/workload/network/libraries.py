@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.text.words import repr_of
-from stratbench.workload.data.own_files import content_sha256
+from stratbench.workload.data.own_files import WEIGHTS, content_sha256
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.users_code import Unsuitable
 
@@ -202,7 +202,7 @@ def _weights_of(named: str, folder: Path, known: Path) -> dict[str, Any]:
             "read; convert them with transformers (save_pretrained), or remove `weights`"
         )
     try:
-        sha256 = content_sha256([file.resolve() for file in files], known)
+        sha256 = content_sha256([file.resolve() for file in files], WEIGHTS, known)
     except DataError as e:
         raise ValueError(f".weights = true: {e}") from e
     return {"weights": str(folder.resolve()), "weights_sha256": sha256}
