@@ -29,7 +29,7 @@ from stratbench.workload.data.prepared import meta_name
 
 @dataclass
 class Addition:
-    """What extensions add to a stage of the analysis."""
+    """Additions of extensions to a stage of the analysis."""
 
     #: Their own stages, as command lines, which run before it and after it where one process runs all.
     before: list = field(default_factory=list)
@@ -232,7 +232,7 @@ def added_inputs(stage):
 
 
 def added_params(stages):
-    """What the command lines of extensions around some stages name."""
+    """The names that extensions add to the command lines of some stages."""
     return {
         key: value for stage in stages for key, value in ADDED[stage].params.items()
     }

@@ -65,7 +65,7 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedNeeds:
-    """What the plan says of a cell's job; 0 and None without a plan.
+    """The plan's needs of a cell's job; 0 and None without a plan.
 
     Attributes:
         host_mem_mib: Memory of the processes on the fullest node.

@@ -1,4 +1,4 @@
-"""What all figures share on matplotlib's axes: their size, round ticks, names next to them, and marks."""
+"""Common parts of figures on matplotlib's axes: size, round ticks, names next to them, and marks."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def say(connection: Connection, what: str, **said: Any) -> None:
 
 
 def hear(connection: Connection) -> dict[str, Any]:
-    """The next message; signs of incarnation are passed over. Raises Closed, Silent and ProtocolError."""
+    """Return the next message, without heartbeats. Raises Closed, Silent and ProtocolError."""
     while True:
         frame = connection.receive()
         if frame.kind is Kind.HEARTBEAT:

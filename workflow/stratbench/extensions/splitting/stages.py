@@ -57,8 +57,8 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
         units: Its units.
         x: One sample.
     """
-    kept = [*model.parameters(), *model.buffers()]
-    empty = {id(t): torch.empty(t.shape, dtype=t.dtype) for t in kept}
+    tensors = [*model.parameters(), *model.buffers()]
+    empty = {id(t): torch.empty(t.shape, dtype=t.dtype) for t in tensors}
     memo = {k: nn.Parameter(t) if t.is_floating_point() else t for k, t in empty.items()}
     like = deepcopy(model, memo)
     figures = []

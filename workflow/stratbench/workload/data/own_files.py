@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Samples(NamedTuple):
-    """What a folder's samples are called, and the ends of their files' names; other files are left out."""
+    """The noun for a folder's samples, and the suffixes of their files; other files are ignored."""
 
     noun: str
     ends: tuple[str, ...] = ()

@@ -136,7 +136,7 @@ def _texts_by_label(name: str, files: Sequence[Path], columns: tuple[str, str]) 
 
 
 def rows_of(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """What some columns of a CSV file with a header, or keys of a JSON Lines file, hold in each row.
+    """Return the values of some columns of a CSV file with a header, or of keys of a JSON Lines file.
 
     DataError for a file that is neither, a column that is missing, or a row without one of them.
     """

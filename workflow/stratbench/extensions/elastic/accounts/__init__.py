@@ -1,1 +1,1 @@
-"""What elastic workers did, as the record says it: accounts of the gang and of servers, and the history."""
+"""The record of elastic workers: accounts of their group and of servers, and the history."""

@@ -1,9 +1,9 @@
 """Draws the footprint of a step in many parts, as micro-batches, from those of steps in few of them.
 
-What is counted is a line in the number of parts. Memory is one in the number of micro-batches whose backward
-waits, and in what a batch of more parts takes of itself. So lines through few of either say what many take,
-where the same moments are highest in all of them. Stages of a pipeline that compute the same differ in what
-waits alone, and share the traces of few micro-batches.
+Counts are linear in the number of parts. Memory is linear in the number of waiting micro-batches, and in
+the size of the batch. Lines through traces of few parts therefore give the memory of many, if the same
+moments are highest in all of them. Pipeline stages with equal work differ only in waiting micro-batches, and
+share the traces of few.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ ByMicrobatches = Callable[[int, int], Footprint]
 def make_by_few_parts(
     request: Request, trial: Trial | None = None, blocks: Blocks | None = None
 ) -> Footprint:
-    """Return what `make_footprint` does, by few parts of a step and few equal blocks where that is the same.
+    """Return the result of `make_footprint`, from few parts and few equal blocks where that is the same.
 
     Args:
-        request: What is followed.
-        trial: Of its network; None: the strategy is not asked whether it takes it.
-        blocks: Of its equal blocks; None: it has none.
+        request: The request.
+        trial: Trial of its model, by which the strategy may reject it; None skips that.
+        blocks: Its equal blocks, if any.
     """
     make = partial(_make_by_stages, trial=trial, blocks=blocks)
     steps = request.gradient_accumulation_steps
     if steps > FEW + MORE:
         try:
             return draw_steps(request, make)
-        except (UnlikeError, ModelError):  # which all parts tell of themselves
+        except (
+            UnlikeError,
+            ModelError,
+        ):  # the trace of all parts raises it again, or has no such difference
             pass
         except Exception:
             log.exception("a step in few parts could not be followed; all parts are")
@@ -92,7 +95,7 @@ def draw_stages(request: Request, stages: int, trial: Trial | None = None) -> Fo
     from stratbench.extensions.plan.footprint import fake
 
     strategy, units = fake.cut_stages(request, trial)
-    # What a stage computes, and whether it takes samples or gives a loss.
+    # The work of a stage, and whether it takes samples or returns a loss.
     kinds = [(tuple(each), i == 0, i == stages - 1) for i, each in enumerate(units)]
 
     @cache

@@ -185,7 +185,7 @@ class Request:
 
 
 class Turns(NamedTuple):
-    """What a stage of a pipeline takes in turn: micro-batches, and how many of them wait for backward."""
+    """The micro-batches that a pipeline stage computes, and how many of them wait for backward."""
 
     microbatches: int
     waiting: int
