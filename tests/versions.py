@@ -3,8 +3,9 @@
     make test-versions               # both, one after the other: 7 GB on disk, half an hour each on 2 cores
     make test-versions ARGS=newest
 
-Quick tests run in the environment, and plans of studies with every strategy are compared with those of the
-pinned versions. The rows are written to benchmarks/results/versions.md, and the environment is removed.
+Quick tests and the slow ones of `SLOW` run in the environment, and plans of studies with every strategy are
+compared with those of the pinned versions. The rows are written to benchmarks/results/versions.md, and the
+environment is removed.
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ TABLE = ROOT / "benchmarks" / "results" / "versions.md"
 STUDIES = ("families", "model-parallel")
 #: Columns of a plan that no version is to change.
 FIGURES = ("peak_mib", "state_parameters_bytes", "state_optimizer_bytes", "wire_bytes_per_step")
+#: The files whose slow tests hold what another PyTorch may compute otherwise: masks that a loss keeps, losses
+#: of parts, networks under every strategy, policies and their references.
+SLOW = ("test_known_values", "test_plan_blocks", "test_zoo", "test_policies", "test_virtual_clock")
 SHOWN = ("torch", "torchvision", "snakemake", "snakemake-executor-plugin-slurm", "numpy", "pandas")
 HEAD = f"""# Oldest and newest versions
 
 `make test-versions` writes this page: quick tests, and plans of the studies {" and ".join(STUDIES)}.
 
+*Tests*: the quick ones, and after "slow" those of {len(SLOW)} files whose results another PyTorch may change.
+
 *Plan*: in so many cells memory peak, model states or bytes sent per step are not those of the pinned
 versions, the peak by at most so much.
 
-| | Python | {" | ".join(SHOWN)} | quick tests | plan |
+| | Python | {" | ".join(SHOWN)} | tests | plan |
 |---|---|{"---|" * len(SHOWN)}---|---|
 """
 
@@ -74,22 +80,26 @@ def list_versions(python: Path) -> list[str]:
     return json.loads(subprocess.check_output([python, "-c", code]))
 
 
-def run_quick_tests(python: Path) -> tuple[str, list[str]]:
-    """Return the last line that pytest prints, without times, and the tests that failed."""
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not slow and not slurm",
-        "-p",
-        "no:cacheprovider",
-    ]
-    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
-    print(done.stdout)
-    last = done.stdout.strip().splitlines()[-1].partition(" in ")[0]
-    return last, re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+def find_slow_files() -> list[Path]:
+    """Return the paths of `SLOW`, in whichever folder of tests each lies."""
+    tests = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    return [tests[name] for name in SLOW]
+
+
+def run_tests(python: Path) -> tuple[str, list[str]]:
+    """Run quick tests, then the slow ones of `SLOW`.
+
+    Returns:
+        The last lines that pytest prints, without times, and the tests that failed.
+    """
+    lines, failed = [], []
+    for selection in (["not slow and not slurm"], ["slow", *map(str, find_slow_files())]):
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", *selection]
+        done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
+        print(done.stdout)
+        lines.append(done.stdout.strip().splitlines()[-1].partition(" in ")[0])
+        failed += re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    return "; slow: ".join(lines), failed
 
 
 def make_plans(python: Path, folder: Path) -> dict[tuple[str, ...], dict[str, str]]:
@@ -135,7 +145,7 @@ def write_row(end: str, cells: list[str]) -> None:
 
 
 def main() -> int:
-    """Test the ends that are named; return 1 if a quick test fails on one."""
+    """Test the ends that are named; return 1 if a test fails on one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ends", nargs="*", choices=ENDS, default=ENDS)
     failed: list[str] = []
@@ -144,7 +154,7 @@ def main() -> int:
         for end in parser.parse_args().ends:
             python = make_environment(end)
             plan = compare_plans(make_plans(python, Path(folder, end)), pinned)
-            tests, named = run_quick_tests(python)
+            tests, named = run_tests(python)
             failures = "".join(f"<br>{name}" for name in named)
             write_row(end, [*list_versions(python), tests + failures, plan])
             failed += named

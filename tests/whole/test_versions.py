@@ -86,3 +86,8 @@ def test_a_row_of_the_table_leaves_the_other_as_it_is(monkeypatch, tmp_path) -> 
     ends.write_row("newest", ["newer"])
     text = ends.TABLE.read_text()
     assert text == ends.HEAD + "| oldest | old |\n| newest | newer |\n"
+
+
+def test_the_files_whose_slow_tests_are_run_have_some() -> None:
+    for path in ends.find_slow_files():
+        assert "pytest.mark.slow" in path.read_text(encoding="utf-8"), path
