@@ -68,9 +68,9 @@ SLOWDOWN = {
         "workers": {"type": "array", "uniqueItems": True, "items": {"type": "integer", "minimum": 0},
             "description": "Ranks of the slow workers; ranks that a cell does not have are ignored."},
         "factor": {"type": "number", "minimum": 1,
-            "description": "How many times longer each step of a slow worker takes."},
+            "description": "Factor by which each step of a slow worker takes longer."},
         "sigma": {"type": "number", "minimum": 0,
-            "description": "Spread of a log-normal factor drawn for every step of every worker (seeded)."},
+            "description": "Standard deviation of the log of a random factor on each step's time (seeded)."},
     },
 }
 # fmt: on
@@ -120,102 +120,107 @@ class Settings:
     seed: int = derived(help="Seed of the weights and of the order of samples.")
     global_batch: int = derived(help="Samples of one step over all workers.")
     per_worker_batch: int = derived(
-        help="Samples of a step that a worker computes on: those of the copy of the network that it has or "
-        "shares.")
+        help="Samples per step of one replica of the model, which a worker has alone or shares with others.")
     own_model: dict[str, Any] | None = derived(default=None, planned=EACH,
-        help="Of a model that is not built in: call, kwargs, shard, and the sha256 of its code or its "
-        "version.")
+        help="Model that is not built in: call, kwargs, shard, and the sha256 of its code or its version. "
+        "null: the model is built in.")
     own_task: dict[str, Any] | None = derived(default=None, planned=EACH,
-        help="Of a task that is not built in: call, and the sha256 of its code or its version. null: the "
-        "data set's own.")
+        help="Task that is not built in: call, and the sha256 of its code or its version. null: the task is "
+        "built in.")
     task: str | None = derived(default=None, planned=EACH,
-        help="Of a data set whose samples' shape does not tell its task: the task that is built in. null: "
-        "the shape tells it.")
+        help="Built-in task, where the shape of the data set's samples does not determine it. null: the "
+        "shape determines it.")
     data_spec: dict[str, Any] | None = derived(default=None,
-        help="What decides the samples of the data set: source, sizes and seed, or a user's kind and keys "
-        "with the hash of the files or code; null: its name says all.")
+        help="Origin of the data set's samples: source, sizes and seed, or the kind and keys of one's own "
+        "data with the hash of its files or code. null: the data set's name determines them.")
     epochs: int | None = setting(None, minimum=1,
-        help="Passes over the training set, each followed by an evaluation; null: `steps` says how long.")
+        help="Passes over the training set, each followed by an evaluation. null: `steps` sets the length of "
+        "the training.")
     steps: int | None = setting(None, minimum=1,
-        help="Steps of the whole training, for cells that only need time and memory: nothing is evaluated, "
-        "so there is no score. A data set of fewer batches starts over. null: `epochs` says how long.")
+        help="Steps of the whole training, for cells of which only time and memory are wanted: nothing is "
+        "evaluated, so there is no score. A data set with fewer batches is read again. null: `epochs` sets "
+        "the length of the training.")
     lr: float = setting(MISSING, planned=0.1, exclusiveMinimum=0, help="Learning rate.")
     optimizer: Literal["sgd", "adamw"] = setting("sgd", planned=EACH,
-        help="What updates the weights: torch's SGD or AdamW, on the workers or on the servers. Servers "
-        "whose rule is made for one of the two refuse the other: docs/reference/strategies/servers.md "
-        "lists them.")
+        help="Optimizer that updates the weights, on the workers or on the servers: torch's SGD or AdamW. "
+        "Servers whose update rule is made for one of the two refuse the other: "
+        "docs/reference/strategies/servers.md lists them.")
     momentum: float = setting(0.9, planned=0.9, minimum=0, exclusiveMaximum=1,
-        help="Momentum of SGD; AdamW has betas in its place.")
+        help="Momentum of SGD. AdamW uses `betas` instead.")
     weight_decay: float = setting(0.0, planned=1e-4, minimum=0,
-        help="Weight decay: of SGD added to the gradient, of AdamW taken off the weights.")
-    nesterov: bool = setting(False, planned=EACH, help="Nesterov momentum of SGD.")
+        help="Weight decay. SGD adds it to the gradient; AdamW subtracts it from the weights.")
+    nesterov: bool = setting(False, planned=EACH, help="Whether SGD uses Nesterov momentum.")
     betas: list[float] | None = setting(None, planned=[0.9, 0.999], **BETAS,
-        help="Decay of AdamW's two moments. null: 0.9 and 0.999 with AdamW.")
+        help="Decay rates of AdamW's two moments. null: 0.9 and 0.999 with AdamW.")
     eps: float | None = setting(None, planned=1e-8, exclusiveMinimum=0,
-        help="What AdamW adds to the root of its second moment. null: 1e-8 with AdamW.")
+        help="Constant that AdamW adds to the root of its second moment. null: 1e-8 with AdamW.")
     optimizer_impl: Literal["fused", "foreach", "for-loop"] = setting("fused", planned=EACH,
         help="PyTorch's implementation of the optimizer. fused: one kernel per step, without temporary "
         "tensors; SGD on a CPU or with sparse gradients runs for-loop in its place. foreach: operations on "
         "all tensors at once, for which AdamW makes a temporary copy of them. for-loop: one tensor at a "
-        "time. Servers, `deepspeed` and precision fp16 take fused alone.")
+        "time. Servers, `deepspeed` and precision fp16 accept fused only.")
     gradient_accumulation_steps: int = setting(1, planned=EACH, minimum=1,
-        help="Equal parts in which each worker computes its batch, one after the other; the gradients are "
-        "added up and synchronised with the last; `fsdp` reduces each part's. It takes the memory of one "
-        "part, and is the same step but for BatchNorm, which normalises within a part. Servers refuse it.")
+        help="Number of equal parts in which each worker computes its batch, one after the other. The "
+        "gradients are summed, and synchronised with the last part; `fsdp` reduces those of each part. A "
+        "step takes the memory of one part and has the same result, except for BatchNorm, which normalises "
+        "within a part. Servers refuse it.")
     activation_checkpointing: bool | str = setting(False, planned=EACH, pattern=CHECKPOINTING,
-        help="Which activations of a model's blocks (what is sharded together) are computed again in "
-        "backward, with the same result. true: all of each block, for about a third more arithmetic. "
-        "`selective`: all but attention, collectives and every second matrix product or convolution of each "
-        "block, as in torchtitan. `every-N`, such as `every-2`: all of each N-th block. It is refused for "
-        "VGG, whose groups are single layers.")
+        help="Which activations of a model's blocks are computed again in backward, with the same result. A "
+        "block has the layers that are sharded together. true: all activations of each block, for about a "
+        "third more arithmetic. `selective`: all but attention, collectives and every second matrix product "
+        "or convolution of each block, as in torchtitan. `every-N`, such as `every-2`: all activations of "
+        "each N-th block. It is refused for VGG, whose blocks are single layers.")
     loss_chunks: int = setting(1, planned=EACH, minimum=1,
-        help="Parts of a text's positions in which the last layer's scores and their loss are computed, one "
-        "after the other, and again in backward: the memory for scores of one part, the same loss. Servers, "
-        "`deepspeed`, `tensor`, `pipeline`, `compile`, images and tasks of one's own refuse more than 1.")
+        help="Number of parts of a text's positions for which the logits and their loss are computed, one "
+        "part after the other, and again in backward. The loss is the same, and only the logits of one part "
+        "are in memory. Servers, `deepspeed`, `tensor`, `pipeline`, `compile`, images and one's own tasks "
+        "refuse more than 1.")
     compile: bool = setting(False,
         help="Whether forward and backward of the training go through torch.compile, after the strategy has "
         "wrapped the model. The warm-up (3 steps at least) compiles; its time is recorded as `compile_s`. "
         "Evaluation and the optimizer are not compiled. It needs g++ on CPUs, Triton on GPUs. The plan "
-        "predicts the uncompiled model's memory; its time is for half the bytes of memory and half the "
-        "launches.")
+        "predicts the uncompiled model's memory, and a time with half of its memory traffic and half of its "
+        "kernel launches.")
     schedule: Schedule = setting("constant",
         help="How the learning rate falls from `lr` to `final_lr` over the steps of all epochs, after its "
-        "warm-up. Servers count a step when the pushes of a global batch have come.")
+        "warm-up. Servers count a step when they have received the gradients of a global batch.")
     lr_warmup_steps: int = setting(0, minimum=0,
-        help="First steps, over which the learning rate rises in equal parts to `lr`. Not the untimed "
-        "`warmup_steps`.")
+        help="Number of first steps over which the learning rate rises linearly to `lr`. They are not the "
+        "untimed `warmup_steps`.")
     final_lr: float = setting(0.0, minimum=0,
-        help="Learning rate to which the schedule falls; the step after the last would have it.")
+        help="Learning rate to which the schedule falls. A step after the last one would have it.")
     max_grad_norm: float | None = setting(None, planned=1.0, exclusiveMinimum=0,
-        help="Largest Euclidean norm of the whole gradient, over all workers' parts: a larger gradient is "
-        "scaled down to it. null: none. Servers refuse it.")
+        help="Largest Euclidean norm of the gradient of all parameters: a larger gradient is scaled down to "
+        "it. null: no clipping. Servers refuse it.")
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp64"] = setting(
         "fp32", planned=EACH,
-        help="Arithmetic: tf32 is fp32 with TensorFloat-32 matrix products (GPUs only); bf16 and fp16 are "
-        "mixed precision (weights stay fp32), fp16 with loss scaling. bf16-true: weights, gradients, the "
-        "optimizer's states and all but the loss in bfloat16, half the memory; small updates are lost to "
-        "rounding. Servers and `deepspeed` refuse it.")
+        help="Number format of the arithmetic. tf32: fp32 with TensorFloat-32 matrix products (GPUs only). "
+        "bf16 and fp16: mixed precision with fp32 weights, and for fp16 loss scaling. bf16-true: weights, "
+        "gradients, the optimizer's states and all arithmetic but the loss in bfloat16. It needs half the "
+        "memory, and rounding loses small updates. Servers and `deepspeed` refuse bf16-true.")
     augment: bool = setting(False,
-        help="The data set's standard augmentation (random crop; flip for natural images).")
+        help="Whether training images get the data set's standard augmentation: a random crop, and a flip of "
+        "natural images.")
     data_placement: Literal["device", "host"] = setting("device",
-        help="Where the data set lies: whole on each worker's device; or in host memory, for what does not "
-        "fit there. Then a thread of each worker gathers the next batch and copies it while the device "
-        "computes; what that costs is in the breakdown's `data`.")
+        help="Where the data set is stored. device: whole on each worker's device. host: in host memory, for "
+        "data sets that do not fit on the device. A thread of each worker then gathers and copies the next "
+        "batch while the device computes. The breakdown of time has the cost as `data`.")
     warmup_steps: int = setting(3, minimum=1,
-        help="Steps before the clock starts; their effect on the state is undone.")
+        help="Steps before the clock starts. Their effect on the model and the optimizer is undone.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto",
-        help="What a worker runs on: a GPU where there is one (auto), a CPU process, or a GPU or an error.")
+        help="Device of a worker. auto: a GPU if there is one, else the CPU. cuda: a GPU, and an error if "
+        "there is none.")
     threads: int | None = setting(None, minimum=1,
-        help="CPU threads of a worker; null: the cores of the node shared out evenly, less those that a "
-        "SLURM job got for its servers.")
+        help="CPU threads of a worker. null: an equal share of the node's cores, without those that a SLURM "
+        "job requested for its servers.")
     profile: bool = setting(False,
-        help="Whether a few more steps, after the training and in no figure, leave a trace of torch's "
-        "profiler in the cell's log folder.")
+        help="Whether torch's profiler writes a trace of a few more steps into the cell's log folder. These "
+        "steps follow the training and count in no result.")
     slowdown: dict[str, Any] | None = setting(None, **SLOWDOWN,
-        help="Slows chosen workers, to study stragglers.")
+        help="Artificial delay of chosen workers, to study stragglers. null: no worker is delayed.")
     #: Empty for an extension that a study does not use: adding or deleting one retrains nothing.
     more: dict[str, dict[str, Any]] = derived(default_factory=dict,
-        help="By extension, what the study gives for its keys other than their defaults; absent: nothing.")
+        help="Keys of extensions whose values differ from the defaults, by extension.")
     # fmt: on
 
     def __hash__(self) -> int:
