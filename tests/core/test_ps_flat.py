@@ -12,8 +12,9 @@ from ps_harness import small_model
 from torch import nn
 
 from stratbench.ps.device import Countdown, buckets_of
-from stratbench.ps.flat import ALIGN_BYTES, FlatSpace, cut
+from stratbench.ps.flat import FlatSpace, cut
 from stratbench.ps.wire.shm import allocate, attach
+from stratbench.workload.flat import ALIGN_BYTES
 
 
 def step(model, x, y):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stratbench.ps.device import Staging
-from stratbench.ps.flat import FlatSpace, as_bytes, cut
+from stratbench.ps.flat import FlatSpace, cut
 from stratbench.ps.scale import LossScale, Unscaler
 from stratbench.ps.tickets import Evaluation, Ticket
 from stratbench.ps.wire.frames import (
@@ -31,6 +31,7 @@ from stratbench.ps.wire.handshake import JoinLater, JoinRefused, join_handshake
 from stratbench.ps.wire.link import Left, Link, RunEnded, ServerLost
 from stratbench.ps.wire.shm import DTYPES
 from stratbench.ps.wire.transport import Closed, Connection, Silent, dial
+from stratbench.workload.flat import as_bytes
 
 _HANDSHAKE_S = 30.0
 _REDIAL_S = 0.1

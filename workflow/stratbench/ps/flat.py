@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 from stratbench.ps.wire.shm import FlatTensors, Layout, allocate, dtype_name
-
-#: Tensors start on the boundary torch's own allocations start on: vectorised kernels may round
-#: differently on other ones, and a run must equal one without a server bit for bit.
-ALIGN_BYTES = 64
+from stratbench.workload.flat import copied_into, offsets_of, strided
 
 
 def cut(numel: int, shard_numel: int) -> list[tuple[int, int]]:
@@ -31,16 +28,6 @@ def _same_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype
         names = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(f"the model's {what} have several dtypes ({names}); one is needed")
     return dtypes.pop() if dtypes else torch.float32
-
-
-def offsets_of(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Return each tensor's start in the flat tensor, and the flat tensor's length, in elements."""
-    starts, end = [], 0
-    for tensor in tensors:
-        align = max(1, ALIGN_BYTES // tensor.element_size())
-        starts.append(end)
-        end = -(-(end + tensor.numel()) // align) * align
-    return starts, end
 
 
 class FlatSpace:
@@ -128,38 +115,6 @@ class FlatSpace:
         self.buffers.copy_(buffers)
 
 
-def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the view of `flat` at `start` with the shape and strides of `like`.
-
-    Args:
-        like: Tensor with the shape and strides.
-        flat: Flat tensor.
-        start: First element.
-    """
-    dense = (
-        like.numel() == 0
-        or 1
-        + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        == like.numel()
-    )
-    if not dense:
-        raise ValueError(f"a tensor of shape {list(like.shape)} is not dense in memory")
-    return torch.as_strided(flat, like.shape, like.stride(), start)
-
-
-def copied_into(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """Copy `data` to `flat` at `start`; return the view with its shape and strides.
-
-    Args:
-        data: Tensor to copy.
-        flat: Flat tensor.
-        start: First element.
-    """
-    view = strided(data, flat, start)
-    view.copy_(data)
-    return view
-
-
 def host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a host tensor of shape [1], to which `device` can copy asynchronously."""
     scalar = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=dtype, count=1)
@@ -179,8 +134,3 @@ def _pin(tensor: torch.Tensor) -> None:
     if int(status) != 0:
         reason = cudart.cudaGetErrorString(status)  # "out of memory" where the host has none to pin
         raise RuntimeError(f"cudaHostRegister refused to pin {tensor.nbytes} bytes: {reason}")
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor of any dtype, writable, without a copy."""
-    return memoryview(tensor.view(torch.uint8).numpy())

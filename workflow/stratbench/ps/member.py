@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stratbench.ps.flat import as_bytes
 from stratbench.ps.tickets import Ticket
 from stratbench.ps.wire.frames import BUFFERS, Frame, Kind, ProtocolError
 from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout, attach
 from stratbench.ps.wire.transport import Connection
+from stratbench.workload.flat import as_bytes
 
 #: Most shards answered by one frame over shared memory; more would make the worker wait for them.
 _RUN_SHARDS = 16

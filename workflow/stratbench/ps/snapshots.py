@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from stratbench.cell.files import write_atomic
-from stratbench.ps.flat import as_bytes
 from stratbench.ps.shard import Shard
 from stratbench.ps.wire.shm import DTYPES, dtype_name
+from stratbench.workload.flat import as_bytes
 
 
 def _weights_file(folder: Path, epoch: int, server: int) -> Path:

@@ -35,7 +35,7 @@ class Damaged(ValueError):
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    from stratbench.ps.flat import as_bytes
+    from stratbench.workload.flat import as_bytes
 
     return as_bytes(tensor.reshape(-1))
 

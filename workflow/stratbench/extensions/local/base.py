@@ -152,7 +152,7 @@ def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return a flat tensor per number format, and make `tensors` views of it, with their strides."""
     import torch
 
-    from stratbench.ps.flat import copied_into, offsets_of
+    from stratbench.workload.flat import copied_into, offsets_of
 
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:

@@ -29,7 +29,7 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], rank: int, workers: int) -> None:
         import torch
 
-        from stratbench.ps.flat import ALIGN_BYTES, copied_into, offsets_of, strided
+        from stratbench.workload.flat import ALIGN_BYTES, copied_into, offsets_of, strided
 
         starts, numel = offsets_of(parameters)
         unit = workers * max(1, ALIGN_BYTES // parameters[0].element_size())

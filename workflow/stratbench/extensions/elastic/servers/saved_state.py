@@ -20,11 +20,11 @@ import torch
 
 from stratbench.cell.files import write_atomic
 from stratbench.extensions.elastic.servers.journal import state_manifest
-from stratbench.ps.flat import as_bytes
 from stratbench.ps.policies.policy import Fields
 from stratbench.ps.store import Store
 from stratbench.ps.tickets import Once, common
 from stratbench.ps.wire.shm import DTYPES, Layout, dtype_name
+from stratbench.workload.flat import as_bytes
 
 
 class StateError(ValueError):
