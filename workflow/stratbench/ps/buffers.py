@@ -1,4 +1,4 @@
-"""The server's side of float buffers (BatchNorm running statistics): the mean over the workers."""
+"""The mean over the workers of their float buffers (BatchNorm's running statistics), on the server."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from torch import Tensor
 
 
 class BufferMean:
-    """Averages what the workers pushed last.
+    """Averages the latest float buffers of all workers.
 
-    Every worker has its own running statistics of its batches and pushes them with each gradient. The
-    server's are the unweighted mean of each worker's latest. A worker that has finished still counts; one
-    that was lost does not, unless no others are left. Workers never read the mean: only evaluation does.
-    Before the first push it is the model's initial buffers. With one worker it is that worker's buffers, bit
-    for bit.
+    Every worker has running statistics of its own batches and pushes them with each gradient. The server's
+    buffers are the unweighted mean over the workers. A worker that has finished still counts. A lost worker
+    does not, unless no other is left. Only the evaluation reads the mean. Before the first push the mean is
+    the model's initial buffers. With one worker it equals that worker's buffers bit for bit.
     """
 
     def __init__(self, initial: Tensor) -> None:
-        """`initial`: shape [buffer_numel]."""
+        """Start from the model's initial buffers, shape [buffer_numel]."""
         self._initial = initial
         self._latest: dict[int, Tensor] = {}
         self._lost: set[int] = set()
         self._lock = threading.Lock()
 
     def push(self, worker: int, buffers: Tensor, alive: Callable[[], bool]) -> None:
-        """Copy `buffers` as `worker`'s latest.
+        """Store a copy of a worker's latest buffers.
 
         Args:
             worker: Number of the worker.
             buffers: Its buffers, shape [buffer_numel].
-            alive: Whether the worker is still part of the run.
+            alive: Returns whether the worker is still part of the run. If not, nothing is stored.
         """
         with self._lock:
             if not alive():
@@ -44,23 +43,23 @@ class BufferMean:
             self._latest[worker].copy_(buffers)
 
     def lose(self, worker: int) -> None:
-        """`worker` was lost: its statistics belong to older and older weights."""
+        """Leave a lost worker out of the mean, because its statistics become outdated."""
         with self._lock:
             self._lost.add(worker)
 
     def state(self) -> dict[str, Any]:
-        """Return all that it knows, copied, for `load`."""
+        """Return a copy of the initial and the latest buffers, for `load`."""
         with self._lock:
             latest = {worker: tensor.clone() for worker, tensor in self._latest.items()}
             return {"initial": self._initial.clone(), "latest": latest}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Resume from a `state`, without any worker."""
+        """Restore a state, in which all workers count as lost."""
         self._initial.copy_(state["initial"])
         self._latest, self._lost = state["latest"], set(state["latest"])
 
     def mean(self) -> Tensor:
-        """Return the server's buffers, shape [buffer_numel]; a new tensor."""
+        """Return the mean of the buffers as a new tensor, shape [buffer_numel]."""
         with self._lock:
             counted = sorted(self._latest.keys() - self._lost) or sorted(self._latest)
             if not counted:

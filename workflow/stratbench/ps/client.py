@@ -1,4 +1,4 @@
-"""A worker's side of the parameter server: it pushes gradients and pulls weights and tickets."""
+"""The worker's connections to the parameter servers: it pushes gradients and pulls weights and tickets."""
 
 from __future__ import annotations
 
@@ -35,18 +35,24 @@ from stratbench.workload.flat import as_bytes
 
 _HANDSHAKE_S = 30.0
 _REDIAL_S = 0.1
-#: Maximum time that a leaving worker waits for each server's acknowledgement.
+#: Maximum seconds that a leaving worker waits for the acknowledgement of each server.
 _FAREWELL_S = 2.0
 
 
 class Channel:
     """One worker's connections to all servers of the run.
 
-    Use: `channel = Channel.connect(...)`; warm up, with `channel.rehearse()` for `push_pull()`; `ticket =
-    channel.first()`; for each ticket zero the gradients, run forward and backward on its batch, then `ticket
-    = channel.push_pull()` until that is None; `channel.close()`. All calls come from one thread. Threads of
-    the channel receive, send (to the second server and further) and send heartbeats. So a slow worker does
-    not count as lost.
+    A worker calls, from one thread:
+
+    1. `channel = Channel.connect(...)`.
+    2. `channel.rehearse()` in each step of the warm-up, in place of `push_pull`.
+    3. `ticket = channel.first()`.
+    4. Per ticket: zero the gradients, run forward and backward on its batch, `ticket = channel.push_pull()`.
+       None means that no ticket is left.
+    5. `channel.close()`.
+
+    Other threads of the channel receive frames, send frames to all servers but the first, and send
+    heartbeats, so that a slow worker does not count as lost.
     """
 
     def __init__(
@@ -56,14 +62,16 @@ class Channel:
         wire: str,
         scale: LossScale | None,
     ) -> None:
-        """Use `connect`."""
+        """Create a channel without connections, for `connect`."""
         self.worker, self.flat, self.scale = worker, flat, scale
-        self.snapshot_dir: str | None = (
-            None  # where the servers store the state of each epoch's end
-        )
-        self.evaluator: int | None = None  # after the end: the live worker with the lowest number
-        self.version = 0  # updates in the weights now held, as the shard that came last counts them
-        self.wait_s = 0.0  # between the last byte pushed and the reply's last byte
+        #: Folder in which the servers write a snapshot at the end of each epoch.
+        self.snapshot_dir: str | None = None
+        #: Number of the worker that evaluates after the training: the lowest of those still connected.
+        self.evaluator: int | None = None
+        #: Number of updates in the current weights, as counted by the shard that arrived last.
+        self.version = 0
+        #: Seconds between the last byte of a push and the last byte of the reply, summed over pushes.
+        self.wait_s = 0.0
         self._wire = wire
         self._incarnation: int | None = None
         self._start = ""
@@ -71,14 +79,16 @@ class Channel:
         self._ticket = NO_TICKET
         self._rehearsing = True
         self._next: Ticket | Evaluation | None = None
-        self._told = threading.Event()  # a TICKET, DONE or the channel's end has come
+        self._told = (
+            threading.Event()
+        )  # set when TICKET, EVAL or DONE has arrived, or the channel has ended
         self._was_idle = False
         self._gone = threading.Event()  # set once `leave` has finished
         self._error: Exception | None = None
         self._done = False
         self._closing = threading.Event()
         self._staging: Staging | None = None
-        self._weight = 1.0  # of the push at hand
+        self._weight = 1.0  # of the current push
         self._lock = threading.Lock()
 
     @classmethod
@@ -96,28 +106,29 @@ class Channel:
         incarnation: int | None = None,
         start: str = "",
     ) -> Channel:
-        """Join a run as worker number `worker`.
+        """Connect a worker to all servers of a run.
 
-        Worker r begins at server r mod n and goes round, so that connections are spread over the servers.
-        When the run is over for this worker, the next call raises.
+        Worker r connects to server r mod n first and then to the following ones, so that the servers get
+        connections at different times. After the run has ended for this worker, the next call raises.
 
         Args:
-            rendezvous: Path of the servers' rendezvous files, without their endings.
+            rendezvous: Path of the servers' rendezvous files, without their suffix.
             worker: Number of the worker.
             flat: Flat tensors of the model.
             secret: Secret of the job.
             transport: "shm" (same host), "tcp", or "auto", which prefers shared memory.
-            wire: "native", or "bfloat16" to push half the bytes of fp32 over TCP; shared memory, in which
-                nothing moves, is always native.
-            deadline_s: Maximum time.
-            scale: Loss scale of each backward. A push undoes it, is dropped as a whole where a gradient
-                overflowed, and updates it.
+            wire: "native", or "bfloat16" to push half the bytes of fp32 over TCP. Shared memory always uses
+                "native", because nothing is copied there.
+            deadline_s: Maximum seconds for connecting.
+            scale: Loss scale of each backward, or None. A push divides by it, is skipped as a whole if a
+                gradient overflowed, and updates it.
             n_servers: Number of servers.
-            incarnation: Incarnation of an elastic run's servers, or None for a gang.
-            start: Identity of the process.
+            incarnation: Incarnation of the servers of an elastic run. None: the workers are a gang.
+            start: Hash of the model's initial weights, which must be equal for all workers.
 
         Raises:
-            ConnectionError: When that fails by `deadline_s`; JoinRefused has the server's reason.
+            ConnectionError: If the worker is not connected by `deadline_s`. JoinRefused has the server's
+                reason.
         """
         if wire not in ("native", "bfloat16"):
             raise ValueError(f"wire is {wire!r}; expected native or bfloat16")
@@ -127,9 +138,8 @@ class Channel:
         channel._incarnation, channel._start = incarnation, start
         deadline = time.monotonic() + deadline_s
         try:
-            first = (
-                worker if incarnation is None else 0
-            )  # where places are few, all ask the same one first
+            # Elastic workers may be more than the slots: all ask server 0 first, which assigns the slots.
+            first = worker if incarnation is None else 0
             for k in range(first, first + n_servers):
                 link = channel._join(rendezvous, k % n_servers, secret, transport, deadline)
                 channel._links.append(link)
@@ -142,7 +152,7 @@ class Channel:
                 channel.snapshot_dir = link.snapshot_dir
             channel._links.sort(key=lambda link: link.server)
         except BaseException:
-            if incarnation is not None:  # it comes again, and was not lost where it was let in
+            if incarnation is not None:  # the worker will try again, and must not count as lost
                 channel._say(Kind.LEAVE)
             channel._close_connections()
             raise
@@ -156,7 +166,7 @@ class Channel:
             sock, used = dial(rendezvous, server, transport, deadline)
             try:
                 return self._shake_hands(sock, server, secret, used)
-            except Closed as error:  # without a word: the server was too busy, or made room
+            except Closed as error:  # without a reason: the server had too many new connections
                 if time.monotonic() > deadline:
                     reason = f"server {server} refuses worker {self.worker}: {error}"
                     raise JoinRefused(reason) from None
@@ -165,7 +175,7 @@ class Channel:
     def _shake_hands(self, sock: socket.socket, server: int, secret: bytes, used: str) -> Link:
         try:
             connection = Connection(sock, tick_s=1.0)
-        except OSError as error:  # it was closed again already
+        except OSError as error:  # the server has closed it already
             sock.close()
             raise Closed(str(error)) from None
         connection.deadline = time.monotonic() + _HANDSHAKE_S
@@ -193,12 +203,12 @@ class Channel:
         return Link(connection, server, used, welcome)
 
     def _begin(self) -> None:
-        """Start the threads and find out how shards are cut."""
+        """Compute the bounds of all shards, and start the threads."""
         self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
         if self.flat.is_mirrored:
             pushes = self._push_buffers, self._push_shards, self._end_push
             self._staging = Staging(self.flat, self._bounds, *pushes, self.scale, self._weigh)
-            self._staging.fetch_initial()  # the warm-up delivers what is here
+            self._staging.fetch_initial()  # the warm-up copies these weights back to the device
         self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
         self._weight_bytes = as_bytes(self.flat.host.weights)
         self._grad_bytes = as_bytes(self.flat.host.grads)
@@ -232,9 +242,9 @@ class Channel:
     # --- what the worker calls -------------------------------------------------------------------
 
     def first(self) -> Ticket | Evaluation | None:
-        """Wait until all workers are ready; return the first ticket, with the initial weights loaded.
+        """Wait until all workers are ready, load the initial weights, and return the first ticket.
 
-        The initial weights are one worker's own: call it when the model is in its initial state.
+        The initial weights are those of one of the workers. So the model must be in its initial state.
         """
         self._rehearsing = False
         self.count_anew()
@@ -244,30 +254,27 @@ class Channel:
         for link in reversed(self._links):  # server 0 last: it starts the run
             self._send(link, Frame(Kind.PULL))
         ticket = self._await_reply(time.perf_counter())
-        self.wait_s = 0.0  # waiting for the other workers to be ready is none of it
+        self.wait_s = 0.0  # does not include the wait for other workers to be ready
         return ticket
 
     def count_anew(self) -> None:
-        """Forget the bytes and the waiting so far."""
+        """Reset the counters of bytes and of waiting time."""
         self.wait_s = 0.0
         for link in self._links:
             link.bytes_out = link.bytes_in = 0
 
     def arm(self) -> None:
-        """CUDA: let the next backward's gradients leave while it still runs, bucket by bucket.
+        """On a GPU, send gradients bucket by bucket while the next backward still runs.
 
-        Only for a backward after which the gradients are final (but for the loss scale) and that
-        `push_pull` or `rehearse` follows. Does nothing on a CPU.
+        Call it only if this backward makes the gradients final, except for the loss scale, and if `push_pull`
+        or `rehearse` follows. It has no effect on a CPU.
         """
         if self._staging is not None:
             self._expect()
             self._staging.arm()
 
     def weigh(self, weight: torch.Tensor) -> None:
-        """Say what the next push weighs where a step's pushes are averaged, a scalar.
-
-        Before `arm`.
-        """
+        """Set the weight of the next push in the average of a step, a scalar. Call it before `arm`."""
         if self._staging is not None:
             self._staging.weight = weight
         else:
@@ -277,19 +284,23 @@ class Channel:
         self._weight = float(weight)
 
     def push_pull(self) -> Ticket | Evaluation | None:
-        """Push `flat.grads` and the buffers for the current ticket; wait for the next.
+        """Push gradients and buffers of the current ticket, and wait for new weights and the next ticket.
 
-        Wait for weights and the next ticket.
+        The content of `flat.grads` is undefined afterwards.
 
-        The gradients' contents are undefined afterwards. Returns None when no tickets are left; the model is
-        then in an undefined state (the servers' is in their snapshots). Raises RunEnded with the server's
-        reason, or ServerLost.
+        Returns:
+            The next ticket, or an evaluation to do. None if no ticket is left: then the weights are
+            undefined, and the final ones are in the servers' snapshots.
+
+        Raises:
+            RunEnded: If a server has ended the run, with its reason.
+            ServerLost: If the connection to a server is lost.
         """
         self._push()
         return self._await_reply(time.perf_counter())
 
     def score(self, figures: dict[str, float | None]) -> Ticket | Evaluation | None:
-        """Send the results of a requested evaluation; wait for weights and a ticket, as `push_pull`."""
+        """Send the results of a requested evaluation, and wait for weights and the next ticket."""
         self._told.clear()
         self._next = None
         if self._staging is not None:
@@ -300,9 +311,9 @@ class Channel:
         return self._await_reply(time.perf_counter())
 
     def leave(self) -> None:
-        """Leave before the run is over, from any thread; another worker gets the current ticket.
+        """Leave before the run is over, from any thread, so that another worker gets the current ticket.
 
-        Calls made then, or waiting, raise Left.
+        Other calls that are waiting, or come later, raise Left.
         """
         with self._lock:
             if self._error is not None or self._done:
@@ -310,7 +321,7 @@ class Channel:
             self._error = Left("this worker has left")
         try:
             self._say(Kind.LEAVE)
-            for link in self._links:  # a server closes the connection once it has heard
+            for link in self._links:  # a server closes the connection when it has read LEAVE
                 link.receiver.join(_FAREWELL_S)
                 link.replied.set()
         finally:
@@ -319,10 +330,10 @@ class Channel:
             self._gone.set()
 
     def rehearse(self) -> None:
-        """Push and pull as `push_pull` does, before `first`, for a warm-up.
+        """Push and pull in a step of the warm-up, before `first`.
 
-        The servers discard the push. Weights and buffers stay as they are, nothing is counted, and there is
-        no wait for other workers.
+        The servers discard the push. Weights and buffers do not change, nothing is counted, and the worker
+        does not wait for others.
         """
         self._push()
         self._await_weights()
@@ -332,22 +343,24 @@ class Channel:
             self._staging.deliver_weights()
 
     def close(self) -> None:
-        """Leave, with a message if the run is over, and stop the threads."""
+        """Close all connections and stop the threads. If the run is over, tell the servers first."""
         if self._done and self._error is None:
             for link in self._links[1:] if self._incarnation is not None else ():
-                sent = threading.Event()  # the word of the end: before it this would be no goodbye
+                sent = threading.Event()  # set when DONE has been sent, which must come before BYE
                 link.to_send.put(sent.set)
                 sent.wait(_FAREWELL_S)
             self._say(Kind.BYE)
-        if isinstance(self._error, Left):  # the servers hear it before they see a connection end
+        if isinstance(self._error, Left):  # the servers must read LEAVE before a connection ends
             self._gone.wait(_FAREWELL_S)
         self._close_connections()
 
     def _say(self, kind: Kind) -> None:
-        """Tell all servers that this worker goes, with what it has measured."""
+        """Tell all servers that this worker leaves, and how long it has waited for them."""
         report = json.dumps({"wait_s": self.wait_s}).encode()
         for link in self._links:
-            with contextlib.suppress(Closed):  # its statistics will lack our wait then
+            with contextlib.suppress(
+                Closed
+            ):  # the server's statistics then lack this worker's wait
                 link.connection.send(Frame(kind), report)
 
     def _close_connections(self) -> None:
@@ -365,7 +378,9 @@ class Channel:
         self._next = None
         for link in self._links:
             link.expect_all()
-        if self._error is not None:  # looked at last: an error after this ends the waiting
+        if (
+            self._error is not None
+        ):  # checked last: a later error sets the events that are waited for
             raise self._error
 
     def _push(self) -> None:
@@ -402,7 +417,7 @@ class Channel:
                 self._queue(link, frame)
 
     def _push_buffers(self) -> None:
-        """Push the buffers before the gradients: a ticket is complete with its last shard."""
+        """Push the buffers. They come before the gradients, because the last shard completes a ticket."""
         link = self._links[0]
         if link.has_buffers:
             payload = b"" if link.transport == "shm" else as_bytes(self.flat.host.buffers)
@@ -410,7 +425,7 @@ class Channel:
             link.bytes_out += self.flat.layout.buffer_bytes
 
     def _push_shards(self, first: int, stop: int) -> None:
-        """Push shards first..stop-1, ready in the host's gradients, to the servers they belong to."""
+        """Push shards `first` to `stop` - 1 from the host's gradients, each to its server."""
         for link in reversed(self._links):
             mine = range(max(first, link.shards.start), min(stop, link.shards.stop))
             if not mine:
@@ -437,19 +452,19 @@ class Channel:
             link.bytes_out += len(payload)
 
     def _queue(self, link: Link, frame: Frame) -> None:
-        """Send a frame to another server than the first, behind the shards queued for it."""
+        """Send a frame to a server other than 0, after the shards that are queued for it."""
         link.to_send.put(lambda: self._send(link, frame))
 
     def _send_queued(self, link: Link) -> None:
         while (job := link.to_send.get()) is not None:
             try:
                 job()
-            except Exception as error:  # the worker's own thread raises it
+            except Exception as error:  # raised later in the thread that uses the channel
                 self._fail(error)
                 return
 
     def _join_senders(self) -> None:
-        """Wait until the other servers' shards have left."""
+        """Wait until all shards for servers other than 0 are sent."""
         sent = []
         for link in self._links[1:]:
             event = threading.Event()
@@ -464,9 +479,8 @@ class Channel:
         try:
             link.connection.send(frame, payload)
         except Closed as error:
-            link.receiver.join(
-                link.deadline_s
-            )  # it reads to the end: the server may have sent a reason
+            # The receiving thread reads to the end: the server may have sent a reason.
+            link.receiver.join(link.deadline_s)
             self._fail(ServerLost(f"server {link.server} was lost: {error}"))
             raise self._error from None
 
@@ -489,20 +503,20 @@ class Channel:
         return self._next
 
     def _await_weights(self) -> None:
-        """Wait until all that was released has come, or is not needed any more."""
+        """Wait until all expected weights have arrived, or the training is over."""
         for link in self._links:
-            if not self._done:  # set before `replied` is, and what was expected since never comes
+            if not self._done:  # after the end, weights that are still expected never arrive
                 link.replied.wait()
 
     def _receive(self, link: Link) -> None:
-        """The receiving thread of one link."""
+        """Receive and handle the frames of one server, in a thread of its own."""
         try:
             while True:
                 self._handle(link, link.connection.receive())
         except (Closed, Silent, ProtocolError) as error:
             if not self._closing.is_set() and not self._done:
                 self._fail(ServerLost(f"server {link.server} was lost: {error}"))
-        except Exception as error:  # RunEnded, or the device refuses a copy
+        except Exception as error:  # RunEnded, or an error of a copy to the device
             self._fail(error)
 
     def _handle(self, link: Link, frame: Frame) -> None:
@@ -512,7 +526,7 @@ class Channel:
         elif kind is Kind.TICKET:
             self._take_ticket(Ticket(*unpack_ticket(link.connection.read(frame.length))))
         elif kind is Kind.ACK:
-            with contextlib.suppress(Closed):  # its own receiver gets the reason
+            with contextlib.suppress(Closed):  # the receiving thread of server 0 gets the reason
                 self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
         elif kind is Kind.WAIT:
             self._go_idle(link)
@@ -532,11 +546,11 @@ class Channel:
             raise ProtocolError(f"malformed frame: {kind.name} from a server")
 
     def _end(self) -> None:
-        """The training is over. It may be before its last ticket, of which only server 0 knows then."""
+        """End the training, and tell the servers other than 0, which do not know of an early end."""
         self._done = True
         for link in self._links[1:] if self._incarnation is not None else ():
             self._queue(link, Frame(Kind.DONE))
-        for link in self._links:  # the thread that would set these events may have exited
+        for link in self._links:  # the receiving threads, which set these events, may have ended
             link.replied.set()
         self._told.set()
 
@@ -551,7 +565,7 @@ class Channel:
                 raise ProtocolError(
                     f"malformed frame: OK of {frame.length} bytes, not {high - low}"
                 )
-            # Data that come back in the warm-up are no weights; gradients that were pushed are free.
+            # Replies in the warm-up are no weights, so they overwrite gradients, which have been pushed.
             target = self._grad_bytes if self._rehearsing else self._weight_bytes
             link.connection.receive_into(target[low:high])
         if self._staging is not None:
@@ -569,9 +583,9 @@ class Channel:
         self._told.set()
 
     def _go_idle(self, link: Link) -> None:
-        """Note that there is no ticket now: full weights will come with the next, from all servers.
+        """Record that there is no ticket now. All weights will arrive again with the next ticket.
 
-        Server 0 sends this first. The others echo it, after the last weights they had still to send.
+        Server 0 sends WAIT first. The other servers repeat it after the last weights that they had to send.
         """
         link.expect_all()
         if link.server == 0:
@@ -581,7 +595,7 @@ class Channel:
                 self._queue(other, Frame(Kind.WAIT))
 
     def _send_initial(self, link: Link) -> None:
-        """Off the receiving thread's duty only here: nothing else can come before it is done."""
+        """Send the initial weights to one server, which sends no other frame before it has them."""
         host = self.flat.host
         if self._staging is not None:
             self._staging.fetch_initial()
@@ -601,7 +615,9 @@ class Channel:
             self._error = error
         for link in self._links:
             link.replied.set()
-            if isinstance(error, RunEnded):  # the other servers must not take us for the cause
+            if isinstance(
+                error, RunEnded
+            ):  # the other servers must not report this worker as the cause
                 with contextlib.suppress(Closed):
                     link.connection.send_if_free(Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES])
             link.connection.close()

@@ -1,10 +1,10 @@
-"""CUDA workers: copies gradients to pinned host memory while backward still runs, and weights back.
+"""Copies of a CUDA worker's gradients to the host during backward, and of new weights to the device.
 
-Parameters' gradients become final in about the reverse order of the forward. As soon as all of a bucket's
-are, a side stream copies the bucket to the host, and its shards are sent once it is there. With a loss scale
-the side stream divides each bucket by it first, and detects overflows in the same pass. The decision on all
-of them follows the last bucket to the host. Weights go back shard by shard as they come, on a second side
-stream: a device copies in both directions at once.
+Gradients become final in about the reverse order of the forward. Once all gradients of a bucket are final, a
+side stream copies the bucket to pinned host memory, and its shards are sent. With a loss scale, the side
+stream first divides the bucket by the scale and looks for overflows in the same pass. The result of this
+check is copied after the last bucket. A second side stream copies weights to the device, shard by shard,
+because a device can copy in both directions at once.
 """
 
 from __future__ import annotations
@@ -24,16 +24,25 @@ BUCKET_BYTES = 16 << 20
 
 
 def buckets_of(bounds: list[tuple[int, int]], itemsize: int) -> list[tuple[int, int]]:
-    """(first shard, one past the last) of each bucket, in ascending order."""
+    """Group shards into buckets of about `BUCKET_BYTES`.
+
+    Args:
+        bounds: First element and end of each shard in the flat tensor.
+        itemsize: Bytes per element.
+
+    Returns:
+        First shard and end of each bucket, in ascending order.
+    """
     numel = bounds[0][1] - bounds[0][0]
     per_bucket = max(1, BUCKET_BYTES // (numel * itemsize))
     return [(k, min(k + per_bucket, len(bounds))) for k in range(0, len(bounds), per_bucket)]
 
 
 class Countdown:
-    """Tells which buckets are complete as parameters' gradients become final.
+    """Counts the gradients that each bucket still lacks, and tells which buckets are complete.
 
-    `spans`: (start, stop) of each parameter in the flat tensor; `edges`: likewise of each bucket.
+    `spans` has the first element and the end of each parameter in the flat tensor, and `edges` those of each
+    bucket.
     """
 
     def __init__(self, spans: list[tuple[int, int]], edges: list[tuple[int, int]]) -> None:
@@ -48,12 +57,16 @@ class Countdown:
         self.reset()
 
     def reset(self) -> None:
-        """Start over: no gradient is final."""
+        """Start a new step, in which no gradient is final."""
         self._left = list(self._total)
         self._final: set[int] = set()
 
     def final(self, parameter: int) -> list[int]:
-        """Parameter number `parameter` has its gradient; returns the buckets this completes."""
+        """Count the gradient of a parameter as final, and return the buckets that are complete by it.
+
+        Raises:
+            RuntimeError: If the gradient was final already in this step.
+        """
         if parameter in self._final:
             raise RuntimeError(
                 "backward added to a gradient again after it had been sent; checkpoint with "
@@ -69,7 +82,7 @@ class Countdown:
 
 
 class Staging:
-    """Moves a CUDA worker's flat tensors to and from their pinned mirrors on the host."""
+    """Copies a CUDA worker's flat tensors to and from their pinned copies on the host."""
 
     def __init__(
         self,
@@ -81,25 +94,26 @@ class Staging:
         scale: LossScale | None,
         weigh: Callable[[torch.Tensor], None] = lambda weight: None,
     ) -> None:
-        """Allocate the staging buffers, and register hooks on the gradients.
+        """Allocate the host's buffers, and register hooks on the gradients.
 
         Args:
             flat: Flat tensors of the model.
-            bounds: Begin and end of each bucket.
-            push_buffers: Sends the buffers, once they are on the host.
-            push_shards: Sends the shards from `first` to before `stop`, once they are on the host.
-            end_push: With a `scale`, called last with whether a gradient overflowed.
-            scale: Loss scale, if any.
-            weigh: Called before them with `weight`, once it is on the host.
+            bounds: First element and end of each shard.
+            push_buffers: Sends the float buffers, once they are on the host.
+            push_shards: Sends the shards from its first argument to before its second, once they are on the
+                host.
+            end_push: Called at the end of a push with whether a gradient overflowed, if there is a `scale`.
+            scale: Loss scale, or None.
+            weigh: Called before the gradients are sent with the weight of the push, once it is on the host.
         """
-        #: On the device, what the next push weighs; None: what each push does.
+        #: The weight of the next push, a scalar on the device. None: every push has the same weight.
         self.weight: torch.Tensor | None = None
         self._weigh, self._own_weight = weigh, host_scalar(flat.device, torch.float64)
         self.armed = self.overflowed = False
         self._flat, self._push_shards, self._push_buffers = flat, push_shards, push_buffers
         self._end_push, self._scale = end_push, scale
         self._unscaler = None if scale is None else Unscaler(flat.device)
-        self._found = host_scalar(flat.device)  # mirrors the unscaler's finding
+        self._found = host_scalar(flat.device)  # the host's copy of the unscaler's overflow flag
         self._buckets = buckets_of(bounds, flat.grads.element_size())
         self._edges = [(bounds[a][0], bounds[b - 1][1]) for a, b in self._buckets]
         spans = [
@@ -109,11 +123,13 @@ class Staging:
         self._countdown = Countdown(spans, self._edges)
         self._stream = torch.cuda.Stream(flat.device)
         self._back = torch.cuda.Stream(flat.device)
-        self._arrivals = threading.Lock()  # guards the two below
+        self._arrivals = threading.Lock()  # guards `_accepting` and `_early`
         self._accepting = False
-        self._early: list[tuple[int, int]] = []  # (start, stop) of what came while it was False
+        self._early: list[
+            tuple[int, int]
+        ] = []  # (start, stop) of weights that arrived before they may be copied
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waiting: set[int] = set()  # buckets not yet on their way
+        self._waiting: set[int] = set()  # buckets whose copy has not been started
         self._error: Exception | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
@@ -123,13 +139,13 @@ class Staging:
         ]
 
     def close(self) -> None:
-        """Copy nothing any more: another channel may."""
+        """Remove the hooks, so that another channel may copy these gradients."""
         self.armed = False
         for hook in self._hooks:
             hook.remove()
 
     def arm(self) -> None:
-        """Start copying with the next backward."""
+        """Copy each bucket during the next backward, as soon as it is complete."""
         self._begin()
         self.armed = True
 
@@ -171,13 +187,15 @@ class Staging:
         send: Callable[[], None],
         unscaler: Unscaler | None = None,
     ) -> None:
-        """Copy behind what the current stream has computed so far; `send` once it has arrived."""
+        """Copy a tensor once the current stream has computed it, and call `send` when it has arrived."""
         self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
         with torch.cuda.stream(self._stream):
             if unscaler is not None:
                 unscaler.unscale(source)
             target.copy_(source, non_blocking=True)
-            arrived = torch.cuda.Event(blocking=True)  # a blocking wait leaves the core to others
+            arrived = torch.cuda.Event(
+                blocking=True
+            )  # a blocking wait does not keep a CPU core busy
             arrived.record()
         self._copied.put((arrived, send))
 
@@ -192,10 +210,7 @@ class Staging:
             self._error = error  # raised by finish_push
 
     def finish_push(self) -> None:
-        """Copy what has not been copied yet (all of it, unless armed).
-
-        Wait until all has left.
-        """
+        """Copy the remaining buckets (all, unless `arm` was called), and wait until everything is sent."""
         self.accept_weights()  # the backward is over
         if not self.armed:
             self._begin()
@@ -206,7 +221,7 @@ class Staging:
             self._copy(self._unscaler.found, self._found, self._judge)
         self._copied.put(None)
         self._sender.join()
-        while not self._copied.empty():  # left behind by a failed sender
+        while not self._copied.empty():  # a sender that failed leaves items in the queue
             self._copied.get()
         if self._error is not None:
             raise self._error
@@ -216,14 +231,14 @@ class Staging:
         self._end_push(self.overflowed)
 
     def fetch_initial(self) -> None:
-        """Bring weights and buffers to the host."""
+        """Copy the initial weights and buffers to the host."""
         self._flat.host.weights.copy_(self._flat.weights)
         self._flat.host.buffers.copy_(self._flat.buffers)
 
     def accept_weights(self) -> None:
-        """Copy weights that arrive from now on to the device, after the current stream's work.
+        """From now on, copy arriving weights to the device, after the current stream's work.
 
-        Call it once a backward is over, or before a first pull: nothing reads the old weights then.
+        Call it when no kernel reads the old weights any more: after a backward, or before the first pull.
         """
         self._back.wait_stream(torch.cuda.current_stream(self._flat.device))
         with self._arrivals:
@@ -233,10 +248,10 @@ class Staging:
             self._early.clear()
 
     def take_weights(self, start: int, stop: int) -> None:
-        """Elements start..stop-1 of the weights are in the host's mirror; from any thread.
+        """Copy elements `start` to `stop` - 1 of the weights from the host to the device.
 
-        Copies them to the device, or leaves it to the next `accept_weights`: a backward may still
-        read the old ones. The host does not wait.
+        While a backward may read the old weights, the copy is left to the next `accept_weights`. Any thread
+        may call this method. The host does not wait.
         """
         with self._arrivals:
             if self._accepting:
@@ -252,11 +267,9 @@ class Staging:
             )
 
     def deliver_weights(self) -> None:
-        """Let the current stream wait for the weights that have come.
+        """Let the current stream wait for the weights that have arrived. The host does not wait.
 
-        The host does not wait.
-
-        The mirror is not written again before the next push, whose gradients depend on these copies.
+        The host's copy is not written again before the next push, whose gradients need these weights.
         """
         with self._arrivals:
             self._accepting = False

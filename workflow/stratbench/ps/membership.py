@@ -1,8 +1,8 @@
-"""Members of a run: each worker by its number, and its slot.
+"""The workers of a run, with the number and the slot of each.
 
-A worker's *number* is its name in files, in the log and the record, and on tickets. Its *slot* (`place`), 0
-to W - 1, identifies it to policies and shards. In a gang the two are equal. Workers that come and go have a
-unique number each, and the lowest free slot.
+A worker's *number* identifies it in files, logs, records and tickets. Its *slot* (`place`), from 0 to W - 1,
+identifies it to policies and shards. In a gang both are equal. An elastic worker gets a new number and the
+lowest free slot each time it joins.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from stratbench.ps.wire.frames import ComeAgain, ProtocolError
 
 
 class Membership:
-    """Members of a gang: all join before it starts, each in the slot of its number, once.
+    """The workers of a gang: all join once before training starts, each in the slot of its number.
 
-    Not thread-safe: the server calls it under its lock.
+    Not thread-safe: the server calls its methods under a lock.
     """
 
     def __init__(self, places: int) -> None:
         self.places = places
         self.members: dict[int, Member] = {}  # by number
-        self._at: dict[int, Member] = {}  # present or last worker of each slot
+        self._at: dict[int, Member] = {}  # slot -> its present worker, or else its last one
 
     @property
     def numbers(self) -> int:
-        """A worker's number is below this."""
+        """The exclusive upper bound of workers' numbers."""
         return self.places
 
     def choose_place(self, number: int) -> int:
-        """Return the slot for a worker that wants to join. ProtocolError if it cannot."""
+        """Return the slot for a worker that wants to join.
+
+        Raises:
+            ProtocolError: If the worker has joined before.
+        """
         known = self.members.get(number)
         if known is not None:
             state = "is connected already" if known.alive else "was here and cannot come back"
@@ -38,40 +42,44 @@ class Membership:
         return number
 
     def enter(self, member: Member, slot: int) -> None:
-        """`member` is at `slot` from now on."""
+        """Put a worker into a slot."""
         member.place = slot
         self.members[member.worker] = self._at[slot] = member
 
     def at(self, slot: int) -> Member:
-        """Return the present or last worker in slot `slot`."""
+        """Return the present worker of a slot, or its last one."""
         return self._at[slot]
 
     @property
     def live(self) -> list[Member]:
-        """Present workers, in order of arrival."""
+        """The workers that are connected, in order of arrival."""
         return [m for m in self.members.values() if m.alive]
 
     @property
     def ready(self) -> list[Member]:
-        """Present workers that have asked for weights."""
+        """The connected workers that have asked for weights."""
         return [m for m in self.live if m.pulled]
 
     def may_start(self, n_lost: int) -> bool:
-        """Return whether training may begin, `n_lost` having been lost before it."""
+        """Return whether training may begin, if `n_lost` workers were lost before it."""
         return len(self.ready) + n_lost >= self.places
 
     def absent(self, lost: Collection[int]) -> set[int]:
-        """Return the slots without a worker when training begins; `lost`: numbers of lost workers."""
+        """Return the slots that have no worker when training begins.
+
+        Args:
+            lost: Numbers of the workers that were lost before.
+        """
         return set(lost)
 
     @property
     def all_gone(self) -> bool:
-        """Whether no worker is present, and none will come."""
+        """Whether no worker is connected and none can still join."""
         return not self.live and len(self.members) >= self.places
 
 
 class OpenMembership(Membership):
-    """Workers that come, leave and return under another number, at most `places` at a time."""
+    """Elastic workers, which join and leave at any time: at most `places` at once, each with a new number."""
 
     @property
     def numbers(self) -> int:
@@ -80,9 +88,10 @@ class OpenMembership(Membership):
     def choose_place(self, number: int) -> int:
         """Return the lowest free slot.
 
-        ComeAgain if there is none.
+        A connected worker that has not asked for weights may join again: another server had refused it.
 
-        A present worker that has not asked for weights could not join all servers; it comes again.
+        Raises:
+            ComeAgain: If no slot is free, or if the worker's old connection still exists.
         """
         known = self.members.get(number)
         if known is None or known.pulled:
@@ -103,5 +112,5 @@ class OpenMembership(Membership):
 
     @property
     def all_gone(self) -> bool:
-        """False: workers may return until the training is over."""
+        """False, because workers may join until the training is over."""
         return False

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling of one worker, for fp16: the scale, and the pass that undoes it."""
+"""Dynamic loss scaling of one worker for fp16: the scale, and the division of gradients by it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from stratbench.workload.torch_internals import unscale
 
 
 class LossScale:
-    """A worker's factor on its loss: torch.amp.GradScaler's rule with its defaults.
+    """The factor on a worker's loss, by the rule and the defaults of torch.amp.GradScaler.
 
-    Each worker has its own: its push is applied or dropped as a whole, whatever the others do. The scale has
-    a lower limit: in a run that diverges it would otherwise be halved down to 0.
+    Each worker has a scale of its own, because the servers apply or skip each push as a whole. The scale has
+    a lower limit, because a run that diverges would otherwise halve it down to 0.
     """
 
     MINIMUM: ClassVar[float] = 2.0**-24
@@ -25,11 +25,11 @@ class LossScale:
         self.reset()
 
     def reset(self) -> None:
-        """Start over."""
+        """Return to the initial scale, without skipped steps."""
         self.value, self.skipped, self._good = self.START, 0, 0
 
     def update(self, overflowed: bool) -> None:
-        """A step is through; `overflowed`: a gradient was not finite, the step was skipped."""
+        """Halve the scale if a gradient overflowed, and double it after many steps without an overflow."""
         if overflowed:
             self.value, self._good = max(self.value / 2, self.MINIMUM), 0
             self.skipped += 1
@@ -40,18 +40,18 @@ class LossScale:
 
 
 class Unscaler:
-    """Divides by a loss scale and finds overflows in one pass over the gradients, on their device.
+    """Divides gradients by the loss scale and detects overflows in the same pass, on the device.
 
-    The pass is GradScaler's own kernel. Nothing here waits for the device.
+    It calls GradScaler's own kernel, and never waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        #: Shape [1]: not 0 as soon as something that was unscaled since `begin` was not finite.
+        #: Overflow flag, shape [1]: not 0 once a gradient since `begin` was not finite.
         self.found = torch.zeros(1, device=device)
         self._inverse = torch.ones(1, device=device)
 
     def begin(self, scale: LossScale) -> None:
-        """The gradients that come now carry this scale."""
+        """Start a new step, whose gradients are multiplied by this scale."""
         self.found.zero_()
         self._inverse.fill_(1 / scale.value)
 

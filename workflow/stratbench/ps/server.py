@@ -1,7 +1,8 @@
 """The parameter server: `serve(config, secret)` runs one server process until its run is over.
 
-Threads: one accepts, one per worker receives and applies, one per worker sends, and one writes snapshots; the
-caller's checks deadlines. torch and the kernel release the interpreter lock meanwhile.
+One thread accepts connections. Each worker has one thread that receives and applies its pushes, and one that
+sends. One thread writes snapshots, and the calling thread checks deadlines. PyTorch and the kernel release
+Python's interpreter lock during their work.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ def serve(
     make: MakePolicy = make_policy,
     make_run: Callable[[ServerConfig, bytes, MakePolicy], ServerRun] = ServerRun,
 ) -> dict[str, Any]:
-    """Run one server until its run is over; return its statistics (see `ServerRun.statistics`).
+    """Run one server until the run is over, and return its statistics.
 
-    Their `status` is "lost", with the reason in `error`, if a lost worker ended the run. They are also
-    written to `config.stats_path`. Sets torch to one thread: the workers' threads share the cores.
+    The statistics are those of `ServerRun.statistics`, which are also written to `config.stats_path`. PyTorch
+    is set to one thread, since the threads of the workers share the cores.
 
     Args:
-        config: Config of the server.
+        config: Settings of the server.
         secret: Secret of the job.
-        make: Makes a policy.
-        make_run: Makes the run.
+        make: Function that creates a shard's policy.
+        make_run: Class or function that creates the run.
+
+    Returns:
+        The statistics. Their `status` is "lost", with the reason in `error`, if a lost worker ended the run.
     """
     torch.set_num_threads(1)
     run = make_run(config, secret, make)

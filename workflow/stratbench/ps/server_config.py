@@ -8,23 +8,38 @@ from typing import Any
 
 from stratbench.cell.learning_rate import share_of_lr
 
-#: Time of silence, in seconds, after which a worker or server is given up. A process that ends closes its
-#: connections and is noticed at once; this is for a stopped one, and for a lost host. It is long, because
-#: heartbeats also pause while user code or a garbage collection holds the interpreter lock, and a collective
-#: would wait for such a worker.
+#: Seconds without a heartbeat after which a worker or server counts as lost. It matters for stopped processes
+#: and lost hosts only, since a process that ends closes its connections. The time is long, because heartbeats
+#: also pause while user code or a garbage collection holds Python's interpreter lock.
 HEARTBEAT_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """One server process of a run; plain values, so that it can travel as JSON.
+    """The settings of one server process, as plain values that JSON can represent.
 
-    `rendezvous`: path of the rendezvous files, without their ending (`.0` for server 0). `hyper`:
-    the fields of `policy.Hyper` but `workers` and `lr_scale`. `bind`: address to listen on; other
-    than loopback only where workers run on other hosts. `advertise`: the name by which those reach
-    it. `schedule`: how the learning rate changes, `schedule`, `warmup` and `final` of `share_of_lr`; None:
-    not at all. Server 0 of `n_servers` hands out the tickets: `epochs` x `steps_per_epoch` x `slices`,
-    or `steps` x `slices` where the last epoch is left before its end.
+    Attributes:
+        rendezvous: Path of the rendezvous files without their suffix, which is `.0` for server 0.
+        workers: Number of workers.
+        epochs: Number of epochs. Server 0 hands out `epochs` x `steps_per_epoch` x `slices` tickets.
+        steps_per_epoch: Global batches per epoch.
+        slices: Tickets per global batch.
+        policy: Name of the update policy.
+        hyper: Fields of `policy.Hyper`, except `workers` and `lr_scale`.
+        policy_options: Options of the policy by name.
+        schedule: Arguments `schedule`, `warmup` and `final` of `share_of_lr`. None: the rate is constant.
+        server: Number of this server, from 0.
+        n_servers: Number of servers.
+        bind: Address to listen on: loopback, unless workers run on other hosts.
+        advertise: Host name under which workers on other hosts reach the server.
+        shard_bytes: Size of one shard of the parameters, in bytes.
+        heartbeat_deadline_s: Seconds without a heartbeat after which a worker counts as lost.
+        handshake_deadline_s: Seconds in which a new connection must show the secret.
+        start_deadline_s: Seconds in which all workers must join.
+        snapshot_dir: Folder of the snapshots. None: no snapshots are written.
+        stats_path: File for the server's statistics. None: none is written.
+        max_model_bytes: Largest size of a model that a worker may announce, in bytes.
+        steps: Global batches of the run, if it ends within its last epoch. None: all epochs are complete.
     """
 
     rendezvous: str
@@ -59,9 +74,9 @@ class ServerConfig:
 
     @property
     def lr_share(self) -> Callable[[int], float] | None:
-        """Function from the number of pushes to the factor on the learning rate, or None for 1.
+        """Function from a shard's number of pushes to the factor on the learning rate. None: it is always 1.
 
-        A step is over with the last of the `slices` pushes of its global batch.
+        A step ends with the last of the `slices` pushes of its global batch.
         """
         if self.schedule is None:
             return None

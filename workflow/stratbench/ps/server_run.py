@@ -1,4 +1,4 @@
-"""One server's run: its members, their tickets, and the handling of lost ones."""
+"""The run of one server: its workers, their tickets, and the handling of lost workers."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _OF_A_TICKET = (Kind.PUSH, Kind.APPLY, Kind.SKIP)
 class ServerRun:
     """The state of one server process.
 
-    `_lock` guards members and tickets. It may be held when a shard's lock is taken, never the other way
-    round.
+    `_lock` guards members and tickets. A thread that holds it may take a shard's lock, but a thread that
+    holds a shard's lock must not take `_lock`.
     """
 
-    #: How workers get their slots.
+    #: Class that assigns slots to workers.
     members_by: ClassVar[type[Membership]] = Membership
     #: Number of the servers' incarnation, from 1.
     incarnation = 1
@@ -74,8 +74,10 @@ class ServerRun:
         self._lock = threading.Lock()
         self._membership = self.members_by(config.workers)
         self._members = self._membership.members
-        self._store: Store | None = None  # allocated when the first worker sends its sizes
-        self._start: str | None = None  # hash of the weights that its first worker has built
+        self._store: Store | None = (
+            None  # created when the first worker sends the sizes of its tensors
+        )
+        self._start: str | None = None  # hash of the initial weights of the first worker
         self._initialiser: Member | None = None
         self._evaluator = 0  # the worker that evaluates at the end
         self._initialised = self._started = False
@@ -84,15 +86,16 @@ class ServerRun:
     # --- joining ---------------------------------------------------------------------------------
 
     def enter(self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str):
-        """Admit a peer that knows the secret; return the function for its thread.
-
-        Return the function that its thread runs from then on.
+        """Admit a worker that has shown the secret.
 
         Args:
-            connection: Connection to the peer.
-            hello: The peer's description.
+            connection: Connection to the worker.
+            hello: The worker's description of itself and its model.
             nonces: Nonces of the handshake.
             transport: Transport of the connection.
+
+        Returns:
+            The function that the connection's thread runs from then on.
         """
         member = self._admit(connection, hello, transport)
         try:
@@ -107,7 +110,7 @@ class ServerRun:
         peer = parse_hello(hello, self._membership.numbers, transport)
         worker, layout = peer.worker, peer.layout
         with self._lock:
-            if self.over.is_set():  # or it would start alone, counting the lost as present
+            if self.over.is_set():  # a late worker would otherwise start a run of its own
                 raise ProtocolError(self.error or "the run is over")
             slot = self._membership.choose_place(worker)
             if self._store is None:
@@ -125,11 +128,11 @@ class ServerRun:
 
     @property
     def _snapshots_kept(self) -> int:
-        """Maximum number of epochs with snapshots on the disk at a time."""
+        """Maximum number of epochs whose snapshots are on the disk at the same time."""
         return self.config.epochs
 
     def _check_room(self, snapshot_bytes: int) -> None:
-        """End a run whose snapshots will not fit before it begins; `_lock` is held."""
+        """End the run before it begins if the disk has no room for its snapshots. `_lock` is held."""
         folder, max_snapshots = self.config.snapshot_dir, self._snapshots_kept
         needed = max_snapshots * snapshot_bytes
         if folder and (free := shutil.disk_usage(folder).free) < needed:
@@ -156,7 +159,7 @@ class ServerRun:
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
         sender.start()
-        member.sender = sender  # only now: closing the run joins existing threads
+        member.sender = sender  # set after the start, because `close` joins this thread
 
     def _more_of_welcome(self, member: Member) -> dict[str, Any]:
         return {}
@@ -165,15 +168,15 @@ class ServerRun:
         try:
             member.send_replies(self._store)
         except Closed:
-            pass  # its reader will notice, after the worker's last frames (its BYE)
+            pass  # the receiving thread notices it after the worker's last frames, such as BYE
         except Exception as error:
             self._break_down(error)
             member.drop_shards()
             with contextlib.suppress(Closed):
-                member.send_replies(self._store)  # the reason
+                member.send_replies(self._store)  # sends the reason
 
     def _handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
-        """Handlers of workers' frames without a payload, except for pushes."""
+        """Return the handlers of frames that have no payload, by kind of frame."""
         return {
             Kind.PULL: self._on_pull,
             Kind.SKIP: self._on_verdict,
@@ -188,11 +191,11 @@ class ServerRun:
             self._attend(member)
         except Exception as error:
             self._break_down(error)
-        member.sender.join()  # it has the reason to send; a peer that never reads is closed with the run
+        member.sender.join()  # it may still send a reason; `close` closes a connection that nobody reads
         member.let_go()
 
     def _attend(self, member: Member) -> None:
-        """Answer a worker's frames until it has gone."""
+        """Handle a worker's frames until it leaves or is lost."""
         connection, handlers = member.connection, self._handlers()
         try:
             while True:
@@ -225,12 +228,12 @@ class ServerRun:
             self._lose(member, str(error))
 
     def _break_down(self, error: Exception) -> None:
-        """End the run because of a defect, so that workers do not wait."""
+        """End the run because of an unexpected error, so that workers do not wait forever."""
         log.exception("the server failed")
         self._stop(f"the server failed: {type(error).__name__}: {error}")
 
     def _stop(self, message: str) -> None:
-        """End the run for everybody, or let it end badly where it is over already."""
+        """End the run for all workers with an error. If the run is over already, record the error only."""
         with self._lock:
             self._fail(message)
             self.error = self.error or message
@@ -238,12 +241,11 @@ class ServerRun:
     # --- starting --------------------------------------------------------------------------------
 
     def _on_pull(self, member: Member, frame: Frame) -> None:
-        """A worker is ready to start.
-
-        Or, on servers other than 0, has been called back to work.
-        """
+        """Handle PULL: a worker is ready to start, or, on servers other than 0, has a ticket again."""
         with self._lock:
-            if not member.alive:  # given up meanwhile: its slot may be another's
+            if (
+                not member.alive
+            ):  # it counts as lost meanwhile, and its slot may have another worker
                 return
             if member.idle:
                 member.idle = False
@@ -253,7 +255,7 @@ class ServerRun:
                 self._take_in(member)
 
     def _take_in(self, member: Member) -> None:
-        """A worker is ready to start; `_lock` is held."""
+        """Add a worker that is ready to start to the shards, once they exist. `_lock` is held."""
         self._ask_for_weights()
         if self._initialised:
             self._store.join(member.place)
@@ -273,7 +275,9 @@ class ServerRun:
             raise ProtocolError("malformed frame: INIT that was not asked for")
         initial = self._store.receive_initial(frame, member.lane)
         with self._lock:
-            if not member.alive:  # given up meanwhile: another one is asked for its weights
+            if (
+                not member.alive
+            ):  # it counts as lost meanwhile, and another worker sends its weights
                 raise ProtocolError("INIT of a worker that was given up")
             if not self._store.fill(frame.shard, initial):
                 return
@@ -307,7 +311,7 @@ class ServerRun:
     # --- working ---------------------------------------------------------------------------------
 
     def _check_ticket(self, member: Member, frame: Frame) -> None:
-        """Servers other than 0 learn from its first frame what a worker works on."""
+        """Check the ticket of a frame. On servers other than 0, the first frame of a ticket assigns it."""
         if self.config.server and self._initialised and member.ticket is None:
             if not 0 <= frame.ticket < len(self.plan):
                 raise ProtocolError(f"malformed frame: ticket {frame.ticket} is not in the plan")
@@ -315,10 +319,10 @@ class ServerRun:
         member.check_ticket(frame)
 
     def _reserve_ticket(self, member: Member) -> None:
-        """Choose the member's next ticket before its last shard is applied.
+        """Choose a worker's next ticket before its last shard is applied.
 
-        That shard may release the others from a barrier. By then all have their tickets of the next step, so
-        that a fast worker cannot take a second one of it.
+        This shard may release other workers from a barrier. All workers then have a ticket of the next step
+        already, so that a fast worker cannot take two of them.
         """
         if self.config.server == 0:
             with self._lock:
@@ -327,11 +331,11 @@ class ServerRun:
 
     @property
     def _hands_out(self) -> bool:
-        """Whether a member gets another ticket after the current one, if one is left."""
+        """Whether workers get another ticket after the current one, if one is left."""
         return not self.done
 
     def _rehearse(self, member: Member, frame: Frame) -> None:
-        """Take and send as much as in a step of a worker's warm-up, without applying or counting it."""
+        """Receive and send as many bytes as in a training step, without applying or counting them."""
         if member.pulled:
             raise ProtocolError(f"malformed frame: {frame.kind.name} without a ticket")
         if frame.kind is Kind.PUSH:
@@ -342,7 +346,7 @@ class ServerRun:
             check_length(frame, 0)
             answered = list(self._store.mine)
         if member.scaled == (frame.kind is Kind.PUSH):
-            return  # one whose push may overflow is answered after its verdict
+            return  # with a loss scale, the reply follows APPLY or SKIP; without one, it follows the push
         for k in answered:
             if k != BUFFERS:
                 member.tell(Frame(Kind.OK, k, 1), member.lane.blank(k))
@@ -356,7 +360,7 @@ class ServerRun:
             self._finish_push(member)
 
     def _on_verdict(self, member: Member, frame: Frame) -> None:
-        """Apply or drop a whole push, as its worker decides after checking for overflows."""
+        """Handle APPLY and SKIP: apply or drop a whole push, depending on whether a gradient overflowed."""
         self._check_ticket(member, frame)
         self._reserve_ticket(member)
         if frame.kind is Kind.APPLY:
@@ -372,7 +376,7 @@ class ServerRun:
             member.send_now(self._store)
 
     def _complete(self, member: Member) -> None:
-        """All of the member's shards for its ticket have been here."""
+        """Complete a ticket, for which the worker has pushed all shards of this server."""
         with self._lock:
             number = member.ticket
             if not member.alive or number is None:
@@ -389,7 +393,7 @@ class ServerRun:
             self._hand_ticket(member)
 
     def _on_settle(self, member: Member, frame: Frame) -> None:
-        """A worker relays that another server has all of a ticket."""
+        """Handle SETTLE: a worker reports that another server has all gradients of a ticket."""
         if self.config.server or not 0 < frame.shard < self.config.n_servers:
             raise ProtocolError(f"malformed frame: SETTLE of server {frame.shard}")
         with self._lock:
@@ -405,7 +409,7 @@ class ServerRun:
             self._finish()
 
     def _finish(self) -> None:
-        """End the training: members leave, and one evaluates. `_lock` is held."""
+        """End the training: all workers leave, after one of them has evaluated. `_lock` is held."""
         self.done = True
         live = self._membership.live
         self._evaluator = min((m.worker for m in live), default=0)
@@ -413,7 +417,7 @@ class ServerRun:
             other.tell(Frame(Kind.DONE, shard=self._evaluator))
 
     def _hand_ticket(self, member: Member) -> None:
-        """Give the member its next ticket, or let it wait; `_lock` is held."""
+        """Give a worker its next ticket, or tell it to wait if none is free. `_lock` is held."""
         if self.done:
             return
         ticket, member.next = member.next or self.tickets.take(member.worker, member.place), None
@@ -427,7 +431,7 @@ class ServerRun:
             self._let_wait(member)
 
     def _let_wait(self, member: Member) -> None:
-        """Leave a member without a ticket. No member leaves a barrier's last round, which needs all."""
+        """Tell a worker that no ticket is free now. `_lock` is held."""
         self._let_idle(member)
         member.tell(Frame(Kind.WAIT))
 
@@ -437,7 +441,7 @@ class ServerRun:
             self._store.leave(member.place, lost=False)
 
     def _on_wait(self, member: Member, frame: Frame) -> None:
-        """A worker relays that server 0 has no ticket for it now."""
+        """Handle WAIT: a worker reports that server 0 has no ticket for it now."""
         with self._lock:
             if member.alive:
                 self._let_wait(member)
@@ -445,7 +449,7 @@ class ServerRun:
     # --- leaving ---------------------------------------------------------------------------------
 
     def _read_small(self, member: Member, frame: Frame) -> bytes:
-        """Return a frame's payload, of which little is known yet."""
+        """Return the payload of a frame, which may have `SMALL_BYTES` at most."""
         if frame.length > SMALL_BYTES:
             raise ProtocolError(f"oversized frame: {frame.kind.name} of {frame.length} bytes")
         return member.connection.read(frame.length)
@@ -457,7 +461,7 @@ class ServerRun:
             raise ProtocolError(f"malformed {frame.kind.name}: {error}") from None
 
     def _read_report(self, member: Member, frame: Frame) -> float:
-        """Return the seconds that a leaving worker waited for servers, from its report."""
+        """Return how many seconds a leaving worker has waited for servers, from its report."""
         try:
             return float(self._read_json(member, frame)["wait_s"])
         except (ValueError, KeyError, TypeError) as error:
@@ -478,7 +482,7 @@ class ServerRun:
         raise ProtocolError("malformed frame: SCORE of a gang, which evaluates after the end")
 
     def _on_error(self, member: Member, frame: Frame) -> None:
-        """End the run, or the worker's part in it, by the reason of another server."""
+        """Handle ERR: another server has ended the run, or this worker's part in it."""
         reason = self._read_small(member, frame).decode(errors="replace")
         raise Closed(f"another server: {reason}")
 
@@ -490,14 +494,14 @@ class ServerRun:
         self.over.set()
 
     def _lose(self, member: Member, reason: str) -> None:
-        """`member` is gone: end the run, or hand on what it held."""
+        """Handle the loss of a worker: give its tickets to others, or end the run."""
         with self._lock:
             if not member.alive or self.over.is_set():
                 return
             member.alive = False
             step = self.plan.global_step(member.last_ticket)
             log.warning("worker %d was lost at step %d: %s", member.worker, step, reason)
-            # A worker that was merely stopped will read this when it resumes.
+            # A worker that was only stopped will read this when it resumes.
             member.tell(Frame(Kind.ERR), f"the server gave this worker up: {reason}".encode())
             member.end()
             if not self.done:
@@ -521,13 +525,13 @@ class ServerRun:
         self._employ_idle()
 
     def _employ_idle(self) -> None:
-        """Give those something to do for whom nothing was left; `_lock` is held."""
+        """Give tickets to workers that had to wait for one. `_lock` is held."""
         for other in self._membership.live if self.config.server == 0 else ():
             if other.idle and other.evaluates is None:
                 self._hand_ticket(other)
 
     def _fail(self, message: str) -> None:
-        """End the run for everybody; `_lock` is held."""
+        """End the run with an error, and tell all workers. `_lock` is held."""
         if self.over.is_set():
             return
         self.error = message
@@ -548,7 +552,11 @@ class ServerRun:
             self._look_further(now - born)
 
     def _look_further(self, age_s: float) -> None:
-        """Do further periodic checks, about once per second, at server age `age_s`."""
+        """Check the deadline of the start, about once per second.
+
+        Args:
+            age_s: Seconds since the server has started.
+        """
         if not self._started and age_s > self.config.start_deadline_s:
             with self._lock:
                 here = sorted(m.worker for m in self._membership.ready)
@@ -566,15 +574,12 @@ class ServerRun:
                 member.tell(Frame(Kind.HEARTBEAT))
 
     def close(self) -> None:
-        """Send what is queued for the workers, as far as they take it.
-
-        Finish the snapshots.
-        """
+        """Send the frames that are queued, close all connections, and finish the snapshots."""
         members = list(self._members.values())
         give_up = time.monotonic() + self.config.heartbeat_deadline_s
         for member in members:
             member.end()
-        # Present workers leave when they have read why the run ended; lost ones may never.
+        # Connected workers leave when they have read why the run ended. Lost ones may never read it.
         readers = [m.reader for m in members if m.alive]
         for thread in [*(m.sender for m in members if m.sender), *readers]:
             thread.join(max(0.0, give_up - time.monotonic()))
@@ -584,7 +589,7 @@ class ServerRun:
             self._writer.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Return the server's statistics of the run as JSON-able values. Times are in seconds."""
+        """Return the statistics of the run as values that JSON can represent. Times are in seconds."""
         c = self.config
         return {
             "status": "ok" if self.error is None else "lost",

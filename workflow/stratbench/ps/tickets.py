@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 
 class Ticket(NamedTuple):
-    """One slice of one global batch. `step` counts within the epoch; all numbers start at 0."""
+    """One slice of one global batch, with its number in the run, epoch, step of the epoch, and slice.
+
+    All numbers start at 0.
+    """
 
     number: int
     epoch: int
@@ -19,16 +22,16 @@ class Ticket(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Request to evaluate the servers' state after `epoch`, in place of a ticket."""
+    """Request to a worker to evaluate the servers' weights after `epoch`, sent in place of a ticket."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class TicketPlan:
-    """Every batch of a run: `epochs` x `steps_per_epoch` global batches x `slices` of each.
+    """All tickets of a run: `epochs` x `steps_per_epoch` global batches, each cut into `slices`.
 
-    With `steps`, so many global batches: the last epoch is left before its end.
+    If `steps` is not None, the run ends after this number of global batches, within its last epoch.
     """
 
     epochs: int
@@ -52,7 +55,11 @@ class TicketPlan:
         return min(whole, len(self) - epoch * whole)
 
     def ticket(self, number: int) -> Ticket:
-        """Ticket `number`; raises IndexError outside 0..len-1."""
+        """Return the ticket with this number.
+
+        Raises:
+            IndexError: If the plan has no such ticket.
+        """
         if not 0 <= number < len(self):
             raise IndexError(f"ticket {number} is outside the plan's 0..{len(self) - 1}")
         step, slice_ = divmod(number, self.slices)
@@ -60,7 +67,7 @@ class TicketPlan:
         return Ticket(number, epoch, step, slice_)
 
     def global_step(self, number: int) -> int:
-        """Return steps of the run before ticket `number`'s, over all epochs."""
+        """Return how many steps of the run come before the step of ticket `number`."""
         return number // self.slices
 
 
@@ -75,12 +82,12 @@ class Once:
 
     @property
     def floor(self) -> int:
-        """Every number below it is in the set."""
+        """The bound below which every number is in the set."""
         return self._floor
 
     @property
     def above(self) -> set[int]:
-        """The others in the set; a copy."""
+        """A copy of the numbers in the set that are not below `floor`."""
         return set(self._above)
 
     def __contains__(self, number: int) -> bool:
@@ -94,7 +101,7 @@ class Once:
         yield from sorted(self._above)
 
     def add(self, number: int) -> bool:
-        """Add `number`; False if it was there already."""
+        """Add a number, and return False if the set had it already."""
         if number in self:
             return False
         self._above.add(number)
@@ -105,30 +112,33 @@ class Once:
 
 
 def common(sets: Iterable[Once]) -> Once:
-    """Return the numbers that are in all of these sets, at least one of which is required."""
+    """Return the numbers that are in all of these sets. At least one set is required."""
     sets = list(sets)
     floor = min(one.floor for one in sets)
     further = [set(range(floor, one.floor)) | one.above for one in sets]
     return Once(floor, set.intersection(*further))
 
 
-#: In place of the worker that completed a ticket: none; or one of an earlier incarnation of the server.
+#: Values of `Tickets.settled_by` that are no worker: the ticket is not completed, or it was completed by a
+#: worker of an earlier incarnation of the server.
 FRESH, EARLIER = -1, -2
 
 
 class Tickets:
-    """The holders of tickets.
+    """The state of all tickets of a run: not handed out, held by a worker, or completed.
 
-    Not thread-safe: the server calls it under its lock.
+    Not thread-safe: the server calls its methods under a lock.
 
-    A worker gets its own slice of the step (slice number = its slot) while that is free. So runs in lockstep
-    give every worker the same slice each time. Otherwise it gets the lowest.
+    A worker gets the slice whose number is its slot, while that slice of the step is free. Otherwise it gets
+    the free slice with the lowest number. So workers in lockstep get the same slice in each step.
     """
 
     def __init__(self, plan: TicketPlan, n_servers: int = 1) -> None:
-        """Start with all tickets of a plan.
+        """Start with no ticket handed out.
 
-        `n_servers` servers must have all of a ticket's gradients before it is completed.
+        Args:
+            plan: All tickets of the run.
+            n_servers: Servers that must have all gradients of a ticket before it is completed.
         """
         self.plan = plan
         self.settled_by = array("i", [FRESH]) * len(plan)
@@ -147,15 +157,15 @@ class Tickets:
         return self.n_settled == len(self.plan)
 
     def held_by(self, worker: int) -> list[int]:
-        """Return numbers of the tickets that `worker` holds, in order."""
+        """Return the numbers of the tickets that a worker holds, in ascending order."""
         return sorted(number for number, holder in self._held.items() if holder == worker)
 
     def take(self, worker: int, slot: int | None = None) -> Ticket | None:
-        """Return the next ticket for `worker`.
+        """Hand the next ticket to a worker, or return None if no ticket is free.
 
-        Return None while all others are in flight or completed.
-
-        `slot` is the slot whose slice it gets while that is free, by default that of its number.
+        Args:
+            worker: Number of the worker.
+            slot: Slot of the worker, whose slice it gets while that is free. None: its number.
         """
         if self._returned:
             number, loser = self._returned.popleft()
@@ -181,17 +191,15 @@ class Tickets:
         return number
 
     def settle(self, worker: int, number: int, server: int = 0) -> None:
-        """Note that `server` has all gradients of a ticket.
-
-        It is completed once all servers have them.
+        """Record that a server has all gradients of a ticket. With the last server, it is completed.
 
         Args:
-            worker: Number of the worker.
+            worker: Number of the worker that computed the gradients.
             number: Number of the ticket.
             server: Number of the server.
 
         Raises:
-            KeyError: If `worker` does not hold it.
+            KeyError: If the worker does not hold the ticket.
         """
         if self._held.get(number) != worker:
             raise KeyError(f"worker {worker} does not hold ticket {number}")
@@ -204,13 +212,13 @@ class Tickets:
         self.n_settled += 1
 
     def resume(self, settled: Collection[int]) -> None:
-        """Resume a run in which the tickets of these numbers are completed."""
+        """Mark tickets as completed in an earlier incarnation of the server."""
         for number in settled:
             self.settled_by[number] = EARLIER
         self.n_settled = len(settled)
 
     def give_back(self, worker: int) -> list[int]:
-        """Return what a lost worker holds to the pool; the tickets' numbers."""
+        """Take back the tickets of a lost worker, so that others get them, and return their numbers."""
         lost = self.held_by(worker)
         for number in lost:
             del self._held[number]
