@@ -19,14 +19,14 @@ from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout, attach
 from stratbench.ps.wire.transport import Connection
 from stratbench.workload.flat import as_bytes
 
-#: Most shards answered by one frame over shared memory; more would make the worker wait for them.
+#: Maximum number of shards that one frame announces over shared memory, so that the worker can begin earlier.
 _RUN_SHARDS = 16
 
-Bounds = list[tuple[int, int]]  # (start, stop) of every shard of the model
+Bounds = list[tuple[int, int]]  # first element and end of each shard in the flat tensor
 
 
 class Weights(Protocol):
-    """Source of the weights that lanes send; see Shard.view and Shard.lend."""
+    """Access to the shards' weights, which lanes send. See `Shard.view` and `Shard.lend`."""
 
     def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int: ...
 
@@ -36,10 +36,10 @@ class Weights(Protocol):
 
 
 class StreamLane:
-    """Transport of shards as payloads, over TCP.
+    """Transport of shards to and from one worker over TCP, as payloads of frames.
 
-    One shard is received at a time, into one buffer. If `held` names the shards to expect, each has a buffer
-    of its own, valid until the next push.
+    Shards are received one after the other into the same buffer. Those in `held` have a buffer each, which is
+    valid until the next push.
     """
 
     def __init__(
@@ -67,51 +67,50 @@ class StreamLane:
         return stop - start
 
     def _place(self, shard: int) -> Tensor:
-        """Return the buffer for the shard's gradient, in its wire format."""
+        """Return the buffer into which a shard's gradient is received, in the dtype that is sent."""
         if shard == BUFFERS:
             return self._buffers
         start = 0 if self._first is None else self._bounds[shard][0] - self._first
         return self._wire[start : start + self._numel(shard)]
 
     def moved_bytes(self, shard: int) -> int:
-        """Return bytes that a push of the shard, or of the BUFFERS, moves."""
+        """Return how many bytes a push of this shard sends. The shard may be `BUFFERS`."""
         return self._place(shard).nbytes
 
     def payload_bytes(self, moved_bytes: int) -> int:
-        """Length of the payload of a frame that moves as many bytes."""
+        """Return the length of a frame's payload that transports this many bytes."""
         return moved_bytes
 
     def receive(self, shard: int) -> None:
-        """Receive the shard's gradient, or the BUFFERS, that come now."""
+        """Receive the gradient of a shard, or the float buffers if `shard` is `BUFFERS`."""
         self._connection.receive_into(as_bytes(self._place(shard)))
 
     def received(self, shard: int) -> Tensor:
-        """Return the received shard or BUFFERS, which the next one overwrites."""
+        """Return the gradient or buffers that were received. The next `receive` may overwrite them."""
         buffer = self._place(shard)
         if buffer.dtype is self._grad.dtype or shard == BUFFERS:
             return buffer
         return self._grad[: self._numel(shard)].copy_(buffer)
 
     def take_weights(self, shard: int, out: Tensor) -> None:
-        """Write the shard's initial weights into `out`."""
+        """Receive the initial weights of a shard into `out`."""
         self._connection.receive_into(as_bytes(out))
 
     def blank(self, shard: int) -> memoryview | bytes:
-        """Payload of an OK in the warm-up: as long as the shard's weights."""
+        """Return the payload of a reply in the warm-up, which is as long as the shard's weights."""
         return as_bytes(self._out[: self._numel(shard)])
 
     def give(
         self, slot: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
     ) -> int:
-        """Send `shards` of `weights` to the worker in slot `slot`; return their bytes.
-
-        Once it is no longer `alive`, its slot may be another's, for which nothing is noted.
+        """Send the weights of some shards to the worker, and return the number of bytes.
 
         Args:
             slot: Slot of the worker.
             shards: Numbers of the shards.
             weights: Source of the weights.
-            alive: Whether the worker is still part of the run.
+            alive: Returns whether the worker is still part of the run. If not, the read is not recorded,
+                because another worker may have the slot.
         """
         sent_bytes = 0
         for shard in shards:
@@ -124,9 +123,9 @@ class StreamLane:
 
 
 class SharedLane:
-    """Shards that stay where they are, in memory shared with the worker; frames only announce.
+    """Access to shards in memory that is shared with one worker. Frames only announce them.
 
-    The methods are those of StreamLane.
+    It has the methods of `StreamLane`.
     """
 
     def __init__(self, connection: Connection, bounds: Bounds, memory: FlatTensors) -> None:
@@ -152,10 +151,7 @@ class SharedLane:
         out.copy_(self._memory.weights[start:stop])
 
     def blank(self, shard: int) -> memoryview | bytes:
-        """Return nothing travels.
-
-        But what is touched for the first time here is not in training.
-        """
+        """Return an empty payload, and touch the shard's memory, so that training does not touch it first."""
         start, stop = self._bounds[shard]
         scratch = self._memory.grads[start:stop].clone()
         weights = self._memory.weights[start:stop]
@@ -177,7 +173,7 @@ class SharedLane:
 
 
 def _runs(numbers: dict[int, int]) -> list[tuple[int, int]]:
-    """(first, length) of each run of consecutive keys."""
+    """Return the first key and the length of each run of consecutive keys."""
     runs: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if runs and sum(runs[-1]) == number:
@@ -188,25 +184,27 @@ def _runs(numbers: dict[int, int]) -> list[tuple[int, int]]:
 
 
 class Hello(NamedTuple):
-    """A worker's own description, sent when it joins."""
+    """The description that a worker sends of itself when it joins."""
 
     worker: int
     wire: str
-    scaled: bool  # its gradients carry a loss scale and may overflow
+    #: Whether its gradients are multiplied by a loss scale, and may overflow.
+    scaled: bool
     layout: Layout
-    start: str  # hash of the weights that it has built
+    #: Hash of its initial weights.
+    start: str
 
 
 def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> Hello:
-    """Return a peer's validated description, whose number must be below `workers`.
+    """Validate the description that a worker has sent, and return it.
 
     Args:
         hello: The description.
-        workers: Number of workers.
-        transport: Transport of the connection.
+        workers: Exclusive upper bound of workers' numbers.
+        transport: Transport of the connection, "tcp" or "shm".
 
     Raises:
-        ProtocolError: If it is invalid.
+        ProtocolError: If the description is invalid.
     """
     try:
         worker, wire, scaled = hello["worker"], hello["wire"], hello["scaled"]
@@ -223,45 +221,52 @@ def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> Hello:
 
 
 class Member:
-    """One worker of the run."""
+    """One worker of the run, as the server sees it: its connection, its ticket, and the frames to send."""
 
     def __init__(self, hello: Hello, connection: Connection, transport: str) -> None:
         self.worker, self.wire, self.scaled = hello.worker, hello.wire, hello.scaled
-        self.place = hello.worker  # its slot in policies and shards (ps.membership)
+        self.place = hello.worker  # its slot, by which policies and shards know it
         self.connection = connection
         self.transport = transport
         self.lane: StreamLane | SharedLane
         self.reader = threading.current_thread()
         self.sender: threading.Thread | None = None
         self.alive = True
-        self.pulled = False  # it is ready to start
-        self.idle = False  # no ticket was left for it
-        self.evaluates: int | None = None  # the epoch whose state it evaluates, idle meanwhile
-        self.ticket: int | None = None  # its current ticket
-        self.next: Ticket | None = None  # reserved for it
+        self.pulled = False  # whether it has asked for weights, and so is ready to start
+        self.idle = False  # whether it waits because no ticket was free
+        self.evaluates: int | None = (
+            None  # epoch whose snapshot it evaluates now; it is idle meanwhile
+        )
+        self.ticket: int | None = None  # number of its current ticket
+        self.next: Ticket | None = None  # ticket that is reserved for it
         self.last_ticket = 0
-        self.todo: set[int] = set()  # shards of that ticket still to come
-        self.held: list[int] = []  # shards that have come, and BUFFERS: they may have overflowed
-        self.weight = 1.0  # of what has come
-        #: Queue of data to send: shard numbers, (frame, payload), None at the end.
+        self.todo: set[int] = set()  # shards of the current ticket that have not arrived
+        #: With a loss scale, shards (and `BUFFERS`) that have arrived, until APPLY or SKIP follows.
+        self.held: list[int] = []
+        self.weight = 1.0  # weight of the push that is arriving
+        #: What is to be sent: numbers of shards, pairs of frame and payload, and None at the end.
         self._outbox: deque[Any] = deque()
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # as often as something is put
-        self._sending = threading.Lock()  # held by the thread that takes from the outbox
+        self._wake: queue.SimpleQueue[None] = (
+            queue.SimpleQueue()
+        )  # has one item per item of the outbox
+        self._sending = threading.Lock()  # held by the thread that empties the outbox
         self._ended = self._mute = False
         self.tickets = self.skips = 0
         self.bytes_in = self.bytes_out = 0
-        self.wait_s: float | None = None  # its own measurement, from its BYE
+        self.wait_s: float | None = (
+            None  # seconds that it waited for servers, as it reports when it leaves
+        )
 
     def is_alive(self) -> bool:
-        """Return whether it still takes part."""
+        """Return whether the worker is still part of the run."""
         return self.alive
 
     def open_lane(self, bounds: Bounds, layout: Layout, mine: range) -> None:
-        """Prepare the transport of shards `mine`; over shared memory, receive and map that memory.
+        """Prepare the transport of this server's shards. For shared memory, receive and map the memory.
 
         Args:
-            bounds: Begin and end of each shard.
-            layout: Flat tensors of the workers.
+            bounds: First element and end of each shard.
+            layout: Sizes and dtypes of the worker's flat tensors.
             mine: Numbers of this server's shards.
         """
         connection = self.connection
@@ -279,36 +284,36 @@ class Member:
         self.lane = SharedLane(connection, bounds, memory)
 
     def assign(self, ticket: int, shards: range) -> None:
-        """Set the current ticket, for which all of `shards` are pending."""
+        """Set the worker's current ticket, for which it has to push these shards."""
         self.ticket = self.last_ticket = ticket
         self.todo = set(shards)
 
     def post(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
-        """Queue a shard, a frame with its payload, or the end (None), to be sent in this order."""
+        """Append a shard, a frame with its payload, or the end (None) to what is sent."""
         self._outbox.append(item)
         self._wake.put(None)
 
     def tell(self, frame: Frame, payload: memoryview | bytes = b"") -> None:
-        """Queue a frame for it."""
+        """Append a frame to what is sent."""
         self.post((frame, payload))
 
     def end(self) -> None:
-        """Queue the end: nothing more will be sent."""
+        """Append the end to what is sent: nothing after it is sent."""
         self.post(None)
 
     def drop_shards(self) -> None:
-        """Send no more weights, only other frames."""
+        """Stop sending weights. Other frames are still sent."""
         self._mute = True
 
     @property
     def has_mail(self) -> bool:
-        """Whether something is queued for it."""
+        """Whether something is waiting to be sent."""
         return bool(self._outbox)
 
     def send_replies(self, weights: Weights) -> None:
-        """Send everything that is or will be queued, until the end.
+        """Send what is queued, and wait for more, until the end.
 
-        Runs on the member's own thread, so that one worker's slow link does not delay others.
+        Each worker has a thread that runs this, so that a slow link of one worker does not delay others.
         """
         while not self._ended:
             with self._sending:
@@ -317,14 +322,16 @@ class Member:
                 self._wake.get()
 
     def send_now(self, weights: Weights) -> None:
-        """Send what is queued at once, unless the member's own thread is at it already.
+        """Send what is queued, unless the worker's sending thread does so already.
 
-        For the thread that has just received all of a push: it saves the others' waking up.
+        The thread that has received a push calls it, because that is faster than waking the other thread.
         """
         if not self._sending.acquire(blocking=False):
             return
         try:
-            self.connection.waiting_since = time.monotonic()  # it is the worker's turn
+            self.connection.waiting_since = (
+                time.monotonic()
+            )  # from now on, silence counts against the worker
             self._send_queued(weights)
         finally:
             self._sending.release()
@@ -344,18 +351,18 @@ class Member:
                 self.connection.send(*item)
 
     def silent_s(self, now: float, awake_since: float) -> float:
-        """Return the seconds without a message from it, while the server was receiving and awake."""
+        """Return how many seconds the worker has sent nothing, while the server was running and receiving."""
         since = self.connection.waiting_since
         return 0.0 if since is None else now - max(since, awake_since, self.connection.last_heard)
 
     def let_go(self) -> None:
-        """Free the transport of a lost worker whose threads have ended."""
+        """Close the connection and free the transport, after the worker's threads have ended."""
         self.connection.close()
         self.connection.sock.close()
         del self.lane
 
     def check_ticket(self, frame: Frame) -> None:
-        """Raise ProtocolError unless `frame` is about the ticket it works on."""
+        """Raise ProtocolError unless a frame belongs to the worker's current ticket."""
         if frame.ticket != self.ticket:
             raise ProtocolError(
                 f"malformed frame: {frame.kind.name} for ticket {frame.ticket}, "
@@ -363,7 +370,7 @@ class Member:
             )
 
     def summary(self) -> dict[str, Any]:
-        """Return its row of the server's statistics."""
+        """Return the worker's row of the server's statistics."""
         return {
             "worker": self.worker,
             "transport": self.transport,

@@ -1,4 +1,4 @@
-"""One shard on the server: its policy under a lock, its waiting workers, and its statistics."""
+"""One shard of a server: its policy under a lock, the workers that wait for it, and its statistics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ def _always() -> bool:
 
 
 class Shard:
-    """A policy and its lock.
+    """One shard: a policy with a lock.
 
-    Every ticket counts here once, however often it is pushed.
-
-    `release(worker, index)` is called, under the lock, for each worker that may now read the shard.
+    A ticket is applied to the shard once, even if it is pushed again.
     """
 
     def __init__(
@@ -35,11 +33,19 @@ class Shard:
         release: Callable[[int, int], None],
         lr_share: Callable[[int], float] | None = None,
     ) -> None:
-        """`lr_share`: what the learning rate is multiplied by, by the number of pushes taken."""
+        """Create a shard in which all workers are present.
+
+        Args:
+            index: Number of the shard.
+            policy: Policy of the shard, with its weights.
+            release: Called under the lock with a worker's slot and `index`, if this worker may read the
+                shard.
+            lr_share: Function from the number of pushes to the factor on the learning rate. None: always 1.
+        """
         workers = policy.hyper.workers
         self.index = index
         self.policy = policy
-        self.staleness: Counter[int] = Counter()  # updates between a push and what it was read from
+        self.staleness: Counter[int] = Counter()  # applied pushes by their staleness in updates
         self.dropped = 0
         self.apply_s = 0.0
         self._release = release
@@ -50,11 +56,15 @@ class Shard:
         self._left: set[int] = set()
         self._read_version = [0] * workers
         self._snapshots: list[Tensor] = []
-        #: The policy shows every worker the weights themselves: they can be lent without a copy.
+        #: Whether every worker reads the weights themselves, so that they are sent without a copy.
         self._shows_weights = type(policy).view is Policy.view
-        self._borrowers = 0  # readers of the tensor that has the weights now
-        self._lent_on: dict[int, int] = {}  # borrowers of tensors that held them before, by id
-        self._spare: Tensor | None = None  # one of these without readers
+        self._borrowers = 0  # number of threads that are sending the present tensor of weights
+        self._lent_on: dict[
+            int, int
+        ] = {}  # id of an earlier tensor of weights -> threads that send it
+        self._spare: Tensor | None = (
+            None  # an earlier tensor of weights that no thread sends any more
+        )
 
     def push(
         self,
@@ -64,17 +74,17 @@ class Shard:
         alive: Callable[[], bool],
         weight: float = 1.0,
     ) -> None:
-        """Take a worker's gradient for a ticket.
+        """Apply a worker's gradient of a ticket.
 
-        A ticket that was taken before (its first holder was lost half-way) is a skipped step. If the sender
-        is no longer `alive` under the lock, the push changes nothing.
+        If the shard has had the ticket before, because its first worker was lost half-way, the step counts as
+        skipped. If the worker is lost by now, nothing changes.
 
         Args:
             worker: Slot of the worker.
             ticket: Number of the ticket.
             grad: Gradient, shape [n], or None if the step was skipped.
-            alive: Whether the worker is still part of the run.
-            weight: Factor on the gradient.
+            alive: Returns whether the worker is still part of the run.
+            weight: Weight of the gradient in a mean over pushes.
         """
         with self._lock:
             if not alive():
@@ -111,20 +121,20 @@ class Shard:
             self._release(worker, self.index)
 
     def view(self, worker: int, out: Tensor, alive: Callable[[], bool] = _always) -> int:
-        """Write the weights for `worker` to `out`; return their version.
+        """Write the weights that a worker shall read to `out`, and return their version.
 
-        If it is no longer `alive`, nothing is noted: its slot may be another's by now.
+        If the worker is lost, the read is not recorded, because another worker may have its slot.
 
         Args:
             worker: Slot of the worker.
-            out: Shape [n].
-            alive: Whether the worker is still part of the run.
+            out: Tensor for the weights, shape [n].
+            alive: Returns whether the worker is still part of the run.
         """
         with self._lock:
             return self._view(worker, out, alive())
 
     def _view(self, worker: int, out: Tensor, alive: bool) -> int:
-        """Return the same; `_lock` is held."""
+        """Write the weights for a worker to `out`, and return their version. `_lock` is held."""
         if not alive:
             out.copy_(self.policy.weights)
             return self.policy.version
@@ -135,15 +145,16 @@ class Shard:
     def lend(
         self, worker: int, spare: Tensor, alive: Callable[[], bool] = _always
     ) -> Iterator[tuple[Tensor, int]]:
-        """Yield the weights for `worker`, shape [n], and their version, constant in the block.
+        """Yield the weights that a worker shall read, shape [n], and their version.
 
-        They are the shard's own if the policy shows them as they are: a send can take long and needs no copy.
-        A change meanwhile is made to a copy. Otherwise they are `spare`, written.
+        The tensor does not change within the block, which may take long to send it. If workers read the
+        weights unchanged, it is the shard's own tensor, and updates meanwhile go to a copy. Otherwise it is
+        `spare`.
 
         Args:
             worker: Slot of the worker.
-            spare: Shape [n].
-            alive: Whether the worker is still part of the run.
+            spare: Tensor for weights that the policy computes for this worker, shape [n].
+            alive: Returns whether the worker is still part of the run.
         """
         with self._lock:
             if self._shows_weights:
@@ -160,7 +171,7 @@ class Shard:
                 self._take_back(lent)
 
     def join(self, worker: int) -> None:
-        """Note that `worker` is at work (again) and has to read at once."""
+        """Add a worker, or add it again, and let it read the shard at once."""
         with self._lock:
             if worker in self._left:
                 self._left.discard(worker)
@@ -168,7 +179,7 @@ class Shard:
             self._release(worker, self.index)
 
     def leave(self, worker: int) -> None:
-        """Note that `worker` is idle or lost: no wait for it, and no more releases."""
+        """Remove a worker that is idle or lost, so that no other worker waits for it."""
         with self._lock:
             self._waiting.discard(worker)
             if worker in self._left:
@@ -180,15 +191,12 @@ class Shard:
 
     @property
     def taken(self) -> Once:
-        """The tickets that have been here; a copy."""
+        """A copy of the set of tickets that were pushed to this shard."""
         with self._lock:
             return Once(self._taken.floor, self._taken.above)
 
     def state(self) -> dict[str, Any]:
-        """Return all that it knows, copied, for `load`.
-
-        Waiting and reading workers are not part of it.
-        """
+        """Return a copy of the shard's state for `load`, without workers that wait or read."""
         with self._lock:
             return {
                 "policy": self.policy.state(),
@@ -201,7 +209,7 @@ class Shard:
             }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Resume from a `state`, without any worker."""
+        """Restore a state, in which no worker is present."""
         self.policy.load(state["policy"])
         self._taken = Once(state["floor"], state["above"])
         self.staleness = Counter(state["staleness"])
@@ -211,7 +219,7 @@ class Shard:
             self.leave(slot)
 
     def finish(self) -> None:
-        """No push will come any more: all leave, and what is held is applied."""
+        """End the training: remove all workers, and apply the gradients that the policy still holds."""
         with self._lock:
             self._before_change()
             for worker in range(self.policy.hyper.workers):
@@ -219,26 +227,26 @@ class Shard:
                     self._left.add(worker)
                     self.policy.on_leave(worker)
             self.policy.finish()
-            for worker in self._waiting:  # a ticket that is done again needs weights
+            for worker in self._waiting:  # a worker that repeats a ticket needs weights
                 self._release(worker, self.index)
             self._waiting.clear()
 
     def snapshot(self, out: Tensor) -> None:
-        """Copy the weights as they are now to `out`, shape [n], later.
+        """Request a copy of the present weights in `out`, shape [n].
 
-        `save_snapshots` copies, or the first change if that is earlier. The copy is exact, and no worker
-        waits for a copy of the whole model.
+        The copy is made by `save_snapshots`, or before the next change of the shard if that comes first. So
+        no worker waits for a copy of the whole model.
         """
         with self._lock:
             self._snapshots.append(out)
 
     def save_snapshots(self) -> None:
-        """Make the copies that `snapshot` promised."""
+        """Make the copies that `snapshot` has requested."""
         with self._lock:
             self._save_snapshots()
 
     def _before_change(self) -> None:
-        """Keep what others are still to read; `_lock` is held."""
+        """Save the present weights for those that still need them, before they change. `_lock` is held."""
         self._save_snapshots()
         if self._borrowers:
             weights = self.policy.weights
@@ -247,14 +255,14 @@ class Shard:
             self.policy.weights, self._spare = fresh.copy_(weights), None
 
     def _take_back(self, lent: Tensor) -> None:
-        """A borrower has read `lent`; `_lock` is held."""
+        """Record that a thread has sent the tensor `lent`. `_lock` is held."""
         if lent is self.policy.weights:
             self._borrowers -= 1
         elif id(lent) in self._lent_on:
             self._lent_on[id(lent)] -= 1
             if not self._lent_on[id(lent)]:
                 del self._lent_on[id(lent)]
-                self._spare = lent  # its memory is touched already
+                self._spare = lent  # reused, since its memory has been touched already
 
     def _save_snapshots(self) -> None:
         for out in self._snapshots:

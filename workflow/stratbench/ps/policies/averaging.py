@@ -1,6 +1,6 @@
-"""Policies that average several workers' gradients into one update: sync, backup workers, K-batch.
+"""Policies that average several gradients into one update: synchronous, backup workers, K-batch.
 
-An update has the learning rate of a global batch; `lr_scale` plays no part here.
+An update uses the learning rate of a global batch, and `lr_scale` has no effect.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class SyncPolicy(Policy):
     """Averages the gradients of all live workers in one step, for which all wait.
 
-    W -= lr * velocity(mean of the gradients, each by its `push_weight`). Bulk-synchronous SGD as in Li et
-    al., "Scaling distributed machine learning with the parameter server", OSDI 2014 (sequential consistency),
-    and the synchronous server of the paper this project re-implements. The sum runs in order of the worker
-    numbers whatever the order of arrival, so that a run can be repeated bit for bit. A worker that has
-    finished is no longer waited for; one that was lost ends the run.
+    W -= lr * velocity(mean of the gradients, weighted by `push_weight`). Sources: bulk-synchronous SGD of Li
+    et al., "Scaling distributed machine learning with the parameter server", OSDI 2014 (sequential
+    consistency), and the synchronous server of the paper this project re-implements. Gradients are summed in
+    the order of the slots and not of arrival, so that a run can be repeated bit for bit. No step waits for a
+    worker that has finished. A lost worker ends the run.
     """
 
     summary: ClassVar[str] = "parameter server, every step waits for all workers"
@@ -45,7 +45,7 @@ class SyncPolicy(Policy):
             return 1.0
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Momentum, and the gradients of all workers but the last of a step."""
+            """Return the number of buffers: the momentum, and all gradients of a step but the last."""
             return 1 + (workers - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -56,15 +56,15 @@ class SyncPolicy(Policy):
         self._live = set(range(hyper.workers))
         self._arrived: set[int] = set()
         self._arrived_and_left = 0  # workers that left after a push in this round
-        self._weight = 0.0  # of the gradients in this round; skipped pushes arrive without one
-        self._total: Tensor | None = None  # sum of the gradients already in order
-        self._held: dict[int, Tensor] = {}  # gradients that some lower worker may still precede
+        self._weight = 0.0  # sum of the weights of this round's gradients; skipped pushes have none
+        self._total: Tensor | None = None  # sum of the gradients that are already in order
+        self._held: dict[int, Tensor] = {}  # gradients that must wait for those of lower slots
         slots = self.options.optimizer_buffers(hyper.workers) - 1
-        # Zeros, not empty: memory is touched for the first time here and not inside the clock.
+        # Zeros instead of empty: the memory is touched now and not within the timed region.
         self._free = [torch.zeros_like(weights) for _ in range(slots)]
 
     def state(self) -> Fields:
-        """Return the state, with only the number of free buffers, whose contents are unused."""
+        """Return the state with the number of free buffers in place of their unused contents."""
         return Fields(super().state(), _free=len(self._free))
 
     def load(self, state: Fields) -> None:
@@ -91,7 +91,7 @@ class SyncPolicy(Policy):
     def on_leave(self, worker: int) -> None:
         self._live.discard(worker)
         if worker in self._arrived:
-            # Its push stays in the round, its number may come back within the round.
+            # Its push stays part of the round. Another worker may get its slot within the round.
             self._arrived.discard(worker)
             self._arrived_and_left += 1
             if worker in self._held:
@@ -105,15 +105,17 @@ class SyncPolicy(Policy):
         return worker not in self._arrived
 
     def _summable_below(self) -> float:
-        """Return the lowest number of a missing worker, or infinity if the round is complete."""
+        """Return the slot below which all gradients have arrived, or infinity if the round is complete."""
         return min(self._live - self._arrived, default=math.inf)
 
     def _advance(self, borrowed: Tensor | None = None) -> bool:
-        """Sum what is in order and, if the round is complete, step.
+        """Add the gradients that are in order to the sum. If the round is complete, update the weights.
 
-        Says whether it was complete.
+        Args:
+            borrowed: Gradient that belongs to the caller, so that it must not become a free buffer.
 
-        `borrowed`: the gradient that is the caller's and must not enter the free list.
+        Returns:
+            Whether the round was complete.
         """
         limit = self._summable_below()
         for worker in sorted(w for w in self._held if w < limit):
@@ -121,7 +123,7 @@ class SyncPolicy(Policy):
         if limit != math.inf:
             return False
         if self._total is not None:
-            if self._weight not in (0.0, 1.0):  # without any weight the sum is one of zeros
+            if self._weight not in (0.0, 1.0):  # if all weights are 0, the sum is 0 as well
                 self._total.div_(self._weight)
             self._optimizer.step(self.weights, self._total, self.lr)
             self.version += 1
@@ -150,10 +152,10 @@ class SyncPolicy(Policy):
 class BackupPolicy(SyncPolicy):
     """Uses the first N - b of N workers in each step; late pushes are dropped.
 
-    Chen et al., "Revisiting distributed synchronous SGD", 2016. A push is late when its weights were read
-    before the last step. Its sender continues at once with the new weights. A step is also made when every
-    live worker has pushed since the last one, late or not. Then workers were lost, or the missing ones wait
-    at another shard, since shards decide separately who was late.
+    Source: Chen et al., "Revisiting distributed synchronous SGD", 2016. A push is late if its weights were
+    read before the last step. Its worker continues at once with the new weights. A step is also made when
+    every live worker has pushed since the last step, late or not. This happens if workers were lost, or if
+    they wait at another shard: each shard decides by itself which pushes are late.
     """
 
     summary: ClassVar[str] = "parameter server, does not wait for the slowest workers"
@@ -166,24 +168,25 @@ class BackupPolicy(SyncPolicy):
         refuses_adamw: ClassVar[str | None] = None
         backups: int = option(1, "workers a step does not wait for (at most workers - 1)", least=0)
 
-        synchronous_alone: ClassVar[bool] = True  # whatever `backups` is: one push is waited for
+        synchronous_alone: ClassVar[bool] = True  # with one worker, each step waits for its push
 
         def waits_for_slowest(self, workers: int) -> bool:
             return self.quorum(workers) == workers
 
         def quorum(self, workers: int) -> int:
-            """Return the number of pushes per step of `workers` workers."""
+            """Return how many pushes make a step."""
             return max(1, workers - self.backups)
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Momentum, and the gradients of a step but its last."""
+            """Return the number of buffers: the momentum, and all gradients of a step but the last."""
             return 1 + (self.quorum(workers) - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
         self._quorum = self.options.quorum(hyper.workers)
-        self._late: set[int] = set()  # heard since the last step, but not in this one
-        #: Not yet heard of a step whose pushes were all skipped: they are late, on an unchanged version.
+        self._late: set[int] = set()  # workers whose push since the last step was late
+        #: Workers that were missing in a step whose pushes were all skipped. Their next push is late,
+        #: although the version has not changed.
         self._passed: set[int] = set()
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
@@ -218,14 +221,17 @@ class BackupPolicy(SyncPolicy):
         return stepped
 
     def _summable_below(self) -> float:
-        """Return the same for all: a step's workers are known only when it is complete."""
+        """Return infinity if the step is complete, and -1 otherwise.
+
+        No gradient can be summed before, because any of them may be part of the step.
+        """
         enough = len(self._arrived) + self._arrived_and_left >= self._quorum
         return math.inf if enough or self._live <= self._arrived | self._late else -1
 
 
 @dataclass(frozen=True)
 class BucketOptions(PolicyOptions):
-    """Options of policies that update with every n pushes from any workers, without waiting."""
+    """Options of policies that average every n pushes from any workers into one update, without waiting."""
 
     refuses_adamw: ClassVar[str | None] = None
 
@@ -240,20 +246,20 @@ class BucketOptions(PolicyOptions):
         return workers / self.pushes_per_update(workers)
 
     def pushes_per_update(self, workers: int) -> int:
-        """Return the number of workers: a global batch."""
+        """Return the number of pushes per update: one global batch, which is one push per worker."""
         return workers
 
     def optimizer_buffers(self, workers: int) -> int:
-        """Momentum, and the running sum where an update takes more than one push."""
+        """Return the number of buffers: the momentum, and a sum if an update has several pushes."""
         return 1 + (self.pushes_per_update(workers) > 1)
 
 
 class KBatchPolicy(Policy):
     """Averages every K pushes, from any workers, into one update, without waiting.
 
-    W -= lr * velocity(mean of K gradients). K-batch-async SGD of Dutta et al., "Slow and stale gradients can
-    win the verdict", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. `finish` averages and applies the
-    fewer than K that are left.
+    W -= lr * velocity(mean of K gradients). Sources: K-batch-async SGD of Dutta et al., "Slow and stale
+    gradients can win the race", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. If fewer than K
+    gradients are left at the end, `finish` averages and applies them.
     """
 
     summary: ClassVar[str] = "parameter server, averages any K pushes"
@@ -266,7 +272,7 @@ class KBatchPolicy(Policy):
         )
 
         def pushes_per_update(self, workers: int) -> int:
-            """`k`, or the number of workers where it is 0."""
+            """Return `k`, or the number of workers if `k` is 0."""
             return self.k or workers
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:

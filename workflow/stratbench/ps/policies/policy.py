@@ -1,7 +1,7 @@
-"""Interface of parameter-server policies: how one shard takes pushes and hands out weights.
+"""Interface of update policies: how one shard of a parameter server applies pushes and hands out weights.
 
-A policy object owns one shard. The server and the virtual-clock driver use the same objects, so what is
-tested under the clock is what runs. The rules themselves are in `averaging.py` and `asynchronous.py`;
+A policy object owns one shard. The server and the simulation under a virtual clock use the same objects, so
+that tests under the clock hold for training. The rules are in `averaging.py` and `asynchronous.py`, and
 `policies.py` lists them by name. torch is imported inside functions only.
 """
 
@@ -21,45 +21,50 @@ if TYPE_CHECKING:
 
 
 class Outcome(Enum):
-    """Outcome of a pushed gradient."""
+    """What a policy has done with a pushed gradient."""
 
-    APPLIED = "applied"  # the weights changed
-    HELD = "held"  # stored for a later update
-    DROPPED = "dropped"  # completed without effect (it came too late)
+    APPLIED = "applied"  # the policy has updated the weights
+    HELD = "held"  # the policy has stored the gradient for a later update
+    DROPPED = "dropped"  # the gradient came too late and has no effect
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """Settings of the server-side optimizer, SGD or AdamW as in torch.optim, and its workers.
+    """Settings of the servers' optimizer (SGD or AdamW, as in torch.optim), and the number of workers.
 
-    `lr` is the learning rate of one global batch. `lr_scale` is what an asynchronous push multiplies it by:
-    1.0 (`full`, as the paper) or 1/workers (so that `workers` pushes move as far as one averaged update).
-    Policies that average several pushes into an update do not use it.
+    Policies that average several pushes into one update do not use `lr_scale`.
     """
 
+    #: Learning rate of one global batch.
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
     workers: int = 1
+    #: Factor on `lr` for one asynchronous push: 1.0 (`full`, as in the paper) or 1 / workers.
     lr_scale: float = 1.0
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    #: For AdamW.
+    #: AdamW's betas. None for SGD.
     betas: tuple[float, float] | None = None
+    #: AdamW's eps. None for SGD.
     eps: float | None = None
 
 
 class Fields(dict[str, Any]):
-    """The fields of an object, copied."""
+    """A copy of an object's attributes, by name."""
 
 
 def fields_of(owner: object, leave_out: Collection[str] = ("hyper",)) -> Fields:
-    """Return a copy of an object's fields, by name, but for those to `leave_out`."""
+    """Return a copy of an object's attributes by name, without those in `leave_out`."""
     return Fields({k: copied(v) for k, v in vars(owner).items() if k not in leave_out})
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of what a policy keeps. TypeError for a kind that cannot be saved."""
+    """Return a copy of one attribute of a policy.
+
+    Raises:
+        TypeError: If the value has a type that cannot be saved.
+    """
     import torch
 
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -79,7 +84,11 @@ def copied(value: Any) -> Any:
 
 
 def set_fields(owner: object, fields: Fields) -> None:
-    """Give an object the fields that `fields_of` has copied. ValueError if it is of another kind."""
+    """Set an object's attributes to those that `fields_of` has copied.
+
+    Raises:
+        ValueError: If the object lacks one of the attributes.
+    """
     if unknown := fields.keys() - vars(owner).keys():
         raise ValueError(
             f"a saved {', '.join(sorted(unknown))} is none of {type(owner).__name__}'s"
@@ -89,7 +98,7 @@ def set_fields(owner: object, fields: Fields) -> None:
 
 
 def _put_back(now: Any, saved: Any) -> Any:
-    """`saved`, or the object that is there now with the saved fields."""
+    """Return the saved value, or the present object after its attributes were restored."""
     if isinstance(saved, Fields):
         set_fields(now, saved)
         return now
@@ -99,33 +108,31 @@ def _put_back(now: Any, saved: Any) -> Any:
 
 
 class Momentum:
-    """One heavy-ball buffer of a shard, updated as torch.optim.SGD does (dampening 0)."""
+    """The momentum buffer of a shard, updated as by torch.optim.SGD with dampening 0."""
 
     def __init__(self, like: Tensor, hyper: Hyper) -> None:
-        """Allocate the momentum of weights `like`, shape [n], unless it is 0."""
+        """Allocate a buffer of zeros with the shape of `like`, [n], unless the momentum is 0."""
         import torch
 
         self.hyper = hyper
         self.value = torch.zeros_like(like) if hyper.momentum else None
 
     def reset(self) -> None:
-        """Forget what has been pushed."""
+        """Set the buffer to 0."""
         if self.value is not None:
             self.value.zero_()
 
     def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> Tensor:
-        """Update `weights` by -lr * direction, in place; return the direction.
-
-        Overwrites `grad`.
-
-        Bit-identical to torch.optim.SGD's step. The first gradient becomes the buffer, weight decay uses the
-        weights as they are now, and Nesterov looks ahead along the new buffer.
+        """Update the weights in place by one step of SGD, bit-identical to torch.optim.SGD.
 
         Args:
-            weights: Shape [n].
-            grad: Gradient, shape [n].
+            weights: Weights, shape [n], updated in place.
+            grad: Gradient, shape [n], overwritten.
             lr: Learning rate.
-            weight: Factor on the gradient, decay included, before it enters the momentum.
+            weight: Factor on the gradient, with its weight decay, before it enters the momentum.
+
+        Returns:
+            The direction of the step, by which the weights have moved -lr times.
         """
         if self.hyper.weight_decay:
             grad.add_(weights, alpha=self.hyper.weight_decay)
@@ -143,21 +150,22 @@ class Momentum:
 
     @property
     def known_share(self) -> float:
-        """The buffer's share in the next step's direction, whatever gradient that will bring.
+        """The factor of the present buffer v in the direction of the next step.
 
-        mu; with Nesterov mu^2: the next direction is g + mu (mu v + g) = (1 + mu) g + mu^2 v.
+        The factor is mu. With Nesterov it is mu^2: the next direction is g + mu (mu v + g) = (1 + mu) g +
+        mu^2 v.
         """
         return self.hyper.momentum**2 if self.hyper.nesterov else self.hyper.momentum
 
 
 class AdamW:
-    """AdamW's two moments of a shard, as torch.optim.AdamW updates them; replaces `Momentum`.
+    """AdamW's two moments of a shard, updated as by torch.optim.AdamW. It is used in place of `Momentum`.
 
-    Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
+    Source: Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
     """
 
     def __init__(self, like: Tensor, hyper: Hyper) -> None:
-        """`like`: the shard's weights, shape [n]."""
+        """Allocate moments of zeros with the shape of `like`, [n]."""
         import torch
 
         self.hyper = hyper
@@ -165,13 +173,11 @@ class AdamW:
         self.steps = 0
 
     def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> None:
-        """Update `weights` by one step, in place.
-
-        Overwrites `grad`.
+        """Update the weights in place by one step of AdamW.
 
         Args:
-            weights: Shape [n].
-            grad: Gradient, shape [n].
+            weights: Weights, shape [n], updated in place.
+            grad: Gradient, shape [n], overwritten.
             lr: Learning rate.
             weight: Factor on the gradient.
         """
@@ -184,38 +190,39 @@ class AdamW:
         weights.mul_(1 - lr * h.weight_decay)
         self.mean.lerp_(grad, 1 - beta1)
         self.square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = torch.sqrt(self.square, out=grad)  # in the gradient's memory
+        root = torch.sqrt(self.square, out=grad)  # reuses the gradient's memory
         root.div_((1 - beta2**self.steps) ** 0.5).add_(h.eps)
         weights.addcdiv_(self.mean, root, value=-lr / (1 - beta1**self.steps))
 
 
 def optimizer_of(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
-    """Return the optimizer of a policy that has one, for a shard's weights, shape [n]."""
+    """Create the optimizer of a shard: AdamW or SGD's momentum, for weights of shape [n]."""
     return AdamW(weights, hyper) if hyper.optimizer == "adamw" else Momentum(weights, hyper)
 
 
 class Policy(ABC):
-    """One shard's rule. Subclass, set the class attributes, and add a line to `policies.py`.
+    """The update rule of one shard.
 
-    The server calls `on_push` for every gradient (`on_skip` for a step that had none). Then it calls
-    `ready(worker)` for each worker that waits for a reply; a ready worker gets `view`. Barriers, bounded
-    staleness and free running are all expressed by `ready`. Whatever the server calls may make a worker ready
-    that was not: it asks again after each `on_push`, `on_skip` and `on_leave`.
+    To add a policy, write a subclass, set the class attributes, and add a line to `policies.py`.
 
-    Workers are numbered 0 to `hyper.workers` - 1 and all of them are at work from the start. A
-    worker has one push under way at a time: it gets a view before it pushes again.
+    The server calls `on_push` for every gradient, and `on_skip` for a step without one. After each of these
+    and after `on_leave` it calls `ready(worker)` for each worker that waits for a reply. A ready worker reads
+    the weights by `view`. `ready` implements barriers and bounded staleness.
+
+    Workers have the slots 0 to `hyper.workers` - 1, and all are present at the start. A worker reads the
+    weights before it pushes again.
     """
 
-    #: One line for documentation and reports.
+    #: One line for documentation and reports that says what the policy does.
     summary: ClassVar[str]
-    #: One line for reports: what a push does to the weights W. g: a gradient; velocity: SGD's
-    #: direction from it; lr: the learning rate of a global batch, eta that of a push; N workers.
+    #: Formula of the update of the weights W by a push. g is the gradient, velocity SGD's direction from it,
+    #: lr the learning rate of a global batch, eta that of a push, N the number of workers.
     rule: ClassVar[str]
-    #: Why workers cannot join and leave while it trains, in a clause; None: they can.
+    #: Clause that says why workers cannot join and leave during the training. None: they can.
     rigid: ClassVar[str | None] = None
-    #: Names of its fields that hold nothing between two calls.
+    #: Names of attributes whose values are not needed between two calls, so that they are not saved.
     scratch: ClassVar[tuple[str, ...]] = ()
-    #: Its options and their effects; the defaults apply where none are set.
+    #: Class of the policy's options, with their defaults and effects.
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -223,32 +230,33 @@ class Policy(ABC):
         disown(cls, ("rigid",))
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
-        """Own a shard.
+        """Take over the weights of a shard.
 
-        The server may replace `self.weights` by a copy between two calls: keep no other reference to them.
+        The server may replace `self.weights` by a copy between two calls. So do not store other references to
+        it.
 
         Args:
-            weights: The shard's flat parameters, shape [n], updated in place.
+            weights: Flat parameters of the shard, shape [n], updated in place.
             hyper: Optimizer settings.
-            options: Options of the policy.
+            options: Options of the policy. None: the defaults.
         """
         self.weights = weights
         self.hyper = hyper
         self.options = options if options is not None else self.Options()
         self.version = 0  # updates applied to this shard
-        #: The schedule's present factor on the learning rate; the caller of the policy sets it.
+        #: Factor of the schedule on the learning rate, set by the caller before each call.
         self.lr_share = 1.0
-        #: The current push's weight in a mean over a step's pushes; the caller of the policy sets it.
+        #: Weight of the current push in a mean over pushes, set by the caller before each call.
         self.push_weight = 1.0
 
     @property
     def lr(self) -> float:
-        """Learning rate, now, of an update that several pushes make together."""
+        """Present learning rate of an update that averages several pushes."""
         return self.hyper.lr * self.lr_share
 
     @property
     def push_lr(self) -> float:
-        """Learning rate, now, of one asynchronous push."""
+        """Present learning rate of one asynchronous push."""
         return self.lr * self.hyper.lr_scale
 
     @property
@@ -258,51 +266,49 @@ class Policy(ABC):
 
     @abstractmethod
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
-        """Take a worker's gradient, which may be overwritten until this returns.
+        """Apply, store or drop a worker's gradient, which the caller may overwrite afterwards.
 
         Args:
             worker: Slot of the worker.
-            grad: Gradient, shape [n].
-            read_version: Version of the weights that it was computed on.
+            grad: Gradient, shape [n]. The policy may overwrite it.
+            read_version: Version of the weights on which the gradient was computed.
         """
 
-    # The four below are no-ops for a policy that need not know.
+    # The next methods do nothing here. A policy overrides those that matter to it.
     def on_skip(self, worker: int, read_version: int) -> None:  # noqa: B027
-        """`worker` settles a step without a gradient: it overflowed, or was taken before.
+        """Handle a step of a worker that has no gradient, because it overflowed or was applied before.
 
-        It counts as arrived and the worker waits for `ready` like one that has pushed.
+        The step counts as arrived, and the worker waits for `ready` as after a push.
         """
 
     def on_leave(self, worker: int) -> None:  # noqa: B027
-        """Note that `worker` has finished, is idle without a batch, or was lost.
+        """Handle a worker that has finished, is lost, or waits because no ticket is free.
 
-        Call this as soon as there is no batch for a worker: others may be waiting at a bound, with their own
-        batch half pushed.
+        The server calls it at once, because other workers may be waiting for this one.
         """
 
     def on_join(self, worker: int) -> None:  # noqa: B027
-        """`worker`, which had left, is at work again; it reads at once."""
+        """Handle a worker that had left and is present again. It reads the weights at once."""
 
     def state(self) -> Fields:
-        """Return a copy of the state that determines its next steps: every field but its settings.
+        """Return a copy of all attributes that determine later steps: all but the settings and `scratch`.
 
-        Tensors, numbers, texts, lists, sets and dicts of these, and optimizers are saved automatically.
-        Temporary buffers must be named in `scratch`.
+        Values may be tensors, numbers, texts, optimizers, and lists, sets and dicts of these.
         """
         return fields_of(self, {"hyper", "options", *self.scratch})
 
     def load(self, state: Fields) -> None:
-        """Resume from the `state` of a policy with equal settings and shard length."""
+        """Restore the `state` of a policy with the same settings and the same shard."""
         set_fields(self, state)
 
     def finish(self) -> None:  # noqa: B027
-        """No push will come any more: apply what is held."""
+        """End the training: apply the gradients that are still stored."""
 
     def ready(self, worker: int) -> bool:
-        """Return whether `worker`, which has pushed or skipped, may read and continue."""
+        """Return whether a worker that has pushed or skipped may read the weights and continue."""
         return True
 
     def view(self, worker: int, out: Tensor) -> int:
-        """Write the weights for `worker` to `out`; return their version."""
+        """Write the weights that a worker shall read to `out`, shape [n], and return their version."""
         out.copy_(self.weights)
         return self.version
