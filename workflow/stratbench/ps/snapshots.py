@@ -1,8 +1,8 @@
-"""Snapshots of the server's state at the end of each epoch, as raw .npy files; never pickled.
+"""Snapshots of the servers' weights at the end of each epoch, as .npy files without pickled data.
 
-`<folder>/epoch<e>.weights.<s>.npy` has server `s`'s part of the flat parameters, `epoch<e>.buffers.npy` the
-averaged float buffers. `epoch<e>.<s>.json`, written last, marks that server `s` has completed the epoch, and
-when it ended.
+`epoch<e>.weights.<s>.npy` has the parameters of server s, and `epoch<e>.buffers.npy` the averaged float
+buffers. Each server writes `epoch<e>.<s>.json` last. It marks that the snapshot is complete, and has the
+epoch's end.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ def _notice_file(folder: Path, epoch: int, server: int) -> Path:
 
 
 def _save(path: Path, tensor: Tensor) -> None:
-    """Write a tensor's bytes.
+    """Write a tensor as bytes. The JSON file names the dtype, because NumPy has no bfloat16.
 
-    Numpy has no bfloat16, so the notice names the dtype.
-
-    np.save is not used, because its error on a full disk does not say so.
+    The function does not use `np.save`, whose error on a full disk does not name the reason.
     """
     partial = path.with_suffix(".part")
     header = {"descr": "|u1", "fortran_order": False, "shape": (as_bytes(tensor).nbytes,)}
@@ -64,7 +62,7 @@ def _load(path: Path, dtype: str) -> Tensor:
 
 
 class SnapshotWriter:
-    """Copies and writes snapshots on a thread of its own."""
+    """Copies and writes snapshots in a thread of its own."""
 
     def __init__(
         self,
@@ -73,7 +71,14 @@ class SnapshotWriter:
         n_servers: int,
         on_failure: Callable[[str], None],
     ) -> None:
-        """`on_failure(reason)` is called, from that thread, when a snapshot cannot be written."""
+        """Start the thread.
+
+        Args:
+            folder: Folder for the snapshots.
+            server: Number of the server.
+            n_servers: Number of servers.
+            on_failure: Called from the thread with the reason if a snapshot cannot be written.
+        """
         self.folder, self._on_failure = Path(folder), on_failure
         self.folder.mkdir(parents=True, exist_ok=True)
         self._server, self._n_servers = server, n_servers
@@ -82,13 +87,13 @@ class SnapshotWriter:
         self._thread.start()
 
     def take(self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None) -> None:
-        """Take a snapshot of the present state, and return at once.
+        """Request a snapshot of the present weights, and return at once.
 
         Args:
             epoch: Number of the epoch.
-            seconds: Time since the first ticket.
+            seconds: Seconds from the first ticket to the end of the epoch.
             shards: Shards of the server.
-            buffers: Averaged buffers, if any.
+            buffers: Averaged buffers, or None.
         """
         numel = sum(shard.policy.weights.numel() for shard in shards)
         weights = torch.empty(numel, dtype=shards[0].policy.weights.dtype)
@@ -100,13 +105,13 @@ class SnapshotWriter:
         self._queue.put((epoch, seconds, shards, weights, buffers))
 
     def wait(self) -> None:
-        """Wait until what has been taken so far is on disk."""
+        """Wait until all snapshots that were requested so far are on the disk."""
         done = threading.Event()
         self._queue.put(done)
         done.wait()
 
     def close(self) -> None:
-        """Wait until everything is on disk."""
+        """Wait until all snapshots are on the disk, and end the thread."""
         self._queue.put(None)
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""A server's data: its shards of the model and their policies, the buffers, the snapshots."""
+"""The data of one server: its shards with their policies, the float buffers, and the ends of epochs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from stratbench.ps.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
 from stratbench.ps.wire.shm import DTYPES, Layout
 
 MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
-MakeShard = Callable[[int, Tensor], Shard]  # of its number and its initial weights, shape [n]
+MakeShard = Callable[
+    [int, Tensor], Shard
+]  # from the shard's number and its initial weights, shape [n]
 
 
 def check_length(frame: Frame, expected: int) -> None:
@@ -34,19 +36,31 @@ def check_length(frame: Frame, expected: int) -> None:
 
 
 class Store:
-    """One server's part of the model: shards `mine` of all `bounds`.
+    """One server's part of the model: the shards `mine` of all shards in `bounds`.
 
-    Allocated for the first worker's layout, filled with one worker's initial weights, then served.
+    It is allocated for the sizes that the first worker sends, and filled with the initial weights of one
+    worker.
     """
 
     def __init__(
         self, layout: Layout, shard_bytes: int, server: int, n_servers: int, most_bytes: int
     ) -> None:
-        """Raises ProtocolError for a model over `most_bytes`, or too small for so many servers."""
+        """Cut the model into shards, and choose those of this server.
+
+        Args:
+            layout: Sizes and dtypes of the model's flat tensors.
+            shard_bytes: Maximum size of a shard, in bytes.
+            server: Number of this server.
+            n_servers: Number of servers.
+            most_bytes: Maximum size of a model, in bytes.
+
+        Raises:
+            ProtocolError: If the model is larger than `most_bytes`, or has fewer shards than servers.
+        """
         if 2 * layout.weight_bytes + layout.buffer_bytes > most_bytes:
             raise ProtocolError(f"the model needs more than max_model_bytes = {most_bytes}")
         itemsize = DTYPES[layout.dtype].itemsize
-        # Servers have equal parts, and shards are equal, too: no server has a shard more than others.
+        # All shards have the same size, chosen so that every server has the same number of them.
         part = -(-layout.numel // n_servers)
         numel = max(1, -(-part // -(-part // max(1, shard_bytes // itemsize))))
         self.layout = layout
@@ -58,20 +72,20 @@ class Store:
         self.mine = range(n * server // n_servers, n * (server + 1) // n_servers)
         self.limit_bytes = max(SMALL_BYTES, numel * itemsize, layout.buffer_bytes)
         self.shards: dict[int, Shard] = {}
-        # One tensor a shard: a shard's can be replaced, and its memory used again.
+        # Each shard has a tensor of its own, so that it can be replaced and its memory reused.
         self._initial: dict[int, Tensor] = {}
         buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
         self._initial_buffers = buffers
-        #: The float buffers are server 0's.
+        #: Mean of the float buffers. None on servers other than 0, and if the model has none.
         self.buffers = BufferMean(buffers) if layout.buffer_numel and server == 0 else None
         self._to_fill: set[int] = set()
 
     def begin_filling(self) -> None:
-        """Expect one worker's initial weights."""
+        """Expect the initial weights and buffers of one worker."""
         self._to_fill = set(self.mine) | ({BUFFERS} if self.buffers is not None else set())
 
     def receive_initial(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
-        """Return the initial weights, or buffers, that `frame` brings; `fill` takes them in."""
+        """Receive the initial weights of a shard, or the initial buffers, and return them for `fill`."""
         if frame.shard not in self._to_fill:
             raise ProtocolError(f"malformed frame: INIT of shard {frame.shard}, not asked for")
         if frame.shard == BUFFERS:
@@ -85,7 +99,7 @@ class Store:
         return weights
 
     def fill(self, shard: int, initial: Tensor) -> bool:
-        """Keep the initial weights or buffers that have come; returns whether all are here now."""
+        """Store initial weights or buffers, and return whether all of them have arrived."""
         if shard == BUFFERS:
             self._initial_buffers.copy_(initial)
         else:
@@ -94,14 +108,20 @@ class Store:
         return not self._to_fill
 
     def make_shards(self, make: MakeShard) -> None:
-        """Make every shard from its initial weights."""
+        """Create all shards from their initial weights."""
         self.shards = {k: make(k, self._initial.pop(k)) for k in self.mine}
 
     def shards_of(self, member: Member, frame: Frame) -> list[int]:
-        """The shards that a PUSH brings, or BUFFERS. Raises ProtocolError if the frame is impossible."""
+        """Return the numbers of the shards that a PUSH frame has, or `BUFFERS`.
+
+        Raises:
+            ProtocolError: If this server does not have these shards, or if the frame's length is wrong.
+        """
         if frame.shard == BUFFERS:
             if self.buffers is None:
-                raise ProtocolError("malformed frame: PUSH of buffers that this server has not")
+                raise ProtocolError(
+                    "malformed frame: PUSH of buffers, which this server does not have"
+                )
             numbers = [BUFFERS]
         else:
             first, last = frame.shard, frame.shard + frame.count - 1
@@ -113,9 +133,9 @@ class Store:
         return numbers
 
     def push(self, member: Member, frame: Frame) -> None:
-        """Take the shards, or the buffers, that a PUSH brings for the member's ticket.
+        """Receive the gradients, or the buffers, of a PUSH frame and apply them.
 
-        Those of a worker with a loss scale are held until `apply` or `skip` decides on all of them.
+        If the worker has a loss scale, they are stored until `apply` or `skip` is called.
         """
         for k in self.shards_of(member, frame):
             if k != BUFFERS and k not in member.todo:
@@ -137,7 +157,11 @@ class Store:
             self.shards[k].push(member.place, ticket, received, member.is_alive, member.weight)
 
     def apply(self, member: Member, ticket: int) -> None:
-        """Take what was held of the member's ticket, which must be all of it."""
+        """Apply the stored gradients and buffers of a worker's ticket.
+
+        Raises:
+            ProtocolError: If some of its shards have not arrived.
+        """
         if member.todo or not member.scaled:
             raise ProtocolError("malformed frame: APPLY of a push that is not complete")
         for k in member.held:
@@ -145,43 +169,43 @@ class Store:
         member.held.clear()
 
     def skip(self, member: Member, ticket: int) -> None:
-        """Settle the member's ticket without gradients; what was held of it is dropped."""
+        """Count a worker's ticket as a step without gradients, and drop what was stored for it."""
         for k in sorted(member.todo.union(member.held) - {BUFFERS}):
             self.shards[k].push(member.place, ticket, None, member.is_alive)
         member.todo.clear()
         member.held.clear()
 
     def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int:
-        """Write a shard's weights for a worker; see Shard.view.
+        """Write the weights of a shard that a worker shall read to `out`, and return their version.
 
         Args:
             slot: Slot of the worker.
             shard: Number of the shard.
-            out: Shape [n].
-            alive: Whether the worker is still part of the run.
+            out: Tensor for the weights, shape [n].
+            alive: Returns whether the worker is still part of the run.
         """
         return self.shards[shard].view(slot, out, alive)
 
     def lend(
         self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]:
-        """Return a context with a shard's weights for a worker; see Shard.lend.
+        """Return a context in which the weights of a shard do not change while they are sent (`Shard.lend`).
 
         Args:
             slot: Slot of the worker.
             shard: Number of the shard.
-            spare: Shape [n].
-            alive: Whether the worker is still part of the run.
+            spare: Tensor for weights that the policy computes for this worker, shape [n].
+            alive: Returns whether the worker is still part of the run.
         """
         return self.shards[shard].lend(slot, spare, alive)
 
     def join(self, slot: int) -> None:
-        """Have the worker in slot `slot` read all shards and take part."""
+        """Add the worker of a slot to all shards, and let it read them."""
         for shard in self.shards.values():
             shard.join(slot)
 
     def leave(self, slot: int, lost: bool) -> None:
-        """Nobody waits for `slot` any longer; `lost`: nor do its buffers count."""
+        """Remove the worker of a slot from all shards. If it is lost, its buffers no longer count, too."""
         for shard in self.shards.values():
             shard.leave(slot)
         if lost and self.buffers is not None:
@@ -193,12 +217,12 @@ class Store:
         shards: Mapping[int, dict[str, Any]],
         buffers: dict[str, Any] | None,
     ) -> None:
-        """Restore every shard from its saved state (`Shard.state`, `BufferMean.state`).
+        """Restore all shards and the buffers from their saved states.
 
         Args:
-            make: Makes a shard.
-            shards: Saved states by number.
-            buffers: Saved state of the buffers, if any.
+            make: Function that creates a shard.
+            shards: Results of `Shard.state`, by number of the shard.
+            buffers: Result of `BufferMean.state`, or None.
         """
         for k in self.mine:
             self._initial[k] = torch.empty_like(shards[k]["policy"]["weights"])
@@ -209,11 +233,11 @@ class Store:
             self.buffers.load(buffers)
 
     def taken(self) -> Once:
-        """Return the tickets that all shards have taken."""
+        """Return the tickets that were pushed to all shards."""
         return common(shard.taken for shard in self.shards.values())
 
     def statistics(self) -> dict[str, Any]:
-        """Return the statistics of the shards; lists have one element per shard of this server."""
+        """Return the statistics of this server's shards. Lists have one element per shard."""
         shards = list(self.shards.values())
         total: Counter[int] = sum((s.staleness for s in shards), Counter())
         return {
@@ -227,11 +251,11 @@ class Store:
 
 
 class EpochLog:
-    """Completed tickets; ends epochs and takes their snapshots.
+    """Counts completed tickets, ends epochs, and takes a snapshot at the end of each.
 
-    An epoch ends when as many tickets as it and those before it have are completed. It does not matter which:
-    a worker may hold a ticket while others are epochs ahead. A run with a number of steps also notes the time
-    of each step in the same way.
+    Epoch e ends when as many tickets are completed as the epochs 0 to e have. These may be other tickets than
+    those of these epochs, because a slow worker may hold an old one. If the run has a number of steps, the
+    end of each step is recorded in the same way.
     """
 
     def __init__(self, plan: TicketPlan, writer: SnapshotWriter | None) -> None:
@@ -239,7 +263,7 @@ class EpochLog:
         self.step_ends_s = array("d")
         self._plan, self._writer = plan, writer
         self._seen = Once()
-        #: The next epoch ends when so many tickets are through.
+        #: Number of completed tickets at which the next epoch ends.
         self._next_end = 0
         self._await_next()
 
@@ -251,15 +275,15 @@ class EpochLog:
     def resume(
         self, settled: Collection[int], ends: list[dict[str, float]], seconds: float, store: Store
     ) -> None:
-        """Resume as if these tickets were completed here.
+        """Restore the tickets and epochs that were completed before the server was restarted.
 
-        An epoch that is over and was not noted ends now, `seconds` after the first ticket.
+        An epoch that is over but has no recorded end ends now.
 
         Args:
-            settled: Completed tickets.
-            ends: Noted ends of epochs.
-            seconds: Time since the first ticket.
-            store: Has the shards.
+            settled: Numbers of the completed tickets.
+            ends: Recorded ends of epochs.
+            seconds: Seconds since the first ticket was handed out.
+            store: Shards, of which a snapshot is taken.
         """
         for number in sorted(settled):
             self._seen.add(number)
@@ -271,12 +295,12 @@ class EpochLog:
         self._end_what_is_over(seconds, store)
 
     def count(self, number: int, seconds: float, store: Store) -> None:
-        """Note that a ticket is completed.
+        """Count a completed ticket, and end the epochs that are over by it.
 
         Args:
             number: Number of the ticket.
-            seconds: Time since the first one was handed out.
-            store: Has the shards.
+            seconds: Seconds since the first ticket was handed out.
+            store: Shards, of which a snapshot is taken.
         """
         if not self._seen.add(number):
             return
@@ -304,5 +328,5 @@ class EpochLog:
 
 
 def _histogram(counts: Counter[int]) -> list[int]:
-    """Return `counts` as a list: element i is the number of times that i occurred."""
+    """Return counts as a list, in which element i is the number of times that the value i occurred."""
     return [counts[value] for value in range(max(counts, default=-1) + 1)]

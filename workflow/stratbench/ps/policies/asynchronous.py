@@ -1,11 +1,11 @@
-"""Policies that apply every push as it comes: plain, bounded, staleness-weighted and compensated.
+"""Policies that apply every push when it arrives: plain, bounded, staleness-weighted and compensated.
 
 Notation: W the shard's weights, g the pushed gradient, W_read the weights it was computed on, tau
 its staleness (updates applied to the shard since it was read), N the number of workers, mu the
 momentum, eta the learning rate of one push (`Policy.push_lr`).
 
-Weight decay uses W as it is when the push is applied, not as the worker read it. It is then never stale, and
-no policy must store the read weights for it. At one worker the two are the same.
+Weight decay uses W at the time when the push is applied, and not W_read. So the decay is never stale, and no
+policy has to store W_read for it. With one worker both are equal.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class AsyncPolicy(Policy):
     """Every push is a step, without waiting.
 
-    W -= eta * velocity(g), one momentum on the server. Downpour SGD of Dean et al., "Large scale distributed
-    deep networks", NIPS 2012; the asynchronous server of the paper this project re-implements.
+    W -= eta * velocity(g), with one momentum on the server. Sources: Downpour SGD of Dean et al., "Large
+    scale distributed deep networks", NIPS 2012, and the asynchronous server of the paper this project
+    re-implements.
     """
 
     summary: ClassVar[str] = "parameter server, nobody waits"
@@ -64,10 +65,10 @@ class AsyncPolicy(Policy):
 class StalenessLrPolicy(AsyncPolicy):
     """Older gradients have a smaller weight.
 
-    W -= eta * velocity(g / (1 + tau)). Zhang et al., "Staleness-aware async-SGD for distributed deep
-    learning", IJCAI 2016, who divide each gradient's learning rate by its staleness, with 1 + tau for their
-    tau so that a fresh gradient keeps eta. The weight goes into the momentum with the gradient: a stale push
-    does not shorten what earlier ones have still to give.
+    W -= eta * velocity(g / (1 + tau)). Source: Zhang et al., "Staleness-aware async-SGD for distributed deep
+    learning", IJCAI 2016, who divide each gradient's learning rate by its staleness. Here the divisor is 1 +
+    tau, so that a fresh gradient keeps eta. The gradient is divided before it enters the momentum, so that a
+    stale push does not reduce the momentum of earlier ones.
     """
 
     summary: ClassVar[str] = "parameter server, learning rate by staleness"
@@ -77,7 +78,7 @@ class StalenessLrPolicy(AsyncPolicy):
 
     @dataclass(frozen=True)
     class Options(EveryPushOptions):
-        # 1 / (1 + staleness) already divides by about N
+        # "full", since 1 / (1 + staleness) divides by about N already.
         lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
 
     def _weight(self, staleness: int) -> float:
@@ -87,9 +88,10 @@ class StalenessLrPolicy(AsyncPolicy):
 class SspPolicy(AsyncPolicy):
     """Asynchronous, with a bound: no batch starts more than `s` pushes ahead of the slowest worker.
 
-    A worker's clock counts its pushes; it waits while clock > min(clocks of live workers) + s. Each push is a
-    step, as in ps-async. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
-    server", NIPS 2013. A worker that joins starts at the slowest clock.
+    The clock of a worker counts its pushes. A worker waits while its clock is larger than the slowest
+    worker's plus s. Each push is a step, as in ps-async. A worker that joins starts at the slowest clock.
+    Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS
+        2013.
     """
 
     summary: ClassVar[str] = "parameter server, bounded staleness"
@@ -128,12 +130,13 @@ class SspPolicy(AsyncPolicy):
 class AsyncModifiedPolicy(SspPolicy):
     """The paper's "modified asynchronous" server, section 5.3.
 
-    Its three changes to ps-async: more frequent communication (a worker splits each batch in
-    `pushes_per_batch` = f sub-batches and pushes and pulls for each), bounded staleness (the rule
-    of ps-ssp, its clock counting sub-batches) and staleness-weighted updates (1/(1 + tau), as in
-    ps-staleness-lr). W -= eta / f * velocity(g / (1 + tau)): f sub-batches together weigh as much
-    as their batch. The paper gives no numbers for the three; the defaults are ours. It is slow for
-    the paper's reason: f times the traffic, and waiting at the bound.
+    It differs from ps-async in three ways. A worker splits each batch into f = `pushes_per_batch`
+    sub-batches, and pushes and pulls for each. Staleness is bounded as in ps-ssp, where the clock counts
+    sub-batches. Gradients are weighted by 1 / (1 + tau), as in ps-staleness-lr.
+
+    W -= eta / f * velocity(g / (1 + tau)), so that f sub-batches together have the weight of their batch. The
+    paper gives no values for the three options. The policy is slow for the paper's reason: it has f times the
+    traffic, and workers wait at the bound.
     """
 
     summary: ClassVar[str] = "parameter server, the paper's staleness mitigation"
@@ -158,7 +161,7 @@ class AsyncModifiedPolicy(SspPolicy):
 
         @property
         def synchronous_alone(self) -> bool:
-            """Not with several pushes per batch: each is an update on a smaller batch."""
+            """Whether a batch has only one push. Several pushes would be updates on smaller batches."""
             return self.pushes_per_batch == 1
 
     @property
@@ -171,14 +174,14 @@ class AsyncModifiedPolicy(SspPolicy):
 
 @dataclass(frozen=True)
 class ViewKeepingOptions(EveryPushOptions):
-    """Base of their options: momentum, mean square, a scratch tensor, and each worker's last view."""
+    """Options of policies that store the weights that each worker has read, and two running means."""
 
     fixed_buffers: ClassVar[int] = 3
     buffers_per_worker: ClassVar[int] = 1
 
 
 class ViewKeepingPolicy(Policy):
-    """Base of the two policies that compare W with what the worker read."""
+    """Base class of policies that compare the present weights with those that the worker has read."""
 
     scratch = ("_scratch",)
 
@@ -200,9 +203,9 @@ class DcAsgdPolicy(ViewKeepingPolicy):
     """Corrects g for the distance the weights have moved since it was read.
 
     ms <- m ms + (1 - m) g*g;  g' = g + lambda / sqrt(ms + 1e-7) * g*g*(W - W_read);
-    W -= eta * velocity(g'). DC-ASGD-a of Zheng et al., "Asynchronous stochastic gradient descent
-    with delay compensation", ICML 2017, with server-side momentum added. g*g stands in for the
-    Hessian's diagonal.
+    W -= eta * velocity(g'). g*g approximates the Hessian's diagonal. Source: DC-ASGD-a of Zheng et al.,
+    "Asynchronous stochastic gradient descent with delay compensation", ICML 2017. The momentum on the server
+    is an addition.
     """
 
     summary: ClassVar[str] = "parameter server, delay-compensated"
@@ -225,7 +228,7 @@ class DcAsgdPolicy(ViewKeepingPolicy):
         decay = self.options.dc_decay
         self._mean_square.mul_(decay).addcmul_(grad, grad, value=1 - decay)
         if read_version != self.version:
-            # The stored view is not needed after this push: it becomes W_read - W from here on.
+            # The stored W_read is not needed after this push. So its memory is reused for W_read - W.
             moved_back = self._read[worker].sub_(self.weights)
             curvature = torch.add(self._mean_square, 1e-7, out=self._scratch).sqrt_()
             torch.div(grad, curvature, out=curvature).mul_(grad)
@@ -239,7 +242,7 @@ class GapAwarePolicy(ViewKeepingPolicy):
     """Divides g, weight by weight, by how many typical steps W has moved since read.
 
     g' = g / (1 + |W - W_read| / (eta RMS(v)));  W -= eta * velocity(g'). v is the step direction
-    (with Nesterov g' + mu times the momentum), RMS its bias-corrected running root mean square.
+    (with Nesterov g' + mu times the momentum), and RMS its bias-corrected running root mean square. Source:
     Barkai et al., "Gap-aware mitigation of gradient staleness", ICLR 2020 (the per-parameter form).
     """
 
@@ -258,7 +261,7 @@ class GapAwarePolicy(ViewKeepingPolicy):
 
         decay, lr = self.options.step_decay, self.push_lr
         if read_version != self.version:
-            # The stored view is not needed after this push: it becomes the gap from here on.
+            # The stored W_read is not needed after this push. So its memory is reused for the gap.
             seen_share = 1 - decay**self.version
             typical = torch.div(self._mean_square, seen_share, out=self._scratch).sqrt_()
             typical.mul_(lr).add_(1e-8)
@@ -273,16 +276,18 @@ class GapAwarePolicy(ViewKeepingPolicy):
 class DanaPolicy(Policy):
     """A momentum for each worker, and workers read where the others' will carry W.
 
-    v_i <- mu v_i + g;  W -= eta v_i;  worker i reads W - eta mu sum over j != i of v_j, an estimate
-    of the weights its gradient will meet. After DANA-Zero of Hakimi et al., "Taming momentum in a
-    distributed asynchronous environment", 2019, which also looks ahead along the worker's own
-    momentum. This is the heavy-ball form: without that term one worker is torch.optim.SGD exactly.
-    With `nesterov`, W -= eta (g + mu v_i), and what is known of j's next step is eta mu^2 v_j
-    (`Momentum.known_share`): worker i reads W - eta mu^2 sum over j != i of v_j.
+    v_i <- mu v_i + g;  W -= eta v_i. Worker i reads W - eta mu sum over j != i of v_j, which estimates the
+    weights to which its gradient will be applied. With `nesterov`, W -= eta (g + mu v_i). The part of j's
+    next step that does not depend on its gradient is then eta mu^2 v_j (`Momentum.known_share`), so that mu^2
+    replaces mu in the read.
 
-    It takes N + 1 momentum buffers. The last is the sum of the others, so that a read is a pass over it and
-    v_i for any N. The sum follows each push, and is made anew every 8 N pushes: no rounding error in it is
-    older. A worker that leaves takes its momentum with it.
+    Source: DANA-Zero of Hakimi et al., "Taming momentum in a distributed asynchronous environment", 2019,
+    which also looks ahead along the worker's own momentum. Without that term, one worker equals
+    torch.optim.SGD exactly.
+
+    The policy stores N + 1 momentum buffers. The last is the sum of the others, so that a read costs the same
+    for any N. Each push updates the sum, and every 8 N pushes it is recomputed, which limits rounding errors.
+    When a worker leaves, its momentum is removed.
     """
 
     summary: ClassVar[str] = "parameter server, look-ahead over the other workers' momentum"
@@ -319,7 +324,7 @@ class DanaPolicy(Policy):
         return Outcome.APPLIED
 
     def _sum_anew(self) -> None:
-        """Recompute the sum, an eighth per push at times, so that rounding errors do not accumulate."""
+        """Recompute the sum of all momenta, so that rounding errors do not accumulate."""
         self._sum.zero_()
         for momentum in self._momenta:
             self._sum.add_(momentum.value)
@@ -330,7 +335,7 @@ class DanaPolicy(Policy):
         import torch
 
         own = self._momenta[worker]
-        others = torch.sub(self._sum, own.value, out=out)  # of one worker this is 0 exactly
+        others = torch.sub(self._sum, own.value, out=out)  # with one worker this is exactly 0
         torch.sub(self.weights, others, alpha=self.push_lr * own.known_share, out=out)
         return self.version
 

@@ -1,6 +1,6 @@
-"""Common options of all policies, and their effects on memory, updates and waiting.
+"""Options that all policies share, and their effects on memory, updates and waiting.
 
-No torch here: the Snakefile validates a study's options, and the plan counts buffers, without it.
+This module does not import torch, because the Snakefile and the plan read options without it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from stratbench.cell.options import Options, option
 
 
 def lr_scale_option(default: str) -> Any:
-    """Return the field of type Literal["full", "1/N"]: what a push multiplies the learning rate by."""
+    """Return the dataclass field of `lr_scale`, which is "full" or "1/N"."""
     return option(
         default,
         "learning rate of one push: 'full' (the study's own, so N workers move N times as far per "
@@ -22,55 +22,56 @@ def lr_scale_option(default: str) -> Any:
 
 @dataclass(frozen=True)
 class PolicyOptions(Options):
-    """Base of a policy's options. A policy without a field of its own takes none."""
+    """Base class of a policy's options. The fields of a subclass are the options in config.yaml."""
 
-    #: Number of weight-sized tensors in any case, and per worker.
+    #: Number of tensors of the weights' size that do not depend on the number of workers.
     fixed_buffers: ClassVar[int] = 1
+    #: Number of tensors of the weights' size per worker.
     buffers_per_worker: ClassVar[int] = 0
-    #: False: losing a worker ends the run (a barrier can no longer be met honestly).
+    #: Whether the run continues if a worker is lost.
     tolerates_loss: ClassVar[bool] = True
     #: Whether every update is the mean of one push of each worker, on the same weights.
     averages_all: ClassVar[bool] = False
-    #: Why its servers do not support AdamW; None if they do.
+    #: Why the policy does not support AdamW. None: it does.
     refuses_adamw: ClassVar[str | None] = (
         "its rule weighs or corrects SGD's velocity, and AdamW has none"
     )
-    #: The same of SGD.
+    #: Why the policy does not support SGD. None: it does.
     refuses_sgd: ClassVar[str | None] = None
 
     @property
     def synchronous_alone(self) -> bool:
-        """Whether a single worker trains as torch's optimizer does."""
+        """Whether training with one worker equals PyTorch's own optimizer."""
         return False
 
     @classmethod
     def refusal(cls, optimizer: str) -> str | None:
-        """Return why its servers do not support "sgd" or "adamw", or None if they do."""
+        """Return why the policy does not support the optimizer "sgd" or "adamw", or None if it does."""
         return {"sgd": cls.refuses_sgd, "adamw": cls.refuses_adamw}[optimizer]
 
     def waits_for_slowest(self, workers: int) -> bool:
-        """Return whether, in the long run, all go at the slowest worker's pace."""
+        """Return whether, in the long run, all workers are as slow as the slowest one."""
         return True
 
     def updates_per_step(self, workers: int) -> float | None:
-        """Updates that a global batch makes, or None where that is not fixed."""
+        """Return the number of updates per global batch, or None if it is not fixed."""
         return None
 
     @property
     def pushes_per_ticket(self) -> int:
-        """Into how many pushes a worker splits one ticket (batch)."""
+        """Number of pushes into which a worker splits one ticket."""
         return 1
 
     def lr_factor(self, workers: int) -> float:
-        """Return `Hyper.lr_scale` for `workers`: 1.0, or 1/workers if the options say '1/N'."""
+        """Return `Hyper.lr_scale`: 1.0, or 1 / workers if the option `lr_scale` is "1/N"."""
         return 1.0 / workers if getattr(self, "lr_scale", "full") == "1/N" else 1.0
 
     def optimizer_buffers(self, workers: int) -> int:
-        """Return the number of weight-sized tensors of the policy, without the weights, with momentum."""
+        """Return how many tensors of the weights' size the policy adds to the weights, with momentum."""
         return self.fixed_buffers + self.buffers_per_worker * workers
 
     def momentum_buffers(self, workers: int) -> int:
-        """Return how many of these only momentum needs."""
+        """Return how many of the tensors in `optimizer_buffers` are needed only for momentum."""
         return 1
 
 
@@ -89,7 +90,7 @@ class EveryPushOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class BoundedOptions(EveryPushOptions):
-    """The same within a bound of staleness, at which the fast wait for the slowest."""
+    """Options of policies that update with every push, but let fast workers wait at a staleness bound."""
 
     def waits_for_slowest(self, workers: int) -> bool:
         return True

@@ -1,6 +1,6 @@
-"""Ordered momentum: each gradient enters the momentum where it would have stood in time.
+"""Ordered momentum: a late gradient enters the momentum as if it had arrived in time.
 
-Notation as in `asynchronous.py`.
+The notation is that of `asynchronous.py`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 class OrMoPolicy(Policy):
     """Momentum SGD in which a late gradient has the effect that it would have had in time.
 
-    Gradients are ordered by the bucket in which their weights were read: version read // N; N gradients make
-    the updates of one global batch. A bucket begins with a roll, V <- mu V, W -= eta V, by its first push. A
-    push that is k buckets late then makes V += mu^k g and W -= eta (1 + mu + ... + mu^k) g: W and V are where
-    they would be with g in its own bucket. OrMo of Shi et al., "Ordered momentum for asynchronous SGD",
-    NeurIPS 2024, arXiv 2407.19234, its roll put off until the bucket's first push: one worker is then
-    heavy-ball SGD.
+    N gradients form a bucket, which is one global batch. A gradient belongs to the bucket in which its
+    weights were
+    read: the version that was read // N. The first push of a bucket rolls the momentum: V <- mu V, W -= eta
+    V. A push that is k buckets late makes V += mu^k g and W -= eta (1 + mu + ... + mu^k) g. W and V are then
+    as if g had arrived in its own bucket. Source: OrMo of Shi et al., "Ordered momentum for asynchronous
+    SGD", NeurIPS 2024, arXiv 2407.19234. Here the roll is delayed until the bucket's first push, so that one
+    worker is heavy-ball SGD.
 
-    `look_ahead` is our addition: with M present workers, a worker reads W - (M - 1) / N eta mu V. This is the
-    part of the next roll that the others' pushes bring before its own. At one worker it vanishes.
+    `look_ahead` is an addition: with M present workers, a worker reads W - (M - 1) / N eta mu V. This is the
+    part of the next roll that other workers' pushes cause before its own. With one worker it is 0.
 
-    With Nesterov a bucket of gradients G makes W -= eta (G + mu V), so a roll is W -= eta mu V, a push W -=
-    eta (1 + mu + ... + mu^(k + 1)) g, and the look-ahead has mu^2 for mu.
+    With Nesterov a bucket with the gradients G makes W -= eta (G + mu V). So a roll is W -= eta mu V, a push
+    is W -= eta (1 + mu + ... + mu^(k + 1)) g, and the look-ahead has mu^2 in place of mu.
 
-    N stays what it was when workers are lost: a bucket is a global batch, whoever computed it. Weight decay
-    is taken of W before the roll. Where the learning rate changes, eta is that of the push.
+    N does not change if workers are lost, since a bucket is one global batch of any workers. Weight decay
+    uses W before the roll. If the learning rate changes, eta is that of the push.
     """
 
     summary: ClassVar[str] = "parameter server, late gradients enter the momentum as if in time"
@@ -49,7 +50,7 @@ class OrMoPolicy(Policy):
         )
 
         def lr_factor(self, workers: int) -> float:
-            """Always 1/N: the gradients of a bucket are the parts of one global batch's."""
+            """Return 1 / N, because the N gradients of a bucket are the parts of one global batch."""
             return 1.0 / workers
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -57,7 +58,7 @@ class OrMoPolicy(Policy):
 
         super().__init__(weights, hyper, options)
         self._momentum = torch.zeros_like(weights) if hyper.momentum else None
-        self._bucket = 0  # the last one that has begun
+        self._bucket = 0  # number of the last bucket that has begun
         self._present = set(range(hyper.workers))
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:

@@ -1,6 +1,6 @@
-"""Registry of the parameter server's update policies: one line and one class each.
+"""Registry of the update policies: name and class of each.
 
-The workflow reads names and options on every parse: policies import torch inside functions only.
+Policies import torch inside functions only, because the workflow reads their options at every start.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ POLICIES: dict[str, str] = {
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Return the policy registered as `name`.
+    """Return the class of a policy.
 
     Raises:
-        ValueError: When there is none.
+        ValueError: If no policy has this name.
     """
     if name not in POLICIES:
         raise ValueError(f"{name!r} is no parameter-server policy; known: {', '.join(POLICIES)}")
@@ -45,15 +45,15 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def policies_that_take(optimizer: str) -> list[str]:
-    """Return the names of the policies that take an optimizer, "sgd" or "adamw"."""
+    """Return the names of the policies that support an optimizer, "sgd" or "adamw"."""
     return [name for name in POLICIES if not policy_class(name).Options.refusal(optimizer)]
 
 
 def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOptions:
-    """Return the options of policy `name` from plain values; defaults where a key is missing.
+    """Return the options of a policy from plain values, with defaults for missing keys.
 
-    Raises ValueError, naming the policy, the key and what it takes, for an unknown policy or key or a
-    value of the wrong type or range.
+    Raises:
+        ValueError: If the policy or a key is unknown, or if a value has the wrong type or range.
     """
     options, given = policy_class(name).Options, given or {}
     known = [spec.name for spec in fields(options)]
@@ -70,16 +70,16 @@ def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOp
 def make_policy(
     name: str, weights: Tensor, hyper: Hyper, options: Mapping[str, Any] | None = None
 ) -> Policy:
-    """Return a policy for one shard from a config's values.
+    """Create the policy of one shard.
 
     Args:
         name: Name of the policy.
-        weights: The shard's flat parameters, shape [n], updated in place.
-        hyper: Optimizer settings; `options` decide its `lr_scale`.
-        options: As in the config, with defaults for missing keys.
+        weights: Flat parameters of the shard, shape [n], updated in place.
+        hyper: Optimizer settings, whose `lr_scale` is replaced according to `options`.
+        options: Options as in config.yaml. Missing keys have defaults.
 
     Raises:
-        ValueError: For an unknown policy or option.
+        ValueError: If the policy or an option is unknown, or if the policy does not support the optimizer.
     """
     parsed = parse_options(name, options)
     if reason := parsed.refusal(hyper.optimizer):

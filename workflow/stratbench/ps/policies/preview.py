@@ -13,32 +13,32 @@ from stratbench.ps.policies.policy import Hyper
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Elements of a view that are made at a time: few enough that what is worked on stays in a core's cache, so
-#: many that starting the operations costs little (measured: a tenth more than without chunks).
+#: Number of elements that are predicted at a time. They fit a core's cache, and are enough that the overhead
+#: of starting operations is small (measured: a tenth more time than without chunks).
 CHUNK = 65536
 
 
 class PreviewPolicy(KBatchPolicy):
     """AdamW on the mean of any N pushes; reads look ahead by the unfinished bucket's effect.
 
-    N pushes, whoever sent them, are a bucket, and make one step of AdamW: `ps-kbatch` with K = N (Dutta et
-    al., AISTATS 2018). After t buckets, with AdamW's moments m and v and the sum S of the j gradients that
-    the next one has so far, a worker reads (1 - c lr decay) W - c lr u, c being `look_ahead`:
+    N pushes of any workers form a bucket, which makes one step of AdamW, as `ps-kbatch` with K = N (Dutta et
+    al., AISTATS 2018). Let m and v be AdamW's moments after t buckets, S the sum of the j gradients that the
+    next bucket has so far, and c `look_ahead`. A worker then reads (1 - c lr decay) W - c lr u:
 
-        G  = S / N + (1 - j / N) m / (1 - b1^t)    the bucket's mean, if the rest is like the mean so far
+        G  = S / N + (1 - j / N) m / (1 - b1^t)    the bucket's mean, if the other gradients equal m's mean
         m' = b1 m + (1 - b1) G,  v' = b2 v + (1 - b2) G²
         u  = m' / (1 - b1^(t+1)) / (sqrt(v' / (1 - b2^(t+1))) + eps)
 
-    and W itself where its gradient will still be in this bucket: j = 0, or too few workers are present to
-    fill it. With c = 1 that is W at the bucket's end, if the gradients come as foreseen. G is in both m' and
-    v', which bounds u as AdamW's step is bounded (Kingma and Ba, ICLR 2015, section 2.1). One worker is
-    torch.optim.AdamW.
+    A worker reads W itself if its gradient will still be part of this bucket: for j = 0, or if too few
+    workers are present to fill the bucket. With c = 1 the prediction is W at the end of the bucket. G is part
+    of m' and of v', so that u is bounded as AdamW's step is (Kingma and Ba, ICLR 2015, section 2.1). One
+    worker equals torch.optim.AdamW.
 
-    Weights foreseen by Adam's own step are from pipelines: XPipe (Guan et al., arXiv 1911.04610) foresees
-    them by m and v as they are. New here: the server predicts from its unfinished bucket. The default c = 2
-    is new, too, because some gradients come more than one bucket late.
+    Pipelines predict weights by Adam's own step from the present m and v (XPipe, Guan et al., arXiv
+    1911.04610). The prediction from the server's unfinished bucket is new here. So is the default c = 2,
+    which is chosen because some gradients arrive more than one bucket late.
 
-    N stays what it was when workers are lost: a bucket is a global batch, whoever computed it.
+    N does not change if workers are lost, since a bucket is one global batch of any workers.
     """
 
     summary: ClassVar[str] = "parameter server, AdamW in buckets, weights read ahead of them"
@@ -51,7 +51,7 @@ class PreviewPolicy(KBatchPolicy):
     @dataclass(frozen=True)
     class Options(BucketOptions):
         refuses_sgd: ClassVar[str | None] = (
-            "it looks ahead by AdamW's step, from moments SGD has not"
+            "it looks ahead by AdamW's step, from moments that SGD does not have"
         )
 
         look_ahead: float = option(
@@ -69,20 +69,20 @@ class PreviewPolicy(KBatchPolicy):
         self._chunk = torch.zeros_like(weights[:CHUNK]) if looks else None
 
     def view(self, worker: int, out: Tensor) -> int:
-        others = len(self._present - {worker})  # below N, so that at j = 0 this is W
+        others = len(self._present - {worker})  # less than N, so that the worker reads W if j = 0
         if self._chunk is None or self._count + others < self._k:
             return super().view(worker, out)
         self._look_ahead(out)
         return self.version
 
     def _look_ahead(self, out: Tensor) -> None:
-        """Write W moved by the bucket's step into `out`, shape [n]; changes nothing else."""
+        """Write the weights, moved by the predicted step of the bucket, to `out`, shape [n]."""
         import torch
 
         (beta1, beta2), h, n = self.hyper.betas, self.hyper, self._k
         moments, far = self._optimizer, self.lr * self.options.look_ahead
         t = moments.steps
-        # Factors that are the same for all elements are taken together: u is n G, then n m' / (1 - b1).
+        # Constant factors are combined into `step`: u is first n G, and then n m' / (1 - b1).
         missing = (n - self._count) / (1 - beta1**t) if t else 0.0
         unbias = (1 - beta2 ** (t + 1)) ** 0.5
         step = far * unbias * (1 - beta1) / n / (1 - beta1 ** (t + 1))

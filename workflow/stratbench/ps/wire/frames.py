@@ -1,7 +1,7 @@
-"""Frames of the parameter-server protocol, the same over TCP and next to shared memory.
+"""Frames of the parameter-server protocol, which are the same over TCP and with shared memory.
 
-A frame is a fixed binary header, authenticated with the connection's key, and `length` bytes of payload.
-Nothing is ever unpickled; a length is checked before anything is read or allocated.
+A frame is a binary header of fixed size, authenticated with the connection's key, and `length` bytes of
+payload. Nothing is unpickled. A length is checked before anything is read or allocated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MAGIC = b"PS"
 PROTOCOL = 4
 #: Shard number of the model's float buffers (BatchNorm running statistics).
 BUFFERS = 0xFFFFFFFF
-#: Ticket number of the warm-up's exchanges, which change and count nothing.
+#: Ticket number of frames in the warm-up, which change no weights and are not counted.
 NO_TICKET = -1
-#: Most bytes of a payload that is not weights or gradients (text, JSON, a ticket).
+#: Maximum bytes of a payload other than weights and gradients (text, JSON, a ticket).
 SMALL_BYTES = 64 * 1024
 
 _FIELDS = struct.Struct("<2sBBIIqqQdQ")
@@ -31,30 +31,32 @@ _TICKET = struct.Struct("<QIII")
 class Kind(IntEnum):
     """Kind of a frame. C: sent by workers (clients), S: by servers."""
 
-    CHALLENGE = 1  # S  first frame of a connection: the server's nonce
-    HELLO = 2  # C  who I am and what my model looks like; proves the secret
-    WELCOME = 3  # S  how shards are cut; proves the secret
-    MEMORY = 4  # C  shared memory: its file descriptor travels beside this frame
-    INIT = 5  # S  send me your initial weights; C  here is one shard of them
-    PULL = 6  # C  ready to start; send the weights and my first ticket
-    PUSH = 7  # C  gradients of `count` shards, or the buffers
-    SKIP = 8  # C  the ticket's gradients overflowed: settle it without them, drop what was pushed
-    OK = 9  # S  weights of `count` shards
-    TICKET = 10  # S  the next batch
-    WAIT = 11  # S  no batch now, but one may come; C  relayed to the other servers
-    DONE = 12  # S  the training is over; C  relayed to the other servers of an elastic run
-    ACK = 13  # S  a server other than 0 has all of the ticket's gradients
-    SETTLE = 14  # C  relays an ACK to server 0
+    CHALLENGE = 1  # S: the server's nonce, the first frame of a connection
+    HELLO = 2  # C: description of the worker and its model, with a proof of the secret
+    WELCOME = 3  # S: how shards are cut, with a proof of the secret
+    MEMORY = 4  # C: the file descriptor of shared memory, sent together with this frame
+    INIT = 5  # S: request for the worker's initial weights; C: one shard of them
+    PULL = 6  # C: the worker is ready to start, and asks for weights and its first ticket
+    PUSH = 7  # C: gradients of `count` shards, or the float buffers
+    SKIP = 8  # C: a gradient of the ticket overflowed: complete it without gradients
+    OK = 9  # S: weights of `count` shards
+    TICKET = 10  # S: the next ticket
+    WAIT = 11  # S: no ticket is free now, but one may follow; C: forwarded to the other servers
+    DONE = 12  # S: the training is over; C: forwarded to the other servers of an elastic run
+    ACK = 13  # S: a server other than 0 has all gradients of the ticket
+    SETTLE = 14  # C: an ACK, forwarded to server 0
     HEARTBEAT = 15  # both
-    ERR = 16  # S  why the run, or this worker's part in it, is over; `count` 1: come again later;
-    #          C  relayed to other servers
-    BYE = 17  # C  leaving in order, with the worker's own measurements
-    TALK = 32  # both: JSON, between an elastic cell's coordinator and its members
-    APPLY = 18  # C  none of the ticket's gradients has overflowed: apply what was pushed
-    # Of elastic runs:
-    LEAVE = 19  # C  leaving before the end, as BYE: give my ticket to another
-    EVAL = 20  # S  no batch: evaluate the state that the servers kept after epoch `shard`
-    SCORE = 21  # C  what that evaluation gave
+    ERR = 16  # S: why the run, or this worker's part in it, is over. `count` 1: the worker may join later.
+    #          C: forwarded to the other servers
+    BYE = 17  # C: the worker leaves after the end of the training, with its measured waiting time
+    TALK = 32  # both: JSON, between the coordinator of an elastic cell and its workers
+    APPLY = 18  # C: no gradient of the ticket overflowed: apply them
+    # In elastic runs only:
+    LEAVE = (
+        19  # C: the worker leaves before the end, with its waiting time; its ticket goes to another
+    )
+    EVAL = 20  # S: request to evaluate the snapshot of epoch `shard`, in place of a ticket
+    SCORE = 21  # C: result of that evaluation
 
 
 class ProtocolError(Exception):
@@ -62,31 +64,31 @@ class ProtocolError(Exception):
 
 
 class ComeAgain(ProtocolError):
-    """A worker cannot join now, and may come again later: it has done nothing wrong."""
+    """A worker cannot join now, but may try again later."""
 
 
 class Frame(NamedTuple):
-    """A frame's header. `length` bytes of payload follow it."""
+    """The header of a frame."""
 
     kind: Kind
-    shard: int = 0  # first shard, or BUFFERS
-    count: int = 0  # shards in this frame
+    shard: int = 0  # number of the first shard, or `BUFFERS`
+    count: int = 0  # number of shards
     ticket: int = NO_TICKET
-    version: int = 0  # smallest version among the shards
-    length: int = 0
-    weight: float = 1.0  # of a PUSH: what it weighs among those that it is averaged with
+    version: int = 0  # lowest version among the shards
+    length: int = 0  # bytes of payload that follow the header
+    weight: float = 1.0  # weight of a push in an average over pushes
 
 
 class Header:
-    """Packs and checks the headers of one direction of one connection.
+    """Packs and checks the headers of one direction of a connection.
 
-    Sequence numbers start at 0 and rise by one a frame. The tag is keyed BLAKE2b over the fields,
-    so a frame of another connection, direction or run is refused; payloads are not authenticated
-    (what the network must be trusted for: docs/parameter-server.md).
+    Sequence numbers start at 0 and increase by one per frame. The tag is keyed BLAKE2b over the fields, so
+    that a frame of another connection, direction or run is refused. Payloads are not authenticated
+    (docs/parameter-server-protocol.md says why).
     """
 
     def __init__(self, key: bytes) -> None:
-        """`key`: 32 bytes, of this connection and direction (see `handshake.session_keys`)."""
+        """Start with the key of this connection and direction, 32 bytes (see `handshake.session_keys`)."""
         self._mac = hashlib.blake2b(digest_size=MAC_BYTES, key=key)
         self.seq = 0
 
@@ -96,15 +98,16 @@ class Header:
         return mac.digest()
 
     def pack(self, frame: Frame) -> bytes:
-        """Return the header's bytes; advances the sequence number."""
+        """Return the bytes of a header, and advance the sequence number."""
         fields = _FIELDS.pack(MAGIC, PROTOCOL, *frame, self.seq)
         self.seq += 1
         return fields + self._tag(fields)
 
     def unpack(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
-        """Return the frame and whether it is a replay, whose payload must be discarded.
+        """Return the frame, and whether it is a repetition, whose payload must be discarded.
 
-        Raises ProtocolError for anything this connection's peer cannot have sent now.
+        Raises:
+            ProtocolError: If the peer of this connection cannot have sent this frame now.
         """
         magic, protocol, *fields, seq = _FIELDS.unpack_from(head)
         if magic != MAGIC:
@@ -143,7 +146,11 @@ def pack_ticket(number: int, epoch: int, step: int, slice_: int) -> bytes:
 
 
 def unpack_ticket(payload: bytes) -> tuple[int, int, int, int]:
-    """(number, epoch, step, slice); raises ProtocolError when the length is wrong."""
+    """Return number, epoch, step and slice of a ticket from the payload of a TICKET frame.
+
+    Raises:
+        ProtocolError: If the payload has the wrong length.
+    """
     if len(payload) != _TICKET.size:
         raise ProtocolError(f"malformed ticket: {len(payload)} bytes, expected {_TICKET.size}")
     return _TICKET.unpack(payload)

@@ -1,4 +1,4 @@
-"""The server's door: accepts connections and lets in the peers that know the job's secret."""
+"""The part of a server that accepts connections and admits peers that know the job's secret."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from stratbench.ps.wire.transport import Closed, Connection, Listeners, Silent
 
 log = logging.getLogger(__name__)
 
-#: Connections that have not shown that they know the secret, at most, at a time.
+#: Maximum number of connections at a time that have not proved the secret yet.
 _MAX_PENDING = 64
 _REFUSALS_KEPT = 100
-#: Errors of accept when the process or system has no descriptors left, and the wait after one.
+#: Errors of `accept` if process or system have no resources left, and the seconds to wait after one.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _EXHAUSTED_PAUSE_S = 0.2
 
 
 class Refusals:
-    """Rejected connections, for the log and the statistics."""
+    """Counts refused connections, and stores the first of them for the log and the statistics."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -37,9 +37,11 @@ class Refusals:
         self._lock = threading.Lock()
 
     def add(self, who: str, reason: str) -> None:
-        """Add that `who` was rejected because of `reason`.
+        """Count a refusal. The first hundred are also logged and stored.
 
-        The log has as many as the statistics.
+        Args:
+            who: Name of the peer.
+            reason: Why it was refused.
         """
         with self._lock:
             self.count += 1
@@ -53,11 +55,11 @@ class Refusals:
 
 
 class Gate:
-    """Accepts connections, each on its own thread, until it is closed.
+    """Accepts connections until it is closed. Each connection has a thread of its own.
 
-    `enter(connection, hello, nonces, transport)` is called for a peer that knows the secret, and serves it.
-    An exception in it is a rejection. Over a local socket other users are rejected at once. When there are
-    too many unknown peers, the oldest connection is closed.
+    Peers that prove the secret are passed to `enter`, and refused if it raises an exception. Connections of
+    other users to the local socket are refused at once. If too many peers have not proved the secret, the
+    oldest connection is closed.
     """
 
     def __init__(
@@ -67,13 +69,14 @@ class Gate:
         refusals: Refusals,
         enter: Callable[[Connection, dict[str, Any], bytes, str], Callable[[], None]],
     ) -> None:
-        """Accept peers that know the secret.
+        """Create a gate, which accepts connections once `accept` is called.
 
         Args:
             secret: Secret of the job.
-            deadline_s: Maximum time of a handshake.
-            refusals: Takes rejected connections.
-            enter: Returns the function that the peer's thread runs from then on.
+            deadline_s: Maximum seconds of a handshake.
+            refusals: Counter of refused connections.
+            enter: Called with connection, HELLO, nonces and transport of an admitted peer. It returns the
+                function that the peer's thread runs from then on.
         """
         self._secret, self._deadline_s = secret, deadline_s
         self._refusals, self._enter = refusals, enter
@@ -83,7 +86,7 @@ class Gate:
         self._lock = threading.Lock()  # guards `_pending`
 
     def accept(self, listeners: Listeners) -> None:
-        """Accept until `close` is called."""
+        """Accept connections until `close` is called."""
         with self._wake, selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
             for listener in listeners.sockets:
@@ -95,7 +98,7 @@ class Gate:
                         self._accept_from(key.fileobj, key.fileobj is listeners.local)
 
     def close(self) -> None:
-        """Accept no more: `accept` returns."""
+        """Stop accepting connections, so that `accept` returns."""
         self._closed.set()
         self._waker.close()
 
@@ -107,7 +110,7 @@ class Gate:
                 self._refusals.add("a connection", f"accept failed: {error.strerror}")
                 self._dismiss_oldest()
                 self._closed.wait(_EXHAUSTED_PAUSE_S)
-            return  # else it went away again
+            return  # otherwise the peer has closed the connection already
         transport = "shm" if local else "tcp"
         peer = "a local socket" if local else f"{address[0]}:{address[1]}"
         try:
@@ -124,7 +127,7 @@ class Gate:
             )
             try:
                 attend.start()
-            except RuntimeError:  # no thread can be had
+            except RuntimeError:  # no more threads can be started
                 self._forget(connection)
                 raise
         except (OSError, RuntimeError, ProtocolError) as error:
@@ -132,15 +135,15 @@ class Gate:
             sock.close()
 
     def _dismiss_oldest(self) -> None:
-        """Close the unknown peer that came first; its thread counts the refusal."""
-        with self._lock:  # so that no authenticated peer is closed
+        """Close the oldest connection that has not proved the secret. Its thread counts the refusal."""
+        with self._lock:  # so that no admitted peer is closed
             oldest = next(iter(self._pending), None)
             if oldest is not None:
                 del self._pending[oldest]
                 oldest.close()
 
     def _forget(self, connection: Connection) -> bool:
-        """Return whether it was still an unknown peer, and had not been dismissed."""
+        """Remove a connection from those without proof, and return whether it was still one of them."""
         with self._lock:
             known = connection in self._pending
             self._pending.pop(connection, None)
@@ -163,14 +166,18 @@ class Gate:
         connection.deadline = time.monotonic() + self._deadline_s
         try:
             hello, nonces = open_handshake(connection, self._secret)
-            if not self._forget(connection):  # it will come again: none of the run may be closed
+            if not self._forget(
+                connection
+            ):  # `_dismiss_oldest` has closed it, so that the peer will retry
                 raise Closed("it had to make room for another connection")
             serve = self._enter(connection, hello, nonces, transport)
         except ComeAgain as error:
             _dismiss(connection, str(error), for_now=True)
             return None
         except Exception as error:
-            if not isinstance(error, (ProtocolError, Closed, Silent)):  # no memory or thread for it
+            if not isinstance(
+                error, (ProtocolError, Closed, Silent)
+            ):  # such as missing memory or threads
                 log.exception("%s could not be taken in", peer)
             self._refusals.add(peer, str(error))
             _dismiss(connection, str(error))
@@ -180,7 +187,7 @@ class Gate:
 
 
 def _check_user(sock: socket.socket) -> None:
-    """Raise ProtocolError for another user's local socket: its name is no secret."""
+    """Raise ProtocolError if a local socket belongs to another user, who may know its name."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if user not in (0, os.geteuid()):
@@ -188,6 +195,6 @@ def _check_user(sock: socket.socket) -> None:
 
 
 def _dismiss(connection: Connection, reason: str, for_now: bool = False) -> None:
-    with contextlib.suppress(Closed):  # it may not have waited for our reasons
+    with contextlib.suppress(Closed):  # the peer may have closed the connection already
         connection.send(Frame(Kind.ERR, count=int(for_now)), reason.encode()[:1024])
     connection.close()

@@ -1,8 +1,8 @@
-"""The per-job secret, and the handshake that proves that server and worker know it.
+"""The secret of a job, and the handshake by which server and worker prove that they know it.
 
-The server starts with a nonce. The worker answers with its own nonce and an HMAC-SHA256 over both and its
-description; the server answers likewise. A recorded handshake is useless: the next nonce differs. The keys of
-the connection's frames follow from secret and nonces.
+The server starts with a nonce. The worker answers with its own nonce and an HMAC-SHA256 over both nonces and
+its description. The server answers likewise. A recorded handshake cannot be used again, since nonces differ.
+The keys of the connection's frames are derived from secret and nonces.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from stratbench.ps.wire.transport import Connection
 
 NONCE_BYTES = 32
 DIGEST_BYTES = 32
-#: Most bytes of a HELLO or WELCOME; nothing longer is read from a peer that is not yet trusted.
+#: Maximum bytes of a HELLO or WELCOME. Nothing longer is read from a peer before it has proved the secret.
 HELLO_BYTES = 4096
-_NO_KEY = b"\0" * 32  # the tag of a handshake frame only guards against accidents
+_NO_KEY = b"\0" * 32  # frames of the handshake have a tag that only detects accidental changes
 
 
 class JoinRefused(ConnectionError):
-    """The other side does not accept this connection, or is not what it should be."""
+    """The server does not accept this worker, or does not know the job's secret."""
 
 
 class JoinLater(JoinRefused):
-    """The server has no free slot for this worker now; it may come again."""
+    """The server has no free slot for this worker now, so that the worker may try again."""
 
 
 def new_secret() -> bytes:
@@ -46,10 +46,11 @@ def write_secret(path: str | Path, secret: bytes) -> None:
 
 
 def load_secret(path: str | Path) -> bytes:
-    """Return the job's secret, from the file `path` that `write_secret` made.
+    """Return the job's secret from a file that `write_secret` has written.
 
-    Raises ValueError when others may read the file, or when it holds no secret or too short a one;
-    OSError when the file cannot be read.
+    Raises:
+        ValueError: If other users may read the file, or if its secret is missing or too short.
+        OSError: If the file cannot be read.
     """
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & 0o077:
@@ -96,10 +97,10 @@ def _parsed(payload: bytes) -> dict[str, Any]:
 
 
 def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any], bytes]:
-    """Challenge the peer, on the server; return its HELLO and both nonces.
+    """Challenge a worker, as the server, and return its HELLO and both nonces.
 
     Raises:
-        ProtocolError: When the peer does not know the secret or does not follow the protocol.
+        ProtocolError: If the worker does not know the secret or does not follow the protocol.
     """
     connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
     nonce = os.urandom(NONCE_BYTES)
@@ -115,14 +116,14 @@ def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any
 def accept_handshake(
     connection: Connection, secret: bytes, nonces: bytes, welcome: dict[str, Any], limit_bytes: int
 ) -> None:
-    """Welcome the peer, on the server; further frames are authenticated with the connection's keys.
+    """Send WELCOME to a worker, as the server, and authenticate all later frames.
 
     Args:
-        connection: Connection to the peer.
+        connection: Connection to the worker.
         secret: Secret of the job.
-        nonces: Both nonces.
+        nonces: Nonces of server and worker, concatenated.
         welcome: Content of the WELCOME.
-        limit_bytes: Maximum size of payloads.
+        limit_bytes: Maximum size of later payloads, in bytes.
     """
     payload = json.dumps(welcome).encode()
     connection.send(Frame(Kind.WELCOME), _prove(secret, b"server", nonces, payload) + payload)
@@ -131,15 +132,15 @@ def accept_handshake(
 
 
 def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any]) -> dict[str, Any]:
-    """Answer the challenge, on the worker; return the server's WELCOME.
+    """Answer the challenge of a server, as a worker, and return the server's WELCOME.
 
     Args:
         connection: Connection to the server.
         secret: Secret of the job.
-        hello: The worker's description.
+        hello: The worker's description of itself and its model.
 
     Raises:
-        JoinRefused: With the server's reason, or when the server does not know the secret.
+        JoinRefused: If the server refuses the worker, with its reason, or does not know the secret.
     """
     connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
     nonces = _said(connection, Kind.CHALLENGE, NONCE_BYTES)[:NONCE_BYTES] + os.urandom(NONCE_BYTES)

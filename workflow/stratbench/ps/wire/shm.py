@@ -1,8 +1,8 @@
-"""Shared memory of a worker and the servers on its host: weights, gradients and buffers in place.
+"""Memory that a worker shares with the servers on its host, for weights, gradients and buffers.
 
-An anonymous file (memfd) has no name. Nothing is left behind when a process is killed. Only a process that
-was sent its descriptor over the authenticated local socket can map it. It is sealed against shrinking, so
-that a broken worker cannot crash the server by truncating it.
+The memory is an anonymous file (memfd). It has no name, so that no file is left when a process is killed.
+Only a process that has got its descriptor over the authenticated local socket can map it. The file is sealed
+against shrinking, so that a faulty worker cannot crash the server by truncating it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a floating dtype in the protocol.
+    """Return the name that a floating dtype has in the protocol.
 
-    Raises ValueError for one it does not know.
+    Raises:
+        ValueError: If the protocol does not support the dtype.
     """
     for name, known in DTYPES.items():
         if known is dtype:
@@ -35,13 +36,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Shapes and types of a worker's flat tensors, the same for all workers of a run."""
+    """Sizes and dtypes of a worker's flat tensors, which are the same for all workers of a run."""
 
-    numel: int  # trainable parameters, padding included
+    numel: int  # number of trainable parameters, with padding
     dtype: str
     buffer_numel: int
     buffer_dtype: str
-    fingerprint: str  # of the tensors' names, shapes, strides and places
+    fingerprint: str  # hash of the names, shapes, strides and offsets of all tensors
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES or self.buffer_dtype not in DTYPES:
@@ -53,7 +54,7 @@ class Layout:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the flat parameters, and as many of the flat gradients."""
+        """Bytes of the flat parameters. The flat gradients have the same size."""
         return self.numel * DTYPES[self.dtype].itemsize
 
     @property
@@ -64,12 +65,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class FlatTensors:
-    """Flat parameters and gradients, shape [numel], and buffers, shape [buffer_numel]."""
+    """Flat parameters and gradients of shape [numel], and flat buffers of shape [buffer_numel]."""
 
     weights: torch.Tensor
     grads: torch.Tensor
     buffers: torch.Tensor
-    descriptor: int | None = None  # of the shared file; None: private memory
+    #: File descriptor of the shared memory. None: the memory is private.
+    descriptor: int | None = None
 
 
 def _page_aligned(n_bytes: int) -> int:
@@ -98,9 +100,13 @@ def _view(memory: mmap.mmap, layout: Layout, descriptor: int | None) -> FlatTens
 
 
 def allocate(layout: Layout, shared: bool) -> FlatTensors:
-    """Zeroed flat tensors; in a sealed anonymous file if `shared` and the system has them.
+    """Allocate flat tensors of zeros.
 
-    Each begins on a page of its own, so that pinning one touches no other's memory.
+    Each tensor begins on a page of its own, so that pinning one does not affect the others.
+
+    Args:
+        layout: Sizes and dtypes.
+        shared: Whether to use a sealed anonymous file, if the system supports it.
     """
     if not (shared and hasattr(os, "memfd_create")):
         return _view(mmap.mmap(-1, _total_bytes(layout)), layout, None)
@@ -112,9 +118,14 @@ def allocate(layout: Layout, shared: bool) -> FlatTensors:
 
 
 def attach(descriptor: int, layout: Layout) -> FlatTensors:
-    """Map a worker's shared memory; takes over `descriptor`.
+    """Map the memory that a worker shares, and close its descriptor.
 
-    Raises ValueError when the file is not what `allocate` makes for this layout.
+    Args:
+        descriptor: File descriptor from the worker.
+        layout: Sizes and dtypes of the worker's flat tensors.
+
+    Raises:
+        ValueError: If the file is not one that `allocate` has created for this layout.
     """
     try:
         try:

@@ -1,4 +1,4 @@
-"""Connections that carry frames, over TCP or next to shared memory, and how workers find servers.
+"""Connections that transport frames, over TCP or a local socket, and how workers find servers.
 
 A server publishes its addresses in a rendezvous file. A worker on the same host takes the local socket, any
 other worker takes TCP.
@@ -29,26 +29,29 @@ _UNACKED, _LAST_ACK = struct.Struct("24xI"), struct.Struct("56xI")
 
 
 class Closed(ConnectionError):
-    """The peer, or this side, has closed the connection; the text says when."""
+    """The peer or this process has closed the connection. The message says at which point."""
 
 
 class Silent(ConnectionError):
-    """The peer was silent until the deadline."""
+    """The peer has sent nothing until the deadline."""
 
 
 class Awake:
-    """Time since which this process has not been paused, by a suspended job or with its machine.
+    """Detects pauses of this process, such as those of a suspended job or machine.
 
-    Silent peers may have been paused as well, so that silence counts from then on.
+    After a pause, the silence of peers counts from its end, because they may have been paused as well.
     """
 
     def __init__(self, interval_s: float) -> None:
-        """`look` is called about every `interval_s`."""
+        """Start the detection. The caller calls `look` about every `interval_s` seconds."""
         self._longest_s = 3 * interval_s
         self.since = self._looked = time.monotonic()
 
     def look(self, now: float) -> float:
-        """Note that the process is awake `now` (time.monotonic()); return since when."""
+        """Record that the process runs at the time `now`, and return since when it has not been paused.
+
+        Both are values of time.monotonic().
+        """
         if now - self._looked > self._longest_s:
             self.since = now
         self._looked = now
@@ -56,11 +59,11 @@ class Awake:
 
 
 class Connection:
-    """Frames over one stream socket. One thread receives; several may send.
+    """Sends and receives frames over one stream socket. One thread receives, and several may send.
 
-    The socket blocks; the kernel's receive timeout wakes the reader every `tick_s` so that it can
-    look at its deadline (Python's own timeouts would make the socket non-blocking, and one system
-    call could no longer receive a whole shard).
+    The socket blocks. The kernel's receive timeout wakes the reading thread every `tick_s` seconds, so that
+    it can check its deadlines. Python's own timeouts would make the socket non-blocking, so that one system
+    call could not receive a whole shard.
     """
 
     def __init__(self, sock: socket.socket, tick_s: float = 1.0) -> None:
@@ -72,14 +75,14 @@ class Connection:
             _tune(sock)
         self.sock = sock
         self.replays = 0
-        #: Called with a replayed frame, which is then skipped.
+        #: Called with each repeated frame, which is then skipped.
         self.on_replay: Callable[[Frame], None] = lambda frame: None
         #: time.monotonic() after which receiving raises Silent; None: never.
         self.deadline: float | None = None
-        #: Longest silence of the peer, in seconds, before receiving raises Silent.
+        #: Seconds without data from the peer after which receiving raises Silent; None: any.
         self.silence_s: float | None = None
-        #: Maximum time without an acknowledgement by the peer's host, in seconds, before receiving raises
-        #: Silent.
+        #: Seconds without an acknowledgement by the peer's host after which receiving raises Silent; None:
+        #: any.
         self.vanished_s: float | None = None
         self._awake = Awake(tick_s)
         self.last_heard = time.monotonic()
@@ -89,23 +92,23 @@ class Connection:
         self._send_lock = threading.Lock()
 
     def use_keys(self, sending: bytes, receiving: bytes, limit_bytes: int) -> None:
-        """Authenticate frames with these keys from now on, and reject larger payloads.
+        """Authenticate all later frames, and limit their payloads.
 
         Args:
             sending: Key of sent frames.
             receiving: Key of received frames.
-            limit_bytes: Maximum size of payloads.
+            limit_bytes: Maximum size of a received payload, in bytes.
         """
         self._out, self._in = Header(sending), Header(receiving)
         self.limit_bytes = limit_bytes
 
     def send(self, frame: Frame, payload: Any = b"") -> None:
-        """Send one frame; `payload` is a bytes-like object, sent without a copy."""
+        """Send one frame with its payload, a bytes-like object that is not copied."""
         with self._send_lock:
             self._send(frame, payload)
 
     def send_descriptor(self, frame: Frame, descriptor: int) -> None:
-        """Send a frame with a file descriptor next to its payload of one byte (local sockets)."""
+        """Send a frame, a payload of one byte, and a file descriptor over a local socket."""
         with self._send_lock:
             try:
                 self.sock.sendall(self._out.pack(frame._replace(length=1)))
@@ -114,7 +117,7 @@ class Connection:
                 raise Closed(f"could not send: {error.strerror or error}") from None
 
     def read_descriptor(self) -> int:
-        """Return the file descriptor that came with the last frame; the caller closes it."""
+        """Receive the file descriptor that follows the last frame. The caller must close it."""
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(self.sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -130,7 +133,7 @@ class Connection:
         return descriptors[0]
 
     def send_if_free(self, frame: Frame, payload: bytes = b"") -> None:
-        """Send a small frame unless another thread is sending, which is a sign of life itself."""
+        """Send a small frame, unless another thread is sending: the peer then receives data anyway."""
         if self._send_lock.acquire(blocking=False):
             try:
                 self._send(frame, payload)
@@ -152,10 +155,14 @@ class Connection:
             raise Closed(f"could not send: {error.strerror or error}") from None
 
     def receive(self) -> Frame:
-        """Return the next frame's header; its payload, if any, must be read next.
+        """Receive the header of the next frame. The caller must read its payload next.
 
-        Raises Closed at the stream's end, Silent past a deadline, ProtocolError for a bad frame.
-        Replays are skipped and counted.
+        Repeated frames are counted and skipped.
+
+        Raises:
+            Closed: If the connection has ended.
+            Silent: If a deadline has passed.
+            ProtocolError: If the frame is invalid.
         """
         while True:
             self.receive_into(memoryview(self._head), between_frames=True)
@@ -167,7 +174,12 @@ class Connection:
             self.discard(frame.length)
 
     def receive_into(self, view: memoryview, between_frames: bool = False) -> None:
-        """Fill `view` (bytes) from the stream."""
+        """Receive as many bytes as `view` has.
+
+        Args:
+            view: Memory that is filled.
+            between_frames: Whether the connection may end here without an incomplete frame.
+        """
         filled, n_bytes = 0, len(view)
         self.waiting_since = time.monotonic()
         while filled < n_bytes:
@@ -188,13 +200,13 @@ class Connection:
         self.waiting_since = None
 
     def read(self, n_bytes: int) -> bytes:
-        """Return a small payload of `n_bytes` (already checked against the limit) as bytes."""
+        """Receive a small payload of `n_bytes` bytes, a length that the caller has checked."""
         data = bytearray(n_bytes)
         self.receive_into(memoryview(data))
         return bytes(data)
 
     def discard(self, n_bytes: int) -> None:
-        """Read and drop `n_bytes`."""
+        """Receive `n_bytes` bytes and drop them."""
         scratch = memoryview(bytearray(min(n_bytes, _DISCARD_BYTES)))
         while n_bytes > 0:
             part = scratch[: min(n_bytes, _DISCARD_BYTES)]
@@ -212,9 +224,9 @@ class Connection:
             raise Silent(f"its host has not answered for {self.vanished_s:g} s")
 
     def _unanswered(self) -> bool:
-        """Return whether the peer's host has left what was sent unacknowledged for `vanished_s`.
+        """Return whether the peer's host has acknowledged nothing for `vanished_s`, although data were sent.
 
-        A host answers for a process that is busy or stopped, too, and while that reads nothing.
+        A host that is alive acknowledges data for a process that is busy or stopped, too.
         """
         if self.sock.family == socket.AF_UNIX:
             return False
@@ -223,16 +235,16 @@ class Connection:
         return unacked > 0 and last_ack_ms > 1000 * self.vanished_s
 
     def close(self) -> None:
-        """Close at once; a thread blocked in this connection wakes with Closed."""
-        with contextlib.suppress(OSError):  # the peer may have been faster
+        """Close at once. Threads that wait in this connection raise Closed."""
+        with contextlib.suppress(OSError):  # the peer may have closed it already
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _tune(sock: socket.socket) -> None:
-    """Send small frames at once; within a host, do not pace.
+    """Send small frames without delay, and use the congestion control "reno" within a host.
 
-    Where the system's congestion control is BBR, it spaces packets out even on loopback, at half
-    the throughput. Buffer sizes are the kernel's: it tunes them better than any constant.
+    The congestion control BBR halves the throughput on loopback, because it delays packets. Buffer sizes stay
+    those that the kernel chooses.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_CONGESTION") and sock.getsockname()[0] == sock.getpeername()[0]:
@@ -241,15 +253,15 @@ def _tune(sock: socket.socket) -> None:
 
 
 def _boot_id() -> str:
-    """Return names this host's running kernel; empty where the system has no such thing."""
+    """Return the identifier of this host's running kernel, or an empty text if there is none."""
     return _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""
 
 
 class Listeners:
-    """A server's two listening sockets: TCP, and a local one where the system has them.
+    """A server's listening sockets: one for TCP, and a local one if the system supports it.
 
-    Binds to `host` alone, by default the loopback address; `advertise` is what workers connect to
-    when that is another name for it. The kernel chooses the port.
+    The TCP socket binds to the address `host`, with a port that the kernel chooses. Workers connect to the
+    name `advertise`, or to `host` if that is None.
     """
 
     def __init__(self, host: str, advertise: str | None = None) -> None:
@@ -260,7 +272,7 @@ class Listeners:
         self.local: socket.socket | None = None
         self.local_name = ""
         if hasattr(os, "memfd_create"):
-            # A name in the abstract namespace leaves no file behind when the server is killed.
+            # A name in the abstract namespace leaves no file when the server is killed.
             self.local_name = f"stratbench-{secrets.token_hex(16)}"
             self.local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.local.bind("\0" + self.local_name)
@@ -268,16 +280,16 @@ class Listeners:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """The sockets to accept from."""
+        """All listening sockets."""
         return [self.tcp] if self.local is None else [self.tcp, self.local]
 
     def publish(self, path: str | Path, server: int, incarnation: int = 1) -> None:
-        """Write server `server`'s rendezvous file, `<path>.<server>`, atomically.
+        """Write the rendezvous file of a server, `<path>.<server>`, atomically.
 
         Args:
-            path: Path of the rendezvous files, without their endings.
+            path: Path of the rendezvous files, without their suffix.
             server: Number of the server.
-            incarnation: How often the servers of an elastic run were started, this time included.
+            incarnation: Number of starts of an elastic run's servers, including this one.
         """
         endpoint = {
             "protocol": PROTOCOL,
@@ -298,7 +310,7 @@ class Listeners:
 
 
 def rendezvous_file(path: str | Path, server: int) -> Path:
-    """Return the file in which server `server` of the job publishes its addresses."""
+    """Return the path of the file in which a server publishes its addresses."""
     return Path(f"{path}.{server}")
 
 
@@ -322,18 +334,19 @@ def _dial(endpoint: dict[str, Any], transport: str) -> tuple[socket.socket, str]
 def dial(
     path: str | Path, server: int, transport: str, deadline: float
 ) -> tuple[socket.socket, str]:
-    """Connect to server `server` of the job; return the socket and "shm" or "tcp".
-
-    Waits for the rendezvous file, and for a server behind it, until `deadline`.
+    """Connect to a server, and wait until the deadline for its rendezvous file and its answer.
 
     Args:
-        path: Path of the rendezvous files, without their endings.
+        path: Path of the rendezvous files, without their suffix.
         server: Number of the server.
         transport: "auto", "shm" or "tcp".
-        deadline: Value of time.monotonic().
+        deadline: Value of time.monotonic() at which to give up.
+
+    Returns:
+        The connected socket, and its transport: "shm" or "tcp".
 
     Raises:
-        ConnectionError: When the deadline has passed.
+        ConnectionError: If the deadline has passed.
     """
     if transport not in ("auto", "shm", "tcp"):
         raise ValueError(f"transport is {transport!r}; expected auto, shm or tcp")
