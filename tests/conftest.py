@@ -31,6 +31,7 @@ import hypothesis
 import pytest
 
 from launching import FOLDERS, TINY, WORKFLOW, LaunchedCell, sharing
+from process_server import start_with_imports
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.telemetry.machine.cores import usable_cores
@@ -54,6 +55,7 @@ hypothesis.settings.register_profile(
     "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("tests")
+start_with_imports()
 # torch.compile would compile and load a program for each kind of vector instructions, to see which work.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # Hundreds of processes import the package, and several all tests: each is compiled once.

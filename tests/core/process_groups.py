@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-
-from launching import FOLDERS, WORKFLOW
 
 WORLDS = (1, 2, 4)
 
 
 def forking() -> ForkServerContext:
-    """Of `multiprocessing`, a context whose processes have imported PyTorch and all strategies.
-
-    One list for all tests: the first of them to start a process starts the server that imports it.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["stratbench.workload.with_torch", "pytest", "stratbench.train.worker", "ps_harness"]
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        # What it cannot find it leaves out without a word, and before Python 3.13 it has no other path.
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (WORKFLOW, *FOLDERS))))
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        forkserver.ensure_running()
-    return context
+    """Of `multiprocessing`, a context whose processes have imported PyTorch and all strategies."""
+    return multiprocessing.get_context("forkserver")
 
 
 def found_by_groups(

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from fake_nvml import UUIDS, FakeNvml
-from process_groups import forking
 from torch import nn
 
 from stratbench.telemetry import memory
@@ -223,7 +222,6 @@ def sharded_states(rank: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_states_under_fsdp2_are_this_ranks_shard(tmp_path):
-    forking()
     mp.start_processes(sharded_states, (str(tmp_path),), nprocs=2, start_method="forkserver")
     # Rows of 7 split as 4 and 3, rows of 3 as 2 and 1.
     for rank, (rows, last_rows) in enumerate(((4, 2), (3, 1))):

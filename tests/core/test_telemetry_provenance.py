@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from fake_nvml import UUIDS, FakeNvml
-from process_groups import forking
 from torch import nn
 
 from stratbench.telemetry import provenance
@@ -243,7 +242,6 @@ def sharded_hash(rank: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_hash_of_sharded_weights_is_that_of_the_whole_ones(tmp_path):
-    forking()
     mp.start_processes(sharded_hash, (str(tmp_path),), nprocs=2, start_method="forkserver")
     hashes = {h for rank in (0, 1) for h in json.loads((tmp_path / f"{rank}.json").read_text())}
     assert len(hashes) == 1

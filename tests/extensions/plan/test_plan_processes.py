@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from launching import LIMIT_S, WORKFLOW
+from process_server import IMPORTED
 from stratbench.cell.files import reason_of
 from stratbench.extensions.plan.check import CheckResult, Rehearsal
 from stratbench.extensions.plan.footprint import cache, processes
@@ -55,6 +56,13 @@ def test_two_pools_share_one_import_and_see_no_gpu(tmp_path) -> None:
     assert imported == other_imported == [True, True]
     # On fake tensors, PyTorch would wait for a real GPU here and there, and wrap a fake group as a real one.
     assert seen == ["", None]
+
+
+@pytest.mark.slow
+def test_a_pool_of_a_test_has_what_processes_of_all_tests_import():
+    with processes.pool_of(1) as pool:
+        imported = pool.submit(eval, "set(__import__('sys').modules)").result()
+    assert imported >= set(IMPORTED)
 
 
 @pytest.mark.slow
