@@ -95,17 +95,19 @@ def test_the_fastest_is_chosen_by_how_much_and_how_sure():
     rows = repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15])
     found = decided(rows)
     assert found.headline == "ddp × 4. Fastest: the next takes 50 % longer."
-    assert "takes 1.50 [1.50, 1.50] times the time (15.1 s)" in found.reason
+    assert "takes 1.50 [1.50, 1.50] times as long as the choice (15.1 s)" in found.reason
     assert found.confidence == "high"
-    assert "Over 3 repeats it is told apart from its only rival" in " ".join(found.sure)
+    assert "Over 3 repeats the choice is significantly faster than its only rival" in " ".join(
+        found.sure
+    )
     assert standings(found) == {("ddp", 4): "recommended", ("fsdp", 4): "possible"}
 
 
 def test_repeats_that_do_not_tell_two_apart_leave_a_tie():
     found = decided(repeats("ddp", [10.0, 12.0, 11.0]) + repeats("fsdp", [12.0, 10.5, 11.2]))
-    assert found.headline == "ddp × 4. Not told apart from fsdp × 4."
+    assert found.headline == "ddp × 4. Not significantly faster than fsdp × 4."
     assert found.confidence == "low"
-    assert "is not told apart from 1 rival" in " ".join(found.sure)
+    assert "is not significantly faster than 1 rival" in " ".join(found.sure)
     assert standings(found)[("fsdp", 4)] == "tied"
 
 
@@ -113,7 +115,7 @@ def test_of_equals_the_one_that_needs_less_memory_is_named_first():
     rows = [cell("ddp", 10.0), cell("fsdp", 10.0, peak_memory_bytes=400 * MIB)]
     found = decided(rows)
     assert found.headline == "fsdp × 4. Fastest, in one run each."
-    assert "ddp on 4 GPUs takes exactly as long (10.0 s)." in found.reason
+    assert "ddp on 4 GPUs takes exactly as long as the choice (10.0 s)." in found.reason
 
 
 @pytest.mark.parametrize(("gpus", "memory", "first"), [(2, 1000, 2), (4, 400, 4), (8, 400, 4)])
@@ -137,10 +139,10 @@ def test_every_rival_and_worker_count_is_judged_not_the_next_alone():
     rows = repeats("ddp", [10.0, 10.1, 10.2]) + repeats("fsdp", [12.0, 12.1, 12.2])
     assert decided(rows).confidence == "high"
     found = decided([*rows, *repeats("ps-sync", [9.0, 16.0, 13.5])])
-    assert found.headline == "ddp × 4. Not told apart from ps-sync × 4."
+    assert found.headline == "ddp × 4. Not significantly faster than ps-sync × 4."
     assert found.confidence == "low"
     counts = decided([*rows, *repeats("ddp", [9.5, 16.0, 13.0], gpus=2)])
-    assert counts.headline == "ddp × 4. Not told apart from ddp × 2."
+    assert counts.headline == "ddp × 4. Not significantly faster than ddp × 2."
     assert standings(counts) == {
         ("ddp", 4): "recommended", ("fsdp", 4): "possible", ("ddp", 2): "tied"
     }  # fmt: skip
@@ -149,17 +151,22 @@ def test_every_rival_and_worker_count_is_judged_not_the_next_alone():
 @pytest.mark.parametrize(
     ("change", "ratio", "level", "reason"),
     [
-        ({}, 1.08, "high", "told apart from its only rival"),
-        ({"host": "node0"}, 1.08, "medium", "ran on host node0: others may order them differently"),
+        ({}, 1.08, "high", "faster than its only rival"),
+        (
+            {"host": "node0"},
+            1.08,
+            "medium",
+            "ran on host node0; other hosts may rank the strategies differently",
+        ),
         ({"host": "node0; node1"}, 1.08, "medium", "All repeats ran on host node0; node1"),
         (
             {"host": "node0"},
             1.5,
             "high",
-            "ran on host node0: another host may order them differently if its ratios differ by over 10 %",
+            "ran on host node0; only a host whose time ratios differ by over 10 % may rank them differently",
         ),
-        ({"device_kind": "cpu"}, 1.5, "high", "says nothing of GPUs"),
-        ({"slowdown": "rank 0 4 times slower"}, 1.5, "high", "slowed on purpose"),
+        ({"device_kind": "cpu"}, 1.5, "high", "on this machine, not for GPUs"),
+        ({"slowdown": "rank 0 4 times slower"}, 1.5, "high", "slowed down on purpose"),
     ],
 )
 def test_high_confidence_needs_several_repeats_on_several_hosts(change, ratio, level, reason):
@@ -184,7 +191,7 @@ def test_a_tie_is_never_of_high_confidence_and_says_how_far_it_may_be_off():
     found = decided(rows)
     assert found.short.claim.startswith("As fast as ")
     assert found.confidence == "medium"
-    assert "something may be up to" in " ".join(found.sure)
+    assert "a rival may be up to" in " ".join(found.sure)
 
 
 WORSE = "The accuracy of ps-async on 4 GPUs may be up to {} points worse than that of ddp on 4 (1 allowed)."
@@ -221,12 +228,11 @@ def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(lost, samp
     if said:
         assert found.confidence != "high"
         assert any(
-            change.startswith("A score that is certain: then ddp") for change in found.changes
+            change.startswith("A score that is surely within the tolerance: then ddp")
+            for change in found.changes
         )
     if samples == 360:
-        assert status != "recommended" or "points of a test set of 360 samples" in " ".join(
-            found.sure
-        )
+        assert status != "recommended" or "points by chance, more than" in " ".join(found.sure)
 
 
 def test_strategies_of_equal_arithmetic_share_their_accuracy():
@@ -246,7 +252,7 @@ def test_one_repeat_gives_no_interval_and_little_confidence():
     found = decided([cell("ddp", 10.0), cell("fsdp", 30.0)])
     assert found.confidence == "low"
     assert found.headline == "ddp × 4. Fastest, in one run each."
-    assert "no interval tells" in " ".join(found.sure)
+    assert "there is no interval" in " ".join(found.sure)
     assert any(change.startswith("More repeats") for change in found.changes)
 
 
@@ -298,7 +304,7 @@ def test_a_doubt_lowers_the_confidence_and_is_named():
     rows = repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15])
     found = decided(rows, [finding("superlinear", "warning", strategy="ddp")])
     assert found.confidence == "medium"
-    assert "Doubts: superlinear." in " ".join(found.sure)
+    assert "Caveats on the choice: superlinear." in " ".join(found.sure)
 
 
 @pytest.mark.parametrize("severity", ["unusable", "warning"])
@@ -321,7 +327,7 @@ def test_memory_that_the_audit_doubts_is_no_reason_for_a_choice(severity):
 def test_a_mean_within_the_deadline_says_that_a_repeat_was_not():
     rows = repeats("ddp", [90, 98, 111]) + repeats("fsdp", [201, 202, 201.5])
     late = decided(rows, deadline_s=100)
-    assert "Doubts: it may take 111 s, and 100 s are given." in late.sure
+    assert "Caveats on the choice: it may take 111 s, over the limit of 100 s." in late.sure
     assert late.confidence == "medium"
     assert not any("may take" in told for told in decided(rows, deadline_s=112).sure)
     # A doubt of the decision's own is not the audit's.
@@ -338,14 +344,14 @@ def test_elastic_workers_cost_what_their_jobs_held_and_are_compared_if_as_many_w
     alike = decided(rows, price_per_gpu_hour=3600.0)
     assert alike.choice.cost == pytest.approx(370)
     assert "(0.103 GPU-hours at 3600 each)" in alike.reason
-    assert not any("Workers came and went" in told for told in alike.sure)
+    assert not any("Workers joined and left" in told for told in alike.sure)
     few = [row | {"allocated_s": 410.0} for row in rows[3:]]
     unlike = decided(rows[:3] + few)
     assert unlike.confidence == "low"
-    assert unlike.short.reason == "not as many workers were there for each"
+    assert unlike.short.reason == "the mean number of workers differs between strategies"
     assert (
-        "Workers came and went, and not as many were there on average: 4 of 4 for ddp, 2 of 4 for "
-        "ps-async." in unlike.sure
+        "Workers joined and left, so the mean number of present workers differs: 4 of 4 for ddp, 2 of 4 "
+        "for ps-async." in unlike.sure
     )
 
 
@@ -356,9 +362,11 @@ def test_memory_and_deadline_exclude_and_say_what_would_change():
     ]
     found = decided(rows, gpu_memory_gib=2)
     assert found.choice.strategy == "fsdp"
-    assert "peak 2.93 GiB, and 2 GiB are given" in found.excluded[0][1]
-    assert any(c.startswith("More memory: then ddp on 4 (10.0 s") for c in found.changes)
-    assert any("then fsdp on 4 (900 MiB)" in c for c in decided(rows).changes)
+    assert "peak 2.93 GiB, over the limit of 2 GiB" in found.excluded[0][1]
+    then = "More memory: then ddp on 4 workers would be chosen (10.0 s"
+    assert any(c.startswith(then) for c in found.changes)
+    then = "then fsdp on 4 workers would be chosen (900 MiB)"
+    assert any(then in c for c in decided(rows).changes)
     late = decided(rows, gpu_memory_gib=2, deadline_s=20)
     assert late.choice is None
     assert any(c.startswith("A later deadline: then fsdp") for c in late.changes)
@@ -389,7 +397,7 @@ def test_a_price_ranks_by_cost():
 def test_a_cost_without_the_servers_says_so(leader, given, says):
     found = decided([cell(leader, 10.0, gpus=4), cell("zero1", 18.0, gpus=4)], **given)
     assert found.choice.strategy == leader
-    assert ("leaves out the processes of its servers" in found.reason) is says
+    assert ("excludes the processes of its parameter servers" in found.reason) is says
 
 
 def test_accuracy_may_be_traded_for_time():
@@ -428,14 +436,14 @@ def test_unequal_workers_are_answered_by_where_it_turns_round():
     unequal = decided(rows, homogeneous=False)
     # It was asked: it comes first, and what turns the order round is part of the reason.
     assert unequal.short.claim.startswith(
-        "Nothing is known of unequal workers: only equally fast ones"
+        "There are no results for unequal workers: all measured workers"
     )
-    assert unequal.headline.endswith("Of what was measured: Fastest, in one run each.")
+    assert unequal.headline.endswith("Among the measured cells: Fastest, in one run each.")
     assert change in unequal.reason
     assert change not in unequal.changes
     assert unequal.confidence == "low"
     slowed = [row | {"slowdown": "rank 0 4 times slower"} for row in rows]
-    assert "slowed on purpose" in " ".join(decided(slowed).sure)
+    assert "slowed down on purpose" in " ".join(decided(slowed).sure)
     assert decided(slowed).short.claim == "With rank 0 4 times slower: Fastest, in one run each."
 
 
@@ -481,7 +489,9 @@ def test_a_count_that_was_not_measured_is_projected_with_an_interval_and_its_evi
         ("ps-async", "the servers are full at about 20 workers"), gpus=256,
     )  # fmt: skip
     assert (found.choice.strategy, found.choice.gpus) == ("ddp", 256)
-    assert found.headline == "ddp × 256. Fastest as projected: nothing was measured on 256 workers."
+    assert (
+        found.headline == "ddp × 256. Fastest by projection; nothing was measured on 256 workers."
+    )
     assert "(projected, 80 %: 0.500 to 0.700 s)" in found.reason
     assert "6 ms per global batch (80 %: 5 ms to 7 ms)" in found.reason
     assert (
@@ -493,7 +503,7 @@ def test_a_count_that_was_not_measured_is_projected_with_an_interval_and_its_evi
         in found.reason
     )
     assert (
-        "Not projected to 256 GPUs: ps-async (the servers are full at about 20 workers)."
+        "There is no projection to 256 GPUs for ps-async (the servers are full at about 20 workers)."
         in found.reason
     )
     assert found.confidence == "low"
@@ -527,31 +537,32 @@ def test_a_projected_choice_tells_the_target_its_cost_and_other_counts(tmp_path)
 def test_fewer_workers_than_there_are_may_be_the_faster_ones(tmp_path):
     more = ("ddp × 16", 0.9, 1.0, 1.1), ("ddp × 8", 0.5, 0.6, 0.7)
     found = decided_on(tmp_path, LINES, ("ddp", 2.0, 3.0, 4.0), *more, gpus=32)
-    assert found.headline == "ddp × 8. Fastest as projected: nothing was measured on 8 workers."
-    assert "ddp on 16 GPUs takes 1.67 [1.29, 2.20] times the time" in found.reason
-    assert found.changes[0].startswith("Cells on 8 workers: train them")
+    assert found.headline == "ddp × 8. Fastest by projection; nothing was measured on 8 workers."
+    assert "ddp on 16 GPUs takes 1.67 [1.29, 2.20] times as long" in found.reason
+    assert found.changes[0].startswith("Training on 8 workers: the measured times")
     assert standings(found)[("ddp", 32)] == "possible"
     # What was asked for and cannot be known comes first.
     reason = "32 is more than 8 times the largest measured count"
     found = decided_on(tmp_path, LINES, ("ddp", reason), *more, gpus=32)
     assert (found.choice.strategy, found.choice.gpus, found.confidence) == ("ddp", 8, "low")
     assert found.short.claim == (
-        f"Nothing is known of 32 GPUs: {reason}. Of the rest: Fastest as projected: nothing was "
+        f"There are no results for 32 GPUs: {reason}. Apart from that: Fastest by projection; nothing was "
         "measured on 8 workers."
     )
-    assert f"Not projected to 32 GPUs: ddp ({reason}); fsdp" in found.reason
+    assert f"There is no projection to 32 GPUs for ddp ({reason}); fsdp" in found.reason
     assert decided_on(tmp_path, LINES, *more, gpus=12).choice.gpus == 8
 
 
 def test_projections_that_overlap_are_not_told_apart(tmp_path):
     found = decided_on(tmp_path, LINES, ("ddp", 0.5, 0.6, 1.1), ("fsdp", 0.9, 1.0, 1.2), gpus=256)
     assert found.headline == (
-        "ddp × 256. Not told apart from fsdp × 256: nothing was measured on 256 workers."
+        "ddp × 256. Not significantly faster than fsdp × 256 by projection; nothing was measured on 256 "
+        "workers."
     )
     (other,) = (o for o in found.short.others if o["gpus"] == 256)
     assert other["low"] == pytest.approx(0.9 / 1.1)
     assert other["high"] == pytest.approx(1.2 / 0.5)
-    assert found.short.claim.startswith("Not told apart from fsdp × 256")
+    assert found.short.claim.startswith("Not significantly faster than fsdp × 256")
 
 
 def test_where_nothing_is_projected_the_answer_begins_with_that_and_why(tmp_path):
@@ -560,11 +571,12 @@ def test_where_nothing_is_projected_the_answer_begins_with_that_and_why(tmp_path
     found = decided_on(tmp_path, LINES, *refused, gpus=256)
     assert found.choice.gpus == 4
     assert found.short.claim.startswith(
-        f"Nothing is known of 256 GPUs: {reason}. Of what was measured: "
+        f"There are no results for 256 GPUs: {reason}. Among the measured cells: "
     )
-    assert "Not projected" not in found.reason
+    assert "no projection" not in found.reason
     # Without any evidence, as of a bundle; and below what was measured, its memory would be more.
-    assert "Nothing is known of 8 GPUs: it was not measured" in decided(LINES, gpus=8).headline
+    unknown = "There are no results for 8 GPUs: this number was not measured"
+    assert unknown in decided(LINES, gpus=8).headline
     few = decided([c | {"gpus": 2 * c["gpus"]} for c in LINES], gpus=1)
     assert few.choice is None
     measured = decided(LINES, gpus=2)
@@ -582,7 +594,7 @@ def test_a_measured_choice_is_as_sure_as_its_measured_rivals_let_it_be(tmp_path)
     )
     assert (found.choice.strategy, found.choice.gpus) == ("ddp", 4)
     assert found.confidence == alone.confidence == "high"
-    assert "told apart from its only rival" in " ".join(found.sure)
+    assert "faster than its only rival" in " ".join(found.sure)
     # What fits no memory is not chosen, projected or not.
     small = decided_on(tmp_path, LINES, ("ddp", 0.5, 0.6, 0.7), gpus=256, gpu_memory_gib=2)
     assert standings(small)[("ddp", 256)] == "does not fit"
@@ -596,14 +608,14 @@ def test_a_peak_needs_a_reserve_before_it_fits():
     ]
     found = decided(rows, gpu_memory_gib=2)
     assert found.choice.strategy == "fsdp"
-    assert "peak 1.86 GiB (a reserve of 10 % on top), and 2 GiB are given" in found.excluded[0][1]
+    assert "peak 1.86 GiB plus a reserve of 10 %, over the limit of 2 GiB" in found.excluded[0][1]
     assert decided(rows, gpu_memory_gib=2, memory_margin=0.05).choice.strategy == "ddp"
 
 
 def test_records_of_cpu_processes_do_not_speak_of_gpus():
     rows = [cell("ddp", 10.0, device_kind="cpu", peak_memory_bytes=5 * MIB)]
     found = decided(rows, gpu_memory_gib=1)
-    assert "says nothing of GPUs" in " ".join(found.sure)
+    assert "on this machine, not for GPUs" in " ".join(found.sure)
     assert "whether it fits is not known" in " ".join(found.sure)
     held = decided(rows, gpu_memory_gib=0.1)
     assert held.choice is None
@@ -614,8 +626,8 @@ def test_where_nothing_was_measured_the_plan_is_pointed_to():
     found = decided([failed(name, "missing") for name in ("ddp", "fsdp")])
     assert found.choice is None
     assert found.headline == (
-        "Nothing can be recommended. Nothing was measured: train its cells, or ask `plan` what "
-        "fits and how long it takes."
+        "Nothing can be recommended. No cell was measured: train the cells, or let `plan` estimate their "
+        "memory and time."
     )
     assert (found.confidence, found.short.reason) == ("none", "2 of 2 were not measured")
     assert [name for name, _ in found.excluded] == ["ddp", "fsdp"]
@@ -627,21 +639,25 @@ def test_where_all_reached_their_limit_a_longer_one_is_told_as_the_way_on():
     found = decided([failed("ddp", "timeout")])
     assert found.reason.startswith("Every strategy is excluded: ddp: too slow (")
     assert found.changes == (
-        "A longer time_limit_s, which ddp reached: train again with --forcerun (docs/configuration.md).",
+        "A longer time_limit_s: ddp reached the present limit. Raise it and train again with --forcerun "
+        "(docs/configuration.md).",
     )
 
 
 @pytest.mark.parametrize(
     ("constraints", "told"),
     [
-        ({"deadline_s": 5}, "ddp, fsdp: too slow (the nearest, fsdp × 2: 7 s, and 5 s are given)"),
+        (
+            {"deadline_s": 5},
+            "ddp, fsdp: too slow (the nearest, fsdp × 2: 7 s, over the limit of 5 s)",
+        ),
         (
             {"gpus": 1},
-            "ddp, fsdp: needs more workers (the nearest, fsdp × 2: 2, and 1 are at hand)",
+            "ddp, fsdp: needs more workers (the nearest, fsdp × 2: 2, but 1 are available)",
         ),
         (
             {"gpu_memory_gib": 0.5},
-            "ddp, fsdp: does not fit (the nearest, fsdp × 2: peak 600 MiB, and 512 MiB are given)",
+            "ddp, fsdp: does not fit (the nearest, fsdp × 2: peak 600 MiB, over the limit of 512 MiB)",
         ),
     ],
 )
@@ -654,15 +670,17 @@ def test_of_those_that_a_constraint_keeps_out_the_nearest_is_quoted(constraints,
 
 def test_the_least_that_is_needed_counts_the_reserve_that_keeps_it_out():
     found = decided([cell("ddp", 10.0)], gpu_memory_gib=1.0)
-    assert "peak 0.98 GiB (a reserve of 10 % on top), and 1 GiB are given" in found.reason
-    assert "needs is 1.07 GiB per worker (ddp × 4, the reserve included)." in found.reason
+    assert "peak 0.98 GiB plus a reserve of 10 %, over the limit of 1 GiB" in found.reason
+    assert (
+        "The lowest need is 1.07 GiB per worker (ddp × 4, including the reserve)." in found.reason
+    )
 
 
 def test_where_every_training_diverged_it_is_said_with_what_steadies_one():
     found = decided([failed("ddp", "diverged"), failed("fsdp", "diverged")])
     assert found.headline == "Nothing can be recommended. Every training diverged."
     assert found.short.reason == "2 of 2 diverged"
-    assert "A smaller lr, lr_warmup_steps or max_grad_norm steady" in found.reason
+    assert "lower lr or set lr_warmup_steps or max_grad_norm" in found.reason
     some = decided([failed("ddp", "diverged"), failed("fsdp", "oom")])
     assert some.headline == "Nothing can be recommended. Every candidate is excluded."
 
@@ -678,7 +696,7 @@ def test_the_papers_own_tables_give_an_answer_one_can_sign():
         assert decision.confidence in ("low", "none")
         if experiment == "ddp-fsdp":
             assert decision.headline == "ddp × 4. Fastest, in one run each."
-            assert "Doubts on fsdp on 4: sharding-slow-alone" in " ".join(decision.sure)
+            assert "Caveats on fsdp on 4 workers: sharding-slow-alone" in " ".join(decision.sure)
             assert "its accuracy was not recorded" in " ".join(decision.sure)
     # Only VGG16 under sync on one GPU trains as it should; the rest of the server's cells do not.
     assert found["server", "vgg16"].choice.strategy == "ps-sync"
@@ -747,8 +765,8 @@ def test_the_figures_of_the_choice_come_first_and_those_of_its_rival_in_a_senten
         repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15], gpus=8)
     )
     assert found.reason == (
-        "It trains in 10.1 s, reaches accuracy 90.00 % and has a peak of 1,000 MiB per worker. "
-        "fsdp on 8 GPUs takes 1.50 [1.50, 1.50] times the time (15.1 s)."
+        "ddp on 4 GPUs trains in 10.1 s, reaches accuracy 90.00 % and has a peak of 1,000 MiB per worker. "
+        "fsdp on 8 GPUs takes 1.50 [1.50, 1.50] times as long as the choice (15.1 s)."
     )
 
 
@@ -760,8 +778,8 @@ def test_what_counts_as_equal_is_told_by_how_much_it_differs():
     ]
     found = decided(rows)
     assert (
-        "zero1 on 8 CPU processes takes 2 % less (9.92 s), within the 3 % that count as equal: of "
-        "equals the one on fewer CPU processes comes first, then the one with less memory."
+        "zero1 on 8 CPU processes takes 2 % less than the choice (9.92 s), which counts as equal (margin: "
+        "3 %). Among equals, fewer CPU processes and then less memory decide."
     ) in found.reason
     assert "GPU" not in found.reason
 
@@ -769,18 +787,19 @@ def test_what_counts_as_equal_is_told_by_how_much_it_differs():
 def test_costs_have_the_unit_of_their_price_and_equal_ones_are_not_1_times():
     rows = [cell("ddp", 10.0, gpus=4), cell("ddp", 20.001, gpus=2)]
     found = decided(rows, price_per_gpu_hour=2.5)
-    assert "It trains in 20.0 s at a cost of 0.0278 (0.0111 GPU-hours at 2.5 each)," in found.reason
+    price = "ddp on 2 GPUs trains in 20.0 s at a cost of 0.0278 (0.0111 GPU-hours at 2.5 each),"
+    assert price in found.reason
     cheap = decided([rows[0], cell("fsdp", 10.004)], price_per_gpu_hour=2.5)
-    assert "fsdp on 4 GPUs takes 1.0004 times the cost (" in cheap.reason
+    assert "fsdp on 4 GPUs costs 1.0004 times as much as the choice (" in cheap.reason
     alike = decided([rows[0], cell("fsdp", 10.0)], price_per_gpu_hour=2.5)
-    assert "fsdp on 4 GPUs costs exactly as much (" in alike.reason
+    assert "fsdp on 4 GPUs costs exactly as much as the choice (" in alike.reason
 
 
 def test_what_alone_is_left_says_what_was_excluded_and_why():
     found = decided([cell("ddp", 10.0), failed("fsdp", "oom"), failed("ps-sync", "diverged")])
-    assert found.headline == "ddp × 4. The only one left."
+    assert found.headline == "ddp × 4. The only candidate that is not excluded."
     assert found.reason.endswith(
-        "Nothing else is left: fsdp: does not fit (out of memory); "
+        "All other candidates are excluded: fsdp: does not fit (out of memory); "
         "ps-sync: worse score (training diverged)."
     )
 
@@ -789,22 +808,25 @@ def test_one_run_is_called_one_whether_it_was_the_fastest_or_near_it():
     near = decided([cell("ddp", 10.0), cell("fsdp", 10.1)])
     assert near.headline == "ddp × 4. Fastest, in one run each."
     fewer = decided([cell("ddp", 10.0), cell("fsdp", 10.1, gpus=2)])
-    assert fewer.headline == "fsdp × 2. Within 3 % of the best, in one run each."
+    assert fewer.headline == "fsdp × 2. Within 3 % of the fastest, in one run each."
 
 
 def test_amounts_that_print_alike_get_a_digit_more():
     held = 12.31 * MIB
     rows = [cell("ddp", 10.0, device_kind="cpu", model_states_bytes=held)]
     found = decided(rows, gpu_memory_gib=0.012, memory_margin=0.0)
-    assert "model states alone 12.31 MiB, and 12.29 MiB are given" in found.excluded[0][1]
+    assert "model states alone 12.31 MiB, over the limit of 12.29 MiB" in found.excluded[0][1]
     late = decided([cell("ddp", 1.164)], deadline_s=1)
-    assert late.changes == ("A later deadline: then ddp on 4 (1.16 s, and 1 s are given).",)
+    assert late.changes == (
+        "A later deadline: then ddp on 4 workers would be chosen (1.16 s, over the limit of 1 s).",
+    )
 
 
 def test_more_repeats_are_asked_for_in_numbers():
     noisy = repeats("ddp", [10.0, 10.4, 10.1]) + repeats("fsdp", [10.9, 10.5, 10.8])
     (change,) = [c for c in decided(noisy).changes if c.startswith("More repeats")]
-    found = re.search(r"At your noise of (.*) % a difference of 10 % takes (\d+) repeats\.", change)
+    needed = r"At the measured noise of (.*) %, (\d+) repeats are needed to detect a difference of 10 %\."
+    found = re.search(needed, change)
     assert 1.5 < float(found[1]) < 3.5
     assert 4 <= int(found[2]) <= 8
 
@@ -822,7 +844,7 @@ def test_intervals_pay_for_looking_again_unless_every_record_planned_as_many(pla
         )
     ]
     found = decided(rows)
-    assert ("the intervals pay for looking again" in " ".join(found.sure)) is pays
+    assert ("to correct for repeated looks" in " ".join(found.sure)) is pays
     assert found.matrix[1]["high"] > 1.52
     other = decided([row | {"planned_repeats": 3} for row in rows])
     assert (found.matrix[1]["high"] > other.matrix[1]["high"]) is pays
@@ -834,7 +856,9 @@ def test_doubts_that_do_not_touch_the_choice_are_left_to_the_audit():
     doubt = finding("sharding-slow-alone", "warning", strategy="zero1")
     assert "sharding-slow-alone" not in " ".join(decided(rows, [doubt]).sure)
     near = finding("sharding-slow-alone", "warning", strategy="fsdp")
-    assert "Doubts on fsdp on 4: sharding-slow-alone." in " ".join(decided(rows, [near]).sure)
+    assert "Caveats on fsdp on 4 workers: sharding-slow-alone." in " ".join(
+        decided(rows, [near]).sure
+    )
 
 
 def test_a_number_of_workers_that_nothing_is_known_of_has_no_sure_answer():
@@ -842,8 +866,8 @@ def test_a_number_of_workers_that_nothing_is_known_of_has_no_sure_answer():
     assert decided(rows, gpus=4).confidence == "high"
     found = decided(rows, gpus=16)
     assert found.confidence == "low"
-    assert found.short.reason == "nothing is known of 16 workers"
-    assert "Nothing is known of 16 GPUs" in found.short.claim
+    assert found.short.reason == "there are no results for 16 workers"
+    assert "There are no results for 16 GPUs" in found.short.claim
 
 
 def test_what_holds_for_every_decision_is_said_once():
@@ -856,8 +880,8 @@ def test_what_holds_for_every_decision_is_said_once():
     none = pd.DataFrame(columns=list(AUDIT_COLUMNS))
     found = decide.decisions(frame, none, Constraints())
     said = decide.describe_decisions(found, [], Constraints())
-    assert said.count("says nothing of GPUs") == 1
-    assert "Of all of them: It holds for CPU processes on this machine" in said
+    assert said.count("on this machine, not for GPUs") == 1
+    assert "For all answers: The answer holds for CPU processes on this machine" in said
     # The answers stand last, and every line has room on a screen.
     last = said.rpartition("\n\n")[2]
     assert last.startswith(

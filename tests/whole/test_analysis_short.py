@@ -43,7 +43,7 @@ CASES = {
     "not told apart": (
         [*repeats("ddp", [200.0, 260.0, 180.0]), *repeats("zero1", [230.0, 190.0, 300.0])],
         "low",
-        "Not told apart from zero1 × 4.",
+        "Not significantly faster than zero1 × 4.",
         "zero1 × 4 may take much less",
     ),
     "one run": (
@@ -67,7 +67,7 @@ CASES = {
     "nothing": (
         [failed("ddp", "oom"), failed("zero1", "oom")],
         "none",
-        "No candidate fits the memory.",
+        "No candidate fits into memory.",
         "2 of 2 do not fit",
     ),
 }
@@ -90,7 +90,7 @@ def test_a_score_that_may_be_lost_stands_in_the_claim_and_in_its_cell():
     steady = [r | {"score_final": 0.92} for r in runs("ddp", 200.0)]
     short = decided([*fast, *steady]).short
     assert short.strategy == "ps-async"
-    assert short.claim == "Fastest, but accuracy may be lost."
+    assert short.claim == "Fastest, but its accuracy may be worse than allowed."
     assert short.score_open
     assert short.score_note.startswith("may lose up to ")
     assert short.score_note.endswith(" points (1 allowed)")
@@ -125,7 +125,7 @@ def test_where_nothing_fits_the_least_need_and_what_to_try_are_said():
     none = decided(rows, gpu_memory_gib=0.5).short
     assert none.strategy is None
     assert none.remedy.startswith(
-        "The least that any needs is 660 MiB per worker (fsdp × 4, the reserve included). More workers,"
+        "The lowest need is 660 MiB per worker (fsdp × 4, including the reserve). More workers,"
     )
     assert not decided(rows).short.remedy
 
@@ -173,7 +173,10 @@ def test_an_answer_on_text_has_tokens_per_second_in_total_and_per_worker():
     }
     decision = decided(runs("ddp", 100.0, **text, mfu=0.384))
     assert decision.short.value_note.endswith("; 10,300 tokens/s (2,570 per worker, MFU 38 %)")
-    assert "It trains in 100.0 s at 10,300 tokens/s (2,570 per worker, MFU 38 %)" in decision.reason
+    assert (
+        "ddp on 4 GPUs trains in 100.0 s at 10,300 tokens/s (2,570 per worker, MFU 38 %)"
+        in decision.reason
+    )
     assert "tokens" not in decided(runs("ddp", 100.0, throughput_samples_per_s=10.0)).reason
 
 
@@ -183,7 +186,7 @@ def test_one_line_says_how_many_answers_are_sure():
     lines = [
         lead_of([("a", sure), ("b", tie), ("c", one), ("d", none)]),
         lead_of([("resnet50", one)]),
-        lead_of([("a", Short("ddp", 2, "Not told apart from x.", "apart"))] * 2),
+        lead_of([("a", Short("ddp", 2, "Not significantly faster than x.", "apart"))] * 2),
         lead_of([("a", tie)] * 3),
         lead_of([("a", one), ("b", tie)]),
         lead_of([("a", sure)]),
@@ -194,7 +197,7 @@ def test_one_line_says_how_many_answers_are_sure():
         "One answer is sure: ddp × 8 for a. One holds with a condition, one rests on one run of each "
         "cell and one has no strategy to recommend.",
         "One question, no sure answer yet: it rests on one run of each cell.",
-        "Two questions, no sure answer yet: both do not tell the first two apart.",
+        "Two questions, no sure answer yet: both have no significant difference between the first two.",
         "Three questions, no sure answer yet (zero1 × 8 in all): all hold with a condition.",
         "Two questions, no sure answer yet. One holds with a condition and one rests on one run of each "
         "cell.",
@@ -261,10 +264,10 @@ def test_where_a_constraint_keeps_faster_ones_out_the_claim_says_of_whom_it_is_t
     rows = [*runs("ddp", 200.0), *runs("zero1", 218.0)]
     worse = [r | {"score_final": r["score_final"] - 0.05} for r in runs("ps-async", 100.0)]
     assert decided([*rows, *worse]).short.claim == (
-        "Fastest of those with enough accuracy: the next takes 9 % longer."
+        "Fastest of the candidates with an acceptable accuracy: the next takes 9 % longer."
     )
     large = runs("single", 150.0, peak_memory_bytes=90 * 2**30)
     kept = decided([*rows, *large], gpu_memory_gib=80).short
-    assert kept.claim == "Fastest of those that fit: the next takes 9 % longer."
+    assert kept.claim == "Fastest of the candidates with enough memory: the next takes 9 % longer."
     slower = [r | {"train_time_s": 400.0} for r in worse]
     assert decided([*rows, *slower]).short.claim == "Fastest: the next takes 9 % longer."

@@ -184,7 +184,7 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
     """Exclude a candidate that the constraints rule out."""
     if constraints.gpus is not None and candidate.gpus > constraints.gpus:
         candidate.exclude(
-            "needs more workers", f"{candidate.gpus}, and {constraints.gpus} are at hand"
+            "needs more workers", f"{candidate.gpus}, but {constraints.gpus} are available"
         )
     if constraints.gpu_memory_gib is not None:
         exclude_by_memory(candidate, constraints.gpu_memory_gib * GIB, constraints.memory_margin)
@@ -192,12 +192,10 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
     if constraints.deadline_s is not None and time_s is not None:
         most_s = candidate.reach[1]
         if time_s > constraints.deadline_s:
-            candidate.exclude(
-                "too slow", f"{exceeding(time_s, constraints.deadline_s, 's')} are given"
-            )
+            candidate.exclude("too slow", compare_with_limit(time_s, constraints.deadline_s, "s"))
         elif most_s > constraints.deadline_s:
             candidate.doubts.append(
-                f"it may take {exceeding(most_s, constraints.deadline_s, 's')} are given"
+                f"it may take {compare_with_limit(most_s, constraints.deadline_s, 's')}"
             )
     stops = candidate.traits.ends_with_a_worker and candidate.gpus > 1
     if stops and not constraints.gang_scheduled:
@@ -218,10 +216,10 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
     held = candidate.states_bytes if candidate.on_cpu else candidate.memory_bytes
     what = "model states alone" if candidate.on_cpu else "peak"
     if held is not None and held * (1 + margin) > limit_bytes:
-        reserve = f" (a reserve of {100 * margin:g} % on top)" if held <= limit_bytes else ""
+        reserve = f" plus a reserve of {100 * margin:g} %" if held <= limit_bytes else ""
         name, unit = unit_for(limit_bytes)
-        sizes = exceeding(held / unit, limit_bytes / unit, f"{name}{reserve}", name)
-        candidate.exclude("does not fit", f"{what} {sizes} are given")
+        sizes = compare_with_limit(held / unit, limit_bytes / unit, name, reserve)
+        candidate.exclude("does not fit", f"{what} {sizes}")
     elif candidate.on_cpu or held is None:
         reason = (
             "its records are of CPU processes" if candidate.on_cpu else "memory was not recorded"
@@ -229,20 +227,20 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
         candidate.doubts.append(f"whether it fits is not known: {reason}")
 
 
-def exceeding(held: float, limit: float, unit: str, of_limit: str | None = None) -> str:
-    """Return two amounts, the first above the second, with enough digits to differ.
+def compare_with_limit(amount: float, limit: float, unit: str, addition: str = "") -> str:
+    """Return an amount and its limit as text, with enough digits to differ.
 
     Args:
-        held: The larger amount.
+        amount: An amount that exceeds the limit, perhaps by its addition alone.
         limit: The limit.
         unit: Unit of both.
-        of_limit: Text on the limit.
+        addition: Text after the amount.
     """
-    for digits in range(2 if max(held, limit) < 10 else 0, 6):
+    for digits in range(2 if max(amount, limit) < 10 else 0, 6):
         texts = [
             f"{x:.{digits}f}".rstrip("0").rstrip(".") if digits else f"{x:.0f}"
-            for x in (held, limit)
+            for x in (amount, limit)
         ]
         if texts[0] != texts[1]:
             break
-    return f"{texts[0]} {unit}, and {texts[1]} {of_limit or unit}"
+    return f"{texts[0]} {unit}{addition}, over the limit of {texts[1]} {unit}"

@@ -36,10 +36,10 @@ def unanswered(
         slowed: Whether workers were slowed down on purpose.
     """
     if not is_count_known(candidates, constraints):
-        reason = first.not_projected or "it was not measured"
-        yield f"Nothing is known of {counted(constraints.gpus, noun)}: {reason}."
+        reason = first.not_projected or "this number was not measured"
+        yield f"There are no results for {counted(constraints.gpus, noun)}: {reason}."
     if not constraints.homogeneous and not slowed:
-        yield "Nothing is known of unequal workers: only equally fast ones were measured."
+        yield "There are no results for unequal workers: all measured workers were equally fast."
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Claim:
     text: str
 
 
-#: Text on better candidates that a constraint excludes; `score` is the score's name.
-LEFT = {"worse score": "of those with enough {score}", "does not fit": "of those that fit"}
+#: What the remaining candidates have, if a constraint excludes a better one; `score` is the score's name.
+REMAINING_HAVE = {"worse score": "an acceptable {score}", "does not fit": "enough memory"}
 
 
 def kept_out(
@@ -87,21 +87,26 @@ def claim_of(
     """
     first = ranking.first
     quick = "cheap" if first.by_cost else "fast"
-    of = [LEFT[kind].format(score=first.score.name) for kind in kept_out(candidates, first, LEFT)]
-    best = " ".join([f"{quick.capitalize()}est", " and ".join(of)]).strip()
-    but = f", but {first.score.name} may be lost" if score_open else ""
+    they_have = [
+        REMAINING_HAVE[kind].format(score=first.score.name)
+        for kind in kept_out(candidates, first, REMAINING_HAVE)
+    ]
+    remaining = f" of the candidates with {' and '.join(they_have)}" if they_have else ""
+    best = f"{quick.capitalize()}est{remaining}"
+    but = f", but its {first.score.name} may be worse than allowed" if score_open else ""
     margin = f"{100 * constraints.equivalence_margin:g} %"
     ties = [c for c in ranking.compared if c.stand == "tied"]
     if first.projected:
-        text = f"{best} as projected" if not ties else f"Not told apart from {ties[0].rival.name}"
-        where = counted(first.gpus, "worker")
-        return Claim("projected", f"{text}: nothing was measured on {where}.")
+        not_faster = f"Not significantly {quick}er than {ties[0].rival.name}" if ties else ""
+        workers = counted(first.gpus, "worker")
+        text = f"{not_faster or best} by projection; nothing was measured on {workers}."
+        return Claim("projected", text)
     if not ranking.compared:
-        return Claim("alone", f"The only one left{but}.")
+        return Claim("alone", f"The only candidate that is not excluded{but}.")
     if len(first.times) < 2:
         one = f"in one {first.run} each"
         if any(c.ratio.value < 1 for c in ranking.compared):
-            return Claim("one run", f"Within {margin} of the best, {one}{but}.")
+            return Claim("one run", f"Within {margin} of the {quick}est, {one}{but}.")
         return Claim("one run", f"{best}, {one}{but}.")
     if not ties:
         text = f"{best}{but}." if but else f"{best}: {behind(ranking.compared[0])}."
@@ -116,7 +121,7 @@ def claim_of(
             f"As {quick} as {named} within {margin}"
             f"{advantage(first, [c.rival for c in ties])}{but}.",
         )
-    return Claim("apart", f"Not told apart from {named}{but}.")
+    return Claim("apart", f"Not significantly {quick}er than {named}{but}.")
 
 
 def behind(c: AgainstRival, rival: str = "the next") -> str:

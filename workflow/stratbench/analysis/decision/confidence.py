@@ -16,7 +16,8 @@ from stratbench.statistics.moderated import ROUGH
 LEVELS = ("low", "medium", "high")
 #: Text if the intervals are corrected for several looks.
 LOOKED_AGAIN = (
-    "Not every record says that so many repeats were planned: the intervals pay for looking again."
+    "Some records state another planned number of repeats than there are, so the intervals are wider, to "
+    "correct for repeated looks."
 )
 
 
@@ -57,7 +58,7 @@ def confidence_in(
     if not constraints.homogeneous and not slowed:
         limits.append((0, "unequal workers were not measured"))
     if not count_known:
-        limits.append((0, f"nothing is known of {constraints.gpus} workers"))
+        limits.append((0, f"there are no results for {constraints.gpus} workers"))
     if first.claim is not None:
         sentences.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
         # The verdict counts the blocks of all strategies, and knows nodes, full runs and dependence.
@@ -65,7 +66,9 @@ def confidence_in(
         level = by_verdict if rests_on_verdict(ranking) else min(level, by_verdict)
     elif first.unit == "block":
         level = min(level, 1)
-        sentences.append(f"The verdict on {counted(first.gpus, 'worker')} does not claim it.")
+        sentences.append(
+            f"The verdict on {counted(first.gpus, 'worker')} makes no claim for the choice."
+        )
     elif ranking.looked_again:
         sentences.append(LOOKED_AGAIN)
     limits.append((level, what_repeats_leave_open(ranking, constraints, level)))
@@ -82,21 +85,22 @@ def confidence_in(
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     if min(len(c.hosts) for c in (first, *rivals)) < 2:
         on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
-        but = "others may order them differently"
+        but = "other hosts may rank the strategies differently"
         if is_beyond_hosts(ranking, hosts):
-            but = f"another host may order them differently if its ratios differ by over {share(ROUGH)}"
+            but = f"only a host whose time ratios differ by over {share(ROUGH)} may rank them differently"
         else:
             limits.append((1, f"{runs} on one host"))
-        sentences.append(f"All {first.unit}s ran on {on}: {but}." if hosts else "")
+        sentences.append(f"All {first.unit}s ran on {on}; {but}." if hosts else "")
     if presence := unequal_presence(ranking, constraints.equivalence_margin):
-        limits.append((0, "not as many workers were there for each"))
+        limits.append((0, "the mean number of workers differs between strategies"))
         sentences.append(presence)
     sentences += [*score_caveats(first, constraints), *sentences_on_doubts(ranking)]
     if first.on_cpu:
-        sentences.append("It holds for CPU processes on this machine and says nothing of GPUs.")
+        sentences.append("The answer holds for CPU processes on this machine, not for GPUs.")
     if slowed and constraints.homogeneous:
         sentences.append(
-            f"Workers were slowed on purpose ({'; '.join(slowed)}); yours are said to be equal."
+            f"The measured workers were slowed down on purpose ({'; '.join(slowed)}), although "
+            "`decide` in config.yaml says that all workers are equally fast."
         )
     lowest = min(cap for cap, _ in limits)
     reason = next((words for cap, words in limits if cap == lowest and words), "")
@@ -127,7 +131,7 @@ def what_repeats_leave_open(ranking: Ranking, constraints: Constraints, level: i
     first = ranking.first
     runs = counted(ranking.repeats, first.run)
     if first.projected:
-        return "projected: not measured there"
+        return "projected, not measured"
     if not ranking.compared:
         return f"{runs}, without a rival"
     if ranking.at_most is None:
@@ -165,9 +169,9 @@ def whose(doubt: str) -> str:
 def sentences_on_doubts(ranking: Ranking) -> Iterator[str]:
     """Yield the caveats on the choice, and on the alternatives in its reason."""
     if ranking.first.doubts:
-        yield f"Doubts: {', '.join(ranking.first.doubts)}."
+        yield f"Caveats on the choice: {', '.join(ranking.first.doubts)}."
     for c, others in doubted_rivals(ranking):
-        yield f"Doubts on {c.strategy} on {c.gpus}: {', '.join(others)}."
+        yield f"Caveats on {c.strategy} on {counted(c.gpus, 'worker')}: {', '.join(others)}."
 
 
 def doubted_rivals(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
@@ -187,7 +191,7 @@ def unequal_presence(ranking: Ranking, margin: float) -> str:
     if not shares or max(shares) <= (1 + margin) * min(shares):
         return ""
     numbers = ", ".join(f"{c.present:.2g} of {c.gpus} for {c.strategy}" for c in with_presence)
-    return f"Workers came and went, and not as many were there on average: {numbers}."
+    return f"Workers joined and left, so the mean number of present workers differs: {numbers}."
 
 
 def rests_on_verdict(ranking: Ranking) -> bool:
@@ -202,7 +206,8 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
     if first.projected:
         return (
             0,
-            "It rests on an 80 % interval of a projection, not on a measurement with as many workers.",
+            f"The time of the choice on {counted(first.gpus, 'worker')} is projected (80 % interval), "
+            "not measured.",
         )
     if measured := [c for c in ranking.compared if not c.rival.projected]:
         at_most = max((0.0, *(1 / c.ratio.low - 1 for c in measured if c.ratio.low)))
@@ -210,26 +215,28 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
         if len(measured) < len(ranking.compared):
             ranking = replace(ranking, compared=tuple(measured), at_most=at_most if known else None)
     elif ranking.compared:
-        return 0, "All of its rivals are projected, with intervals of 80 %."
+        return 0, "All rivals of the choice are projected, with 80 % intervals."
     if not ranking.compared:
-        return (1 if repeats > 1 else 0), f"Over {counted(repeats, first.unit)}, without a rival."
+        text = f"The choice was measured in {counted(repeats, first.unit)} and has no rival."
+        return (1 if repeats > 1 else 0), text
     if ranking.at_most is None:
-        return 0, f"The order may be chance: {ranking.chance}, so no interval tells."
+        return 0, f"The order may be due to chance: {ranking.chance}, so there is no interval."
     over = f"Over {counted(repeats, first.unit)}"
     rivals = counted(len(ranking.compared), "rival")
     rivals = {1: "its only rival", 2: "both rivals"}.get(len(ranking.compared), f"all {rivals}")
+    faster = "cheaper" if first.by_cost else "faster"
     if ranking.is_clear:
-        text = f"{over} it is told apart from {rivals} (95 %, all of them together)."
+        text = f"{over} the choice is significantly {faster} than {rivals} (simultaneous 95 % intervals)."
         return (2 if repeats >= 3 else 1), text
     ties = counted(len(ranking.tied), "rival")
     open_to = (
-        "much faster"
+        f"much {faster}"
         if ranking.at_most > 1
-        else f"up to {share(max(ranking.at_most, 0.001))} faster"
+        else f"up to {share(max(ranking.at_most, 0.001))} {faster}"
     )
     text = (
-        f"{over} it is not told apart from {ties}, and something may be {open_to} "
-        "(95 %, all of them together)."
+        f"{over} the choice is not significantly {faster} than {ties}; a rival may be {open_to} "
+        "(simultaneous 95 % intervals)."
     )
     return (1 if ranking.at_most <= ROUGH else 0), text
 
@@ -238,14 +245,14 @@ def score_caveats(first: Candidate, constraints: Constraints) -> Iterator[str]:
     """Yield sentences on what is not known of the score of the chosen candidate."""
     if first.score_loss_upper is None:
         if first.unscored:
-            yield "No score was measured (steps): equal scores are assumed."
+            yield "No score was measured, since `steps` skips evaluation; equal scores are assumed."
         else:
-            yield f"Nothing is known of how much worse its {first.score.name} is."
+            yield f"The {first.score.name} of the choice could not be compared with the best one."
         return
     score, tolerance = first.score, constraints.tolerance_of(first.score)
     chance = chance_difference(first, first)
     if chance > tolerance:
         yield (
-            f"Chance makes {score.difference(chance, score.decimals - 1)} of a test set of "
-            f"{first.test_samples:.0f} samples, more than the {tolerance:g} allowed."
+            f"On {first.test_samples:.0f} test samples, two equally good models differ by up to "
+            f"{score.difference(chance, score.decimals - 1)} by chance, more than the {tolerance:g} allowed."
         )

@@ -154,7 +154,7 @@ def decide(
             choice=None,
             reason=f"Every strategy is excluded: {why_none(candidates)}. {nothing.remedy}".rstrip(),
             confidence="none",
-            sure=("Nothing is left to rank.",),
+            sure=("No candidate is left to rank.",),
             changes=tuple(sentences_on_constraints(candidates, None)),
             short=nothing,
         )
@@ -251,7 +251,7 @@ def describe_decisions(
         lines += [f"  Excluded: {name}: {reason}" for name, reason in d.excluded]
         lines.append("")
     if common:
-        lines += [*(f"Of all of them: {sentence}" for sentence in common), ""]
+        lines += [*(f"For all answers: {sentence}" for sentence in common), ""]
     for answer in further:
         lines += [answer["headline"], *(f"  {line}" for line in answer["lines"]), ""]
     lead = lead_of(named_answers(decisions))

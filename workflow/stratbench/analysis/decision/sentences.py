@@ -1,7 +1,4 @@
-"""Texts of a decision: the reason with its numbers, and what would change it.
-
-Each sentence names what it speaks of: `it` is the chosen strategy and nothing else.
-"""
+"""Texts of a decision: the reason with its numbers, and what would change the choice."""
 
 from __future__ import annotations
 
@@ -29,6 +26,11 @@ MAX_OF_A_REASON = 120
 def name_of(c: Candidate, noun: str) -> str:
     """Return a candidate's name: `ddp on 4 GPUs`."""
     return f"{c.strategy} on {counted(c.gpus, noun)}"
+
+
+def full_name(c: Candidate) -> str:
+    """Return a candidate's name with the number of its workers: `ddp on 4 workers`."""
+    return name_of(c, "worker")
 
 
 def score_sentence(first: Candidate, noun: str, constraints: Constraints) -> str:
@@ -94,10 +96,11 @@ def reason_for(
         constraints: Constraints of the decision.
     """
     first = ranking.first
-    sentences = [figures_of(first), *filter(None, [score_sentence(first, noun, constraints)])]
+    sentences = [figures_of(first, noun), *filter(None, [score_sentence(first, noun, constraints)])]
     if first.served and first.cost is not None:
         sentences.append(
-            "Its cost leaves out the processes of its servers (`processes` in cells.csv)."
+            "The cost of the choice excludes the processes of its parameter servers "
+            "(`processes` in cells.csv)."
         )
     if not constraints.homogeneous:
         sentences += sentences_on_slow_workers(ranking)
@@ -105,15 +108,19 @@ def reason_for(
     sentences += filter(None, [sentence_on_refusals(candidates, noun, constraints)])
     if not ranking.compared:
         out = [c for c in candidates if c.kind]
-        sentences.append(f"Nothing else is left: {why_none(out)}." if out else "It has no rival.")
+        sentences.append(
+            f"All other candidates are excluded: {why_none(out)}."
+            if out
+            else "The choice has no rival."
+        )
     return " ".join(sentences)
 
 
-def figures_of(first: Candidate) -> str:
+def figures_of(first: Candidate, noun: str) -> str:
     """Return a sentence with the results of the choice."""
     if first.projected:
         return first.projected_figures
-    parts = [f"It trains in {describe_amount(first)}{unit_of_cost(first)}"]
+    parts = [f"{name_of(first, noun)} trains in {describe_amount(first)}{unit_of_cost(first)}"]
     if first.rate_text:
         parts[0] += f" at {first.rate_text}"
     if first.mean_score is not None:
@@ -147,7 +154,7 @@ def sentence_on_refusals(
     reasons = "; ".join(
         f"{joined_with_and(list(names))} ({reason})" for reason, names in refused.items()
     )
-    return f"Not projected to {counted(constraints.gpus, noun)}: {reasons}."
+    return f"There is no projection to {counted(constraints.gpus, noun)} for {reasons}."
 
 
 def describe_rival(comparison: AgainstRival, noun: str, constraints: Constraints) -> str:
@@ -161,16 +168,19 @@ def describe_rival(comparison: AgainstRival, noun: str, constraints: Constraints
     name, paid = name_of(comparison.rival, noun), describe_amount(comparison.rival)
     ratio, by_cost = comparison.ratio.value, comparison.rival.by_cost
     if ratio == 1:
-        return f"{name} {'costs exactly as much' if by_cost else 'takes exactly as long'} ({paid})."
+        exactly = "costs exactly as much" if by_cost else "takes exactly as long"
+        return f"{name} {exactly} as the choice ({paid})."
     if ratio < 1:
         return (
-            f"{name} {'costs' if by_cost else 'takes'} {share(1 - ratio)} less ({paid}), within the "
-            f"{share(constraints.equivalence_margin)} that count as equal: of equals the one on fewer "
-            f"{plural(noun)} comes first, then the one with less memory."
+            f"{name} {'costs' if by_cost else 'takes'} {share(1 - ratio)} less than the choice ({paid}), "
+            f"which counts as equal (margin: {share(constraints.equivalence_margin)}). Among equals, fewer "
+            f"{plural(noun)} and then less memory decide."
         )
     shown = "{:.4f}" if f"{ratio:.2f}" == "1.00" else "{:.2f}"
     many = comparison.ratio.text(shown.format, "{:.2f}".format)
-    return f"{name} takes {many} times the {'cost' if by_cost else 'time'} ({paid})."
+    if by_cost:
+        return f"{name} costs {many} times as much as the choice ({paid})."
+    return f"{name} takes {many} times as long as the choice ({paid})."
 
 
 def describe_amount(c: Candidate) -> str:
@@ -210,9 +220,10 @@ def sentences_on_changes(
     first = ranking.first
     ranked = [first, *(c.rival for c in ranking.compared)]
     if first.projected:
-        yield f"Cells on {first.gpus} workers: train them, and they replace the projected times."
+        yield f"Training on {first.gpus} workers: the measured times would replace the projected ones."
     elif ranking.compared and (ranking.chance or not ranking.is_clear):
-        yield f"More {first.unit}s: {what_repeats_say(ranking)}"
+        advice = advise_repeats(ranking)
+        yield f"More {first.unit}s, which would show whether the order is significant.{advice}"
     yield from sentences_on_constraints(candidates, first)
     tolerance = constraints.tolerance_of(first.score)
     if first.is_score_open(constraints):
@@ -221,29 +232,34 @@ def sentences_on_changes(
         ]
         if sure:
             yield (
-                f"A score that is certain: then {sure[0].strategy} on {sure[0].gpus} "
+                f"A score that is surely within the tolerance: then {full_name(sure[0])} would be chosen "
                 f"({describe_amount(sure[0])})."
             )
     smaller = [c for c in ranked if smaller_than(c, first)]
     if smaller and first.memory_bytes:
         yield (
             f"GPUs with less memory than {bytes_text(first.memory_bytes)}: then "
-            f"{smaller[0].strategy} on {smaller[0].gpus} ({bytes_text(smaller[0].memory_bytes)})."
+            f"{full_name(smaller[0])} would be chosen ({bytes_text(smaller[0].memory_bytes or 0)})."
         )
     if constraints.homogeneous:
         yield from sentences_on_slow_workers(ranking)
 
 
-def what_repeats_say(ranking: Ranking) -> str:
-    """Return how many repeats would distinguish an alternative, at the noise of the existing ones."""
-    text = "they would say whether this order holds."
-    if ranking.first.unit != "repeat":  # a verdict says how many blocks
-        return text
+def advise_repeats(ranking: Ranking) -> str:
+    """Return a sentence on the number of repeats that distinguish an alternative at the measured noise.
+
+    It begins with a blank. Empty for blocks, whose number a verdict states.
+    """
+    if ranking.first.unit != "repeat":
+        return ""
     if ranking.noise is None:
-        return f"{text} One tells nothing of the noise; five are a good start."
+        return " A single repeat does not show the noise; five repeats are a good start."
     noise, enough = ranking.noise, ranking.noise.repeats_for(ROUGH)
-    takes = f"more than {MAX_REPEATS}" if enough is None else str(enough)
-    return f"{text} At your noise of {share(noise.sd)} a difference of {share(ROUGH)} takes {takes} repeats."
+    needed = f"more than {MAX_REPEATS}" if enough is None else str(enough)
+    return (
+        f" At the measured noise of {share(noise.sd)}, {needed} repeats are needed to detect a difference "
+        f"of {share(ROUGH)}."
+    )
 
 
 def smaller_than(candidate: Candidate, first: Candidate) -> bool:
@@ -266,14 +282,14 @@ def sentences_on_constraints(
     for kind, best in kept_out(candidates, first, lift).items():
         # The reason of a too slow candidate has its time.
         amount = "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
-        yield f"{lift[kind]}: then {best.strategy} on {best.gpus} ({amount}{best.reason})."
+        yield f"{lift[kind]}: then {full_name(best)} would be chosen ({amount}{best.reason})."
     stopped = dict.fromkeys(
         c.strategy for c in candidates if c.kind == "too slow" and c.time_s is None
     )
     if first is None and stopped:
         yield (
-            f"A longer time_limit_s, which {', '.join(stopped)} reached: train again with --forcerun "
-            "(docs/configuration.md)."
+            f"A longer time_limit_s: {', '.join(stopped)} reached the present limit. Raise it and train "
+            "again with --forcerun (docs/configuration.md)."
         )
 
 
@@ -293,8 +309,8 @@ def sentences_on_slow_workers(ranking: Ranking) -> Iterator[str]:
         factor = (n * free[0].time_s / first.time_s - 1) / (n - 1)
         if factor > 1:
             yield (
-                f"Workers of unequal speed: with one of {n} more than {factor:.2f} times slower than "
-                f"the rest, {free[0].strategy} would win (by theory: it does not wait)."
+                f"Workers of unequal speed: if one of {n} is more than {factor:.2f} times slower than the "
+                f"others, {free[0].strategy} should be faster, since it does not wait for the slowest."
             )
 
 

@@ -30,30 +30,36 @@ HOURS_FROM_S = 7200
 CLEARLY_LESS = 0.1
 #: Text if all candidates are excluded, by the most frequent kind.
 NONE_LEFT = {
-    "does not fit": ("No candidate fits the memory.", "do not fit"),
-    "too slow": ("No candidate ends in time.", "are too slow"),
-    "unsupported": ("Every strategy refuses this network.", "were refused"),
+    "does not fit": ("No candidate fits into memory.", "do not fit"),
+    "too slow": ("No candidate finishes in time.", "are too slow"),
+    "unsupported": ("No strategy supports this network.", "are unsupported"),
     "failed": ("Every cell failed.", "failed"),
     "not measured": (
-        "Nothing was measured: train its cells, or ask `plan` what fits and how long it takes.",
+        "No cell was measured: train the cells, or let `plan` estimate their memory and time.",
         "were not measured",
     ),
     "does not learn": ("No candidate learns.", "do not learn"),
-    "unusable record": ("No record can be used.", "are unusable"),
-    "other work": ("No candidate did the work of another.", "did other work"),
-    "worse score": ("Every candidate loses too much.", "lose too much"),
-    "needs more workers": ("No candidate runs on so few workers.", "need more workers"),
+    "unusable record": ("No candidate has a usable record.", "are unusable"),
+    "other work": ("No two candidates did the same work.", "did other work"),
+    "worse score": ("Every candidate has a worse score than allowed.", "have a worse score"),
+    "needs more workers": (
+        "Every candidate needs more workers than are available.",
+        "need more workers",
+    ),
 }
 #: Remedies if trainings diverged, and no candidate is left.
 STEADIER = (
-    "A smaller lr, lr_warmup_steps or max_grad_norm steady a training that diverged: set them, and train "
+    "To keep the training from diverging, lower lr or set lr_warmup_steps or max_grad_norm; then train "
     "again."
 )
 #: Texts on answers without certainty, by kind: for one, for several.
 KINDS = {
     "condition": ("holds with a condition", "hold with a condition"),
     "one run": ("rests on one run of each cell", "rest on one run of each cell"),
-    "apart": ("does not tell the first two apart", "do not tell the first two apart"),
+    "apart": (
+        "has no significant difference between the first two",
+        "have no significant difference between the first two",
+    ),
     "low": ("has a low confidence", "have a low confidence"),
     "none": ("has no strategy to recommend", "have no strategy to recommend"),
 }
@@ -123,11 +129,11 @@ def what_would_fit(candidates: Sequence[Candidate], margin: float) -> str:
     known = [(c.memory_bytes, c.name) for c in candidates if c.memory_bytes is not None]
     least = min(known, default=None)
     text = least and (
-        f"The least that any needs is {bytes_text(least[0] * (1 + margin))} per worker "
-        f"({least[1]}{', the reserve included' if margin else ''}). "
+        f"The lowest need is {bytes_text(least[0] * (1 + margin))} per worker "
+        f"({least[1]}{', including the reserve' if margin else ''}). "
     )
-    tries = "More workers, activation checkpointing or a smaller batch need less"
-    return f"{text or ''}{tries}: the plan says what would fit."
+    tries = "More workers, activation checkpointing or a smaller batch need less memory"
+    return f"{text or ''}{tries}; `plan` says which cells would fit."
 
 
 def short_answer(
@@ -151,7 +157,7 @@ def short_answer(
     first = ranking.first
     score_open = first.is_score_open(constraints)
     claim = claim_of(candidates, ranking, constraints, score_open)
-    known = "Of the rest:" if first.projected else "Of what was measured:"
+    known = "Apart from that:" if first.projected else "Among the measured cells:"
     score, score_note = score_texts(candidates, first, constraints)
     memory, memory_note, share_of_card = memory_texts(first)
     # Among those as fast, the one that needs less memory was chosen already.
