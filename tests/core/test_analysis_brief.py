@@ -26,8 +26,8 @@ def test_a_finished_study_is_told_in_a_few_lines(tmp_path):
         "vgg16 (main): ddp × 4, 214 s. Fastest, in one run each. "
         "Confidence: low (one run each: may be chance).",
         "gpt (texts): Every cell failed. Confidence: none (2 of 2 failed).",
-        "Audit: 0 unusable, 1 warning, 2 to note.",
-        "Start skew of an epoch's workers: median 6.0 ms, largest 9.0 ms in 2 cells.",
+        "Audit findings: 0 unusable, 1 warning, 2 notes.",
+        "Start skew between the workers of an epoch: median 6.0 ms, maximum 9.0 ms over 2 cells.",
     ]
     (tmp_path / "cells.csv").write_text("strategy,start_skew_ms\nsingle,\n")
     assert not any("skew" in line for line in brief.answer_lines(tmp_path))

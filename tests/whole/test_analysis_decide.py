@@ -507,7 +507,7 @@ def test_a_count_that_was_not_measured_is_projected_with_an_interval_and_its_evi
         in found.reason
     )
     assert found.confidence == "low"
-    assert found.changes[0].startswith("Cells on 256 workers: train them")
+    assert found.changes[0].startswith("Training on 256 workers: the measured times")
     row = next(r for r in found.matrix if (r["strategy"], r["gpus"]) == ("ddp", 256))
     assert (row["time_low_s"], row["time_s"], row["time_high_s"]) == (0.5, 0.6, 0.7)
     assert found.short.value_note == "0.500–0.700 s (80 %, projected)"

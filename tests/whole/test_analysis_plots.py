@@ -98,7 +98,7 @@ def test_a_card_that_nothing_fits_is_told_in_words_in_every_row(tmp_path, draw):
     found = draw(data, "training_time")
     assert found.texts.count("OOM on 1, 2, 4") == 2
     assert not any(text.endswith(" s") for text in found.texts)  # no axis without data
-    assert "none has a value" in found.caption
+    assert "No strategy has a value" in found.caption
     assert "Logarithmic" not in found.caption
 
 
@@ -150,7 +150,7 @@ def test_the_ideal_line_ends_where_the_data_end(tmp_path, draw):
         assert list(ideal.get_xdata()) == list(ideal.get_ydata())
         assert max(ideal.get_ydata()) == min(best, data.counts[-1])
         assert "ideal" in found.texts
-        assert f"The most is {best:.2f}" in found.caption
+        assert f"The maximum is {best:.2f}" in found.caption
 
 
 def points_of(axes):
@@ -509,9 +509,12 @@ def test_a_doubted_figure_has_a_dagger_and_the_caption_says_what_it_means(tmp_pa
     for name, count in names:
         found = draw(data, name, count)
         assert sum("†" in text for text in found.texts) == 1, name
-        assert "†: warning, says the audit." in found.caption
+        assert "†: the audit has a finding on the value (warning)." in found.caption
     data.summary.loc[at, "flags"] = "warning: some-rule; unusable: same-value-twice"
-    assert "†: unusable or warning, says the audit." in draw(data, "training_time").caption
+    assert (
+        "†: the audit has a finding on the value (unusable or warning)."
+        in draw(data, "training_time").caption
+    )
 
 
 def test_the_card_is_drawn_where_peaks_come_near_it_and_else_told(tmp_path, draw):
@@ -521,7 +524,7 @@ def test_the_card_is_drawn_where_peaks_come_near_it_and_else_told(tmp_path, draw
         data.cells["device_memory_bytes"] = card
         found = draw(data, "memory")
         assert ("the card" in found.texts) == drawn
-        assert "The card has" in found.caption
+        assert "The GPU has" in found.caption
 
 
 def test_numbers_of_updates_and_epochs_have_whole_ticks():

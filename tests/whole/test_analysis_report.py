@@ -287,7 +287,7 @@ def test_a_cpu_study_says_first_that_it_is_one(tmp_path):
     # No record of this study has a timeline.
     assert "t-main-utilisation" not in {attributes.get("id") for _, attributes in page.tags}
     measured = text.index("CPU processes that share 2 cores of one machine")
-    assert "it says nothing about GPUs" in text[measured:][:120]
+    assert "not valid for GPUs" in text[measured:][:120]
     assert measured < text.index("Training time") < text.index("tables")
     assert "share 2 cores of constructed-host" in text
     assert "one GPU (" not in text
@@ -376,7 +376,7 @@ def test_hosts_are_a_notice_only_where_a_strategy_is_known_by_its_host(tmp_path,
     notice = "Strategies ran on hosts of their own: ddp, fsdp. What differs may be the hosts"
     assert (notice in text) == alone
     assert ("Compare with care" in text) == alone
-    assert ("†: warning (confounded-host), says the audit" in text) == alone
+    assert ("†: the audit reports warning (confounded-host)" in text) == alone
 
 
 def test_predictions_are_told_by_strategy_with_their_worst(tmp_path, page):
@@ -490,7 +490,7 @@ def test_a_variant_without_a_record_is_told_as_one():
     ]
     ddp, mine, policy = sections.strategy_lines(pd.DataFrame(rows))
     assert not ddp["summary"].startswith("a variant")
-    assert mine["summary"] == "a variant, of which there is no record."
+    assert mine["summary"] == "a variant of a strategy that no record names."
     assert policy["summary"].startswith("a variant of fsdp: ")
 
 

@@ -197,7 +197,7 @@ def test_one_line_says_how_many_answers_are_sure():
         "One answer is sure: ddp × 8 for a. One holds with a condition, one rests on one run of each "
         "cell and one has no strategy to recommend.",
         "One question, no sure answer yet: it rests on one run of each cell.",
-        "Two questions, no sure answer yet: both have no significant difference between the first two.",
+        "Two questions, no sure answer yet: both have no significant winner.",
         "Three questions, no sure answer yet (zero1 × 8 in all): all hold with a condition.",
         "Two questions, no sure answer yet. One holds with a condition and one rests on one run of each "
         "cell.",

@@ -618,7 +618,7 @@ def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
     # Tables and figures name it, with the least possible loss.
     tables.write_tables(cells, summary, tmp_path)
     text = (tmp_path / "text" / "score.md").read_text()
-    assert "The least possible loss is 1.500 nats/token." in text
+    assert "The lowest possible loss on this data set is 1.500 nats/token." in text
     assert "accuracy of" not in text.lower()
     assert not (tmp_path / "steps" / "score.md").exists()
     data = figure_data_of(cells, read_epochs(folder / "epochs.csv"), summary)
@@ -684,7 +684,10 @@ def test_cells_of_steps_are_decided_by_time_alone_and_it_is_said():
         "not measured",
         "equal scores are assumed",
     )
-    assert "No score was measured (steps): equal scores are assumed." in " ".join(found.sure)
+    assert (
+        "No score was measured, since `steps` skips evaluation; equal scores are assumed."
+        in " ".join(found.sure)
+    )
     assert found.confidence != "high"
 
 

@@ -31,5 +31,5 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
     assert ": train tiny/first: ddp, vgg-compact, workers: 2, repeat 0; log: " in result.stdout
     # The end of a run tells what came of it.
     assert "vgg-compact (first): " in result.stdout
-    assert "Start skew of an epoch's workers: " in result.stdout
+    assert "Start skew between the workers of an epoch: " in result.stdout
     return done

@@ -237,7 +237,7 @@ def hover_leftmost(browser):
 def test_filters_search_and_ranges_choose_cells_and_the_address_keeps_them(browser, page, study):
     _, cells = study
     assert count(browser) == (len(cells), len(cells))
-    assert "it says nothing about GPUs" in browser.run("document.body.innerText")
+    assert "not valid for GPUs" in browser.run("document.body.innerText")
     assert browser.run("document.getElementById('points').ariaLabel").endswith(
         f"workers: CPU processes, {len(cells)} cells. Arrow keys walk through the marks, Enter shows"
         " all of one."

@@ -56,10 +56,7 @@ STEADIER = (
 KINDS = {
     "condition": ("holds with a condition", "hold with a condition"),
     "one run": ("rests on one run of each cell", "rest on one run of each cell"),
-    "apart": (
-        "has no significant difference between the first two",
-        "have no significant difference between the first two",
-    ),
+    "apart": ("has no significant winner", "have no significant winner"),
     "low": ("has a low confidence", "have a low confidence"),
     "none": ("has no strategy to recommend", "have no strategy to recommend"),
 }

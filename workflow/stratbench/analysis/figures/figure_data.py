@@ -84,7 +84,7 @@ class FigureData:
     def doubt_note(self, flags: Iterable[str]) -> Iterator[str]:
         """The meaning of a dagger, if any of these flags of the audit has one."""
         if told := rules_by_severity(flags):
-            yield f"{DOUBT}: {' or '.join(told)}, says the audit."
+            yield f"{DOUBT}: the audit has a finding on the value ({' or '.join(told)})."
 
     def rows(self, measure: str) -> pd.DataFrame:
         """The summary rows of a measure, in the order of the config."""

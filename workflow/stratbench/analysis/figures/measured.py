@@ -207,26 +207,26 @@ def rows_caption(
     """What the figure of rows shows."""
     noun = plural(worker_noun(data.cells["device_kind"]))
     if not has_points(shown):
-        yield f"How each strategy ended, by number of {noun}: none has a value."
+        yield f"No strategy has a value; the figure shows how its cells ended, by number of {noun}."
         return
     if measure.name == "memory":
-        of = "Of the worker that used most"
-        yield f"{of}, above the process's base." if data.on_cpu else f"{of}."
+        worker = "The worker with the highest peak"
+        yield f"{worker}, above the base of its process." if data.on_cpu else f"{worker}."
     if rows["gpus"].nunique() > 1:
-        yield f"The number in a mark is the number of {noun}."
+        yield f"The number in a marker is the number of {noun}."
     elif len(rows):
         yield f"On {data.workers(int(rows['gpus'].iloc[0]))}."
     if measure.name == "training_time":
         yield "Logarithmic."
         if (rows["cells"] > 1).any():
-            yield "Medians of the repeats; the answer goes by geometric means."
+            yield "Markers are medians of the repeats; the answer compares geometric means."
     if shown.band and data.choice:
-        yield f"Shaded: within {100 * data.margin:g} % of {data.choice[0]} × {data.choice[1]}."
+        yield f"The shaded band is within {100 * data.margin:g} % of {data.choice[0]} × {data.choice[1]}."
     if any(p.part is not None for row in shown.rows for p in row.points):
-        yield "Stroke: the part that model states take."
+        yield "Strokes show the part of the memory that model states take."
     cards = data.cells["device_memory_bytes"].dropna()
     if measure.name == "memory" and not data.on_cpu and len(cards):
-        yield f"The card has {cards.min() / GIB:.0f} GiB."
+        yield f"The GPU has {cards.min() / GIB:.0f} GiB of memory."
     if shows_intervals(shown):
         yield from spread_words(rows, "Lines")
     yield from data.doubt_note(rows.loc[rows["value"].notna(), "flags"])
@@ -291,11 +291,11 @@ def scaling_caption(measure: Measure, drawn: pd.DataFrame, shown: Curves) -> Ite
         against = (
             "the same strategy on one worker" if measure.baseline == "self" else measure.baseline
         )
-        yield f"Throughput as a multiple of that of {against}."
+        yield f"Training throughput divided by the throughput of {against}."
         best = max(shown.curves, key=lambda c: max(v for v in c.y if v == v), default=None)
         if best is not None:
             value, count = max((b, a) for a, b in zip(best.x, best.y, strict=True) if b == b)
-            yield f"The most is {value:.2f}: {best.strategy} × {count}."
+            yield f"The maximum is {value:.2f}, by {best.strategy} × {count}."
     if bars_show(shown):
         yield from spread_words(drawn, "Bars")
 
@@ -324,10 +324,10 @@ def score_figure(data: FigureData, measure: Measure, count: int) -> Drawn:
                 DOUBT if flags.get(name) else "",
             )
         )
-    sentences = [f"Over the whole test set, after each epoch, {score.shown_unit}."]
+    sentences = [f"Score on the whole test set after each epoch, in {score.shown_unit}."]
     if repeats and data.choice:
         sentences.append(
-            f"Lines: medians of the repeats; bars: lowest to highest of {data.choice[0]}."
+            f"Lines are medians of the repeats; bars are the range of {data.choice[0]}'s repeats."
         )
     sentences += data.doubt_note(flags.values())
     return score_curves(data, curves, count, sentences, x_name="epoch", x_whole=True)

@@ -151,7 +151,7 @@ def write_figure(place: int, name: str, count: int | None, out_dir: Path) -> dic
         "file": stem.with_suffix(".svg").relative_to(out_dir).as_posix(),
         "title": title,
         "caption": drawn.caption,
-        "alt": f"{plot.chart}: {title} of {', '.join(data.strategies)} for {data.model}.",
+        "alt": f"{plot.chart} of the strategies {', '.join(data.strategies)} for {data.model}: {title}.",
         "primary": plot.primary and (count is None or count == data.shown_count),
     }
 

@@ -58,13 +58,13 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
     lines = [[] if t is None else list(worker_lines(t, what)) for t in timelines]
     panels = list(zip(cells, timelines, lines, strict=True))
     workers = ", ".join(dict.fromkeys(data.workers(int(cell["gpus"])) for cell in cells))
-    caption = [f"The first repeat on the most workers ({workers}).", "Shaded: training."]
+    caption = [f"First repeat of the cell with the most workers ({workers}).", "Shaded: training."]
     if any(name.startswith("server") for of in lines for name, _, _ in of):
         caption.append("Dashed: servers.")
     kinds = {"gpu" if (t["kind"] == "gpu").any() else "process" for t in timelines if t is not None}
     if unit == "MiB":
-        caption += ["The device's memory in use."] * ("gpu" in kinds)
-        caption += ["The process's resident set."] * ("process" in kinds)
+        caption += ["Memory in use on the GPU, in total."] * ("gpu" in kinds)
+        caption += ["Resident set size of the process."] * ("process" in kinds)
     return Drawn(draw_timelines(data, panels, unit), " ".join(caption))
 
 

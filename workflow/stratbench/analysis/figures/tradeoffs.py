@@ -111,11 +111,11 @@ def parts_of(steps: pd.DataFrame) -> pd.DataFrame:
 
 def breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[str]:
     """What the bars are, and whose communication they cannot show."""
-    yield f"Mean step of all workers on {data.workers(data.shown_count)}."
+    yield f"Mean duration of a step over all workers, on {data.workers(data.shown_count)}."
     hidden = [str(name) for name in parts.index if parts.loc[name, "communication"] == 0]
     if data.shown_count > 1 and hidden:
         sent = names_text(hidden, 3)
-        yield f"What {sent} send{'s' if len(hidden) == 1 else ''} is part of forward and backward."
+        yield f"Forward and backward include the communication of {sent}."
 
 
 def score_over_time_figure(data: FigureData) -> Drawn:
@@ -151,7 +151,7 @@ def tradeoff_figure(data: FigureData) -> Drawn:
     unit = data.score.shown_unit
     caption = [
         f"{data.score.name.capitalize()} after the last epoch, {unit}, against the training time.",
-        "The line joins those that no other beats in both.",
+        "The line joins the Pareto-optimal points: no other point is better in time and score.",
         *data.doubt_note(flags.values()),
     ]
     return Drawn(draw_tradeoff(data, points.sort_values("training_time"), flags), " ".join(caption))
@@ -236,7 +236,7 @@ def staleness_figure(data: FigureData) -> Drawn:
         "updates that a push is behind",
         x_whole=True,
     )
-    caption = f"Share of the pushes, %, on {data.workers(data.shown_count)}."
+    caption = f"Share of the pushes with each staleness, in %, on {data.workers(data.shown_count)}."
     return Drawn(draw_curves(shown), caption)
 
 

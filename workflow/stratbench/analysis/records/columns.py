@@ -74,10 +74,10 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Number of workers, each a GPU or a CPU process; servers are not counted."),
     Column("repeat", "number", "", None, "Number of the repeat, from 0."),
     Column("status", "text", "", "status",
-           "How the cell ended: ok, oom, timeout, diverged or unsupported; without a usable record missing, "
-           "error or infeasible; incomparable, if a command of the user's did other work than its "
-           "comparison."),
-    Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
+           "Outcome of the cell: ok, oom, timeout, diverged or unsupported; missing, error or infeasible if "
+           "there is no usable record; incomparable if a command of the user did other work than the cells "
+           "to compare with."),
+    Column("reason", "text", "", "reason", "A sentence on why the cell ended early."),
     Column("strategy_base", "text", "", "strategy.name"),
     Column("strategy_kind", "text", "", "strategy.kind"),
     *(
@@ -86,11 +86,11 @@ CELL_COLUMNS: tuple[Column, ...] = (
         for trait in fields(Traits)
     ),
     Column("train_time_s", "number", "s", "time.train_time_s",
-           "Wall-clock time of the training steps of all epochs, device-synchronised at both ends, of "
-           "the slowest worker. Warm-up, start-up, data staging and evaluation are not in it."),
+           "Wall-clock time of the slowest worker for the training steps of all epochs, synchronised with "
+           "the device at both ends. It excludes start-up, warm-up, data staging and evaluation."),
     Column("throughput_samples_per_s", "number", "samples/s", "time.throughput_samples_per_s",
-           "Training samples of all workers whose gradients entered the weights, divided by the "
-           "training time: what a server dropped, or what overflowed, was no training."),
+           "Training samples of all workers divided by the training time. Samples count if their gradients "
+           "updated the weights, not if a server dropped them or if they overflowed."),
     Column("task", "text", "", "task.name"),
     Column("score_name", "text", "", "task.score"),
     Column("score_unit", "text", "", "task.unit"),
@@ -98,15 +98,15 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("score_tolerance", "number", "", "task.tolerance"),
     Column("score_chance_level", "number", "", "task.guess"),
     Column("score_final", "number", "", "score.final",
-           "The score of the experiment's task after the last epoch, over the whole test set, "
-           "evaluated outside the timed region. Accuracy: the share classified correctly. Loss: the "
-           "mean cross-entropy of the next token."),
+           "The score of the experiment's task on the whole test set after the last epoch, evaluated outside "
+           "the training time. Accuracy is the share of correctly classified samples. Loss is the mean "
+           "cross-entropy of the next token."),
     Column("score_best", "number", "", "score.best"),
     Column("score_error", "number", "", derived.score_error,
-           "Standard error of the score, over the samples of the test set."),
+           "Standard error of the score, from the finite number of test samples."),
     Column("perplexity", "number", "", derived.perplexity,
-           "Of a score in nats per token, e to its power: among how many equally likely tokens the "
-           "model would be as unsure."),
+           "The exponential of a score in nats per token: the number of equally likely tokens that would "
+           "give the same loss."),
     Column("least_loss", "number", "nats/token", "task.least_loss"),
     Column("throughput_unit", "text", "", "task.counts"),
     Column("counts_per_sample", "number", "", "task.counts_per_sample"),
@@ -122,13 +122,13 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("step_p99_ms", "number", "ms", "time.step_ms.p99", "99th percentile of the step times."),
     Column("step_mean_ms", "number", "ms", "time.step_ms.mean", "Mean of the step times."),
     Column("data_ms", "number", "ms", "time.breakdown_ms.data",
-           "The part of a mean step in which a worker waits for its batch."),
+           "Time per step that a worker waits for its batch, as a mean."),
     Column("bubble_share", "number", "share", "time.bubble_share",
-           "The share of a mean step in which the workers of a pipeline waited for other stages, or for "
-           "what they send."),
+           "The share of a mean step in which the workers of a pipeline waited for other stages or for data "
+           "from them."),
     Column("predicted_bubble_share", "number", "share", "strategy.details.predicted_bubble_share",
-           "The same were all stages alike and sending free: (S - 1) / (v m + S - 1), with S workers, m "
-           "micro-batches and v stages a worker."),
+           "The bubble share of a pipeline with equal stages and without communication time: "
+           "(S - 1) / (v m + S - 1), with S workers, m micro-batches and v stages per worker."),
     Column("setup_s", "number", "s", "time.setup_s"),
     Column("data_s", "number", "s", "time.data_s"),
     Column("warmup_s", "number", "s", "time.warmup_s"),
@@ -136,31 +136,31 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("total_s", "number", "s", "time.total_s"),
     Column("queue_wait_s", "number", "s", "time.queue_wait_s"),
     Column("time_to_result_s", "number", "s", derived.time_to_result_s,
-           "From the submission of the cell's job to its end, the wait in the queue included; of an "
-           "elastic cell the waits of its workers, too. Of cells in SLURM, and of elastic ones."),
+           "Time from the submission of the cell's job to its end, including the wait in the queue, for "
+           "cells in SLURM. For elastic cells it also includes the queue waits of their workers."),
     Column("time_limit_s", "number", "s", "time.time_limit_s"),
     Column("achieved_flops_per_s", "number", "FLOP/s", "compute.achieved_flops_per_s",
-           "Three times the operations of the forward pass (backward computes two gradients) for "
-           "every sample, divided by the training time; all workers together. What activation "
-           "checkpointing computes again does not count."),
+           "Floating-point operations of all workers divided by the training time. A sample counts three "
+           "times the operations of its forward pass, since backward computes two gradients. "
+           "Recomputation by activation checkpointing does not count."),
     Column("mfu", "number", "share", "compute.mfu",
-           "The achieved arithmetic rate as a share of the datasheet peak of all workers' GPUs in the "
+           "The achieved arithmetic rate divided by the datasheet peak of all workers' GPUs in the "
            "precision of the training."),
     Column("sent_bytes_per_step", "number", "bytes", "communication.sent_bytes_per_step",
-           "Counted, not measured on a wire. Collectives: of every tensor that is reduced, gathered "
-           "or broadcast, what a ring sends, whatever algorithm the backend chose. Parameter "
-           "servers: what the worker pushes."),
+           "Bytes that a worker sends per step, counted and not measured on the network. A collective "
+           "counts as a ring algorithm sends it, whichever algorithm the backend chose. With parameter "
+           "servers, the bytes that the worker pushes count."),
     Column("received_bytes_per_step", "number", "bytes", "communication.received_bytes_per_step"),
     Column("exposed_communication_ms", "number", "ms", "communication.exposed_ms"),
     Column("implied_bytes_per_s", "number", "bytes/s", "communication.implied_bytes_per_s",
-           "The larger of what a worker sends and receives in a step, times its steps in a second: "
-           "its link moves no less while it trains."),
+           "Steps per second times the larger of the bytes that a worker sends and receives per step: a "
+           "lower bound on the bandwidth that training uses."),
     Column("busiest_server_bytes_per_s", "number", "bytes/s",
            "communication.busiest_server_bytes_per_s"),
     Column("train_joules", "number", "J", "energy.train_joules"),
     Column("joules_per_sample", "number", "J", "energy.joules_per_sample",
-           "Of the GPUs' energy counters during the training steps; the processors, the memory and "
-           "the rest of the machine are not in it."),
+           "Energy per sample by the energy counters of the GPUs during the training steps. CPUs, main "
+           "memory and the rest of the machine are excluded."),
     Column("profile_trace", "text", "", "profile.trace"),
     Column("samples_seen", "number", "samples", "batch.samples_seen"),
     Column("samples_applied", "number", "samples", "batch.samples_applied"),
@@ -178,78 +178,79 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("compute_dtype", "text", "", "strategy.details.compute_dtype"),
     Column("model_parameters", "number", "", "model.parameters"),
     Column("trainable_parameters", "number", "", "model.trainable_parameters",
-           "Those that are trained; the rest is frozen."),
+           "Number of parameters that are trained; the others are frozen."),
     Column("classes", "number", "", "model.classes"),
     Column("batchnorm", "flag", "", "model.batchnorm"),
     Column("loss_adds_up", "flag", "", "task.loss_adds_up",
-           "Whether the loss of a batch is the mean over its parts, so that it does not matter how "
-           "many workers, parts and micro-batches compute it. Empty: not known."),
+           "Whether the loss of a batch is the mean of the losses of its parts. Then the split into "
+           "workers and micro-batches does not change it. Empty if unknown."),
     Column("initial_weights_sha256", "text", "", "model.initial_weights_sha256"),
     Column("data_sha256", "text", "", "data.sha256"),
     Column("synthetic_data", "flag", "", "data.synthetic"),
     Column("test_samples", "number", "samples", "data.test_samples"),
     Column("peak_memory_bytes", "number", "bytes", derived.peak_memory_bytes,
-           "Of the worker that used most. On a GPU the peak that the framework allocated, model "
-           "states included; on a CPU the high-water mark of the resident set above the process's "
-           "base before training, which holds weights and momentum already."),
+           "Peak memory of the worker that used most. On a GPU it is the peak that the framework "
+           "allocated, including model states. On a CPU it is the peak resident set size minus that "
+           "before training, when weights and momentum are already allocated."),
     Column("requested_peak_bytes", "number", "bytes", "memory.requested_peak_bytes",
-           "Of the same worker on a GPU: the peak of what was asked of the allocator, which hands out "
-           "whole blocks. With cuBLAS's workspaces."),
+           "Peak of the bytes requested from the GPU's allocator, which allocates whole blocks, by the "
+           "worker with the largest peak memory. It includes the workspaces of cuBLAS."),
     Column("cublas_bytes", "number", "bytes", "memory.cublas_bytes",
-           "Of the same worker on a GPU: cuBLAS's workspaces, which are in its peaks, whatever the "
-           "strategy."),
+           "Bytes of cuBLAS's workspaces on a GPU, for the worker with the largest peak memory. Its "
+           "peaks include them with every strategy."),
     Column("model_states_bytes", "number", "bytes", derived.model_states_bytes,
-           "Parameters, gradients, optimizer state and buffers that the largest worker holds between "
-           "two steps, counted exactly. Activations and communication buffers are not in it, nor is "
-           "what a parameter server holds."),
+           "Exact bytes of parameters, gradients, optimizer state and buffers between two steps, for the "
+           "worker with the most. Activations, communication buffers and the memory of parameter servers "
+           "are excluded."),
     Column("target_score", "number", "", None,
-           "The score to reach, as the configuration gives it (target_score)."),
+           "The score to reach, from `target_score` of the configuration."),
     Column("time_to_target_s", "number", "s", None,
-           "Training time at the end of the first epoch whose test score reached the target of the "
-           "configuration (target_score)."),
-    Column("device_kind", "text", "", derived.device_kind, "cuda or cpu: what the workers ran on."),
-    Column("device_name", "text", "", derived.device_name, "The GPUs, or the CPUs, by name."),
+           "Training time until the end of the first epoch whose test score reached the target score."),
+    Column("device_kind", "text", "", derived.device_kind, "Kind of the workers' device: cuda or cpu."),
+    Column("device_name", "text", "", derived.device_name, "Names of the GPUs, or of the CPUs."),
     Column("device_memory_bytes", "number", "bytes", derived.device_memory_bytes,
-           "Memory of the smallest of the GPUs."),
+           "Memory of the GPU with the least memory."),
     Column("host", "text", "", derived.hosts, "Names of the hosts of the workers."),
-    Column("cpu_model", "text", "", derived.cpu_models, "The processors of the hosts."),
+    Column("cpu_model", "text", "", derived.cpu_models, "CPU models of the hosts."),
     Column("cpu_cores", "number", "", derived.cpu_cores,
-           "CPU cores that the workers may use together."),
+           "Number of CPU cores that all workers together may use."),
     Column("torch", "text", "", derived.torch_versions, "Version of PyTorch."),
     Column("driver", "text", "", derived.driver_versions, "Version of the GPU driver."),
     Column("revision", "text", "", derived.revision,
-           "Commit of the code that trained the cell; +changes: files differed from it."),
+           "Commit of the code that trained the cell, with `+changes` if files differed from the commit."),
     Column("planned_repeats", "number", "", "provenance.planned_repeats"),
     Column("other_cpu_cores", "number", "", derived.other_cpu_cores,
            "CPU cores that other processes used when the cell started, on the busiest node."),
     Column("node_cores", "number", "", derived.node_cores,
-           "Logical CPU cores of the smallest node."),
+           "Number of logical CPU cores of the smallest node."),
     Column("start_skew_ms", "number", "ms", derived.start_skew_ms,
-           "From the first worker's start of an epoch to the last one's, of the worst epoch."),
+           "Time from the start of an epoch on the first worker to its start on the last worker, for the "
+           "epoch with the largest difference."),
     Column("slowdown", "text", "", derived.slowdown,
            "How workers were slowed down on purpose."),
     Column("throttled_share", "number", "share", "timeline: throttled_share",
-           "Share of the GPU samples in which heat or a lack of power slowed a GPU."),
+           "Share of the samples during training in which heat or the power limit slowed a GPU down."),
     Column("utilisation_pct", "number", "%", "timeline: utilisation_pct",
-           "Mean of the samples taken during training. Of a GPU: the share of time in which any "
-           "kernel ran, by NVML; communication and waiting kernels count, so that equal utilisation "
-           "proves nothing. Of a CPU process: of one core."),
-    Column("breakdown_ms", "json", "ms", derived.breakdown_ms, "A mean step by its phases."),
+           "Mean utilisation over the samples during training. For a GPU it is NVML's share of time in "
+           "which any kernel ran, including communication and waiting kernels. For a CPU process it is the "
+           "share of one core."),
+    Column("breakdown_ms", "json", "ms", derived.breakdown_ms, "Mean time per step of each phase."),
     Column("staleness", "json", "", derived.staleness,
-           "Pushes by staleness, which is the index: updates between a push and the weights that it "
-           "was computed from."),
+           "Number of pushes by staleness, which is the index in the list. The staleness of a push is the "
+           "number of updates since the weights that it was computed from."),
     Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
     Column("processes", "number", "", derived.processes,
-           "Number of workers and parameter servers. GPU-hours, worker-hours and costs count the workers "
-           "alone."),
+           "Number of workers plus parameter servers. GPU-hours, worker-hours and costs count only the "
+           "workers."),
     Column("server_bytes", "number", "bytes", derived.server_bytes,
-           "Bytes in and out of all servers."),
+           "Bytes that all parameter servers received and sent."),
     Column("server_wait_s", "number", "s", derived.server_wait_s,
-           "How long servers held workers back, summed over servers and workers."),
-    Column("server_lost", "number", "", derived.server_lost, "Workers that a server lost."),
+           "Time that servers made workers wait for other workers, summed over servers and workers."),
+    Column("server_lost", "number", "", derived.server_lost,
+           "Number of workers that disconnected from a server before they finished."),
     *(Column(*values) for _, columns in at("columns") for values in columns),
-    Column("record_path", "text", "", None, "The record, below results/<study>."),
-    Column("log_path", "text", "", None, "The log, below results/<study>."),
+    Column("record_path", "text", "", None, "Path of the record below results/<study>."),
+    Column("log_path", "text", "", None, "Path of the log below results/<study>."),
 )
 # fmt: on
 

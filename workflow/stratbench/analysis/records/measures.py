@@ -121,8 +121,8 @@ class Measure:
 
 _THROUGHPUT = "throughput_samples_per_s"
 _SPEEDUP = (
-    "Ratio of training throughputs; it equals the ratio of training times where as many samples "
-    "entered the weights. They do in cells of one experiment, but where a server drops late pushes."
+    "Ratio of training throughputs. In an experiment it equals the ratio of training times, unless a "
+    "server drops late pushes."
 )
 
 # fmt: off
@@ -137,30 +137,30 @@ MEASURES: dict[str, Measure] = {
         Measure("achieved", "Achieved arithmetic rate", "achieved_flops_per_s", "GFLOP/s", better="higher"),
         Measure("mfu", "Model FLOPs utilisation (MFU)", "mfu", "%", better="higher"),
         Measure("speedup", "Speedup over one worker", _THROUGHPUT,
-            own_definition=f"Against the same strategy with one worker. {_SPEEDUP}", better="higher",
+            own_definition=f"Speedup over the same strategy with one worker. {_SPEEDUP}", better="higher",
             baseline="self", decimals=2),
         Measure("efficiency", "Scaling efficiency", _THROUGHPUT,
             own_definition="Speedup over the same strategy with one worker, divided by the number of "
             "workers.", better="higher", baseline="self", per_worker=True, decimals=2),
         Measure("speedup_vs_single", "Speedup over single", _THROUGHPUT,
-            own_definition="Against strategy single, a bare training loop in one process, which has no "
-            f"cost of distribution. {_SPEEDUP}", better="higher", baseline="single", decimals=2),
+            own_definition="Speedup over strategy single, a plain training loop in one process without "
+            f"distribution. {_SPEEDUP}", better="higher", baseline="single", decimals=2),
         Measure("efficiency_vs_single", "Efficiency against single", _THROUGHPUT,
             own_definition="Speedup over strategy single, divided by the number of workers.",
             better="higher", baseline="single", per_worker=True, decimals=2),
         Measure("time_vs_ddp", "Training time against ddp", "train_time_s",
-            own_definition="Training time divided by that of ddp on as many workers.", baseline="ddp",
-            decimals=2),
+            own_definition="Training time divided by that of ddp on the same number of workers.",
+            baseline="ddp", decimals=2),
         Measure("time_vs_sync", "Training time against ps-sync", "train_time_s",
-            own_definition="Training time divided by that of ps-sync on as many workers.",
+            own_definition="Training time divided by that of ps-sync on the same number of workers.",
             baseline="ps-sync", decimals=2),
         Measure("memory", "Peak memory per worker", "peak_memory_bytes", "MiB", concerns="memory",
             decimals=0),
         Measure("model_states", "Model states per worker", "model_states_bytes", "MiB", concerns="memory"),
         Measure("memory_reduction", "Memory reduction against ddp", "peak_memory_bytes",
-            own_definition="Peak memory per worker of ddp on as many workers, divided by it. Sharding "
-            "divides the model states by the number of workers at most, and activations not at all. "
-            "On a CPU weights and momentum are in neither peak.", better="higher", baseline="ddp",
+            own_definition="Peak memory per worker of ddp divided by the strategy's, on the same number of "
+            "workers. Sharding reduces model states, by the number of workers at most, but not "
+            "activations. CPU peaks exclude weights and momentum.", better="higher", baseline="ddp",
             inverted=True, concerns="memory", decimals=2),
         Measure("sent_per_step", "Sent by a worker in a step", "sent_bytes_per_step", "MiB"),
         Measure("bandwidth", "Implied bandwidth of a worker", "implied_bytes_per_s", "GB/s", better=None),

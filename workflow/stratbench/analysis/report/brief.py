@@ -25,11 +25,12 @@ def answer_lines(folder: Path) -> Iterator[str]:
     if (audit := folder / "audit.csv").exists():
         counts = Counter(row["severity"] for row in read_rows(audit))
         warnings = counted(counts["warning"], "warning")
-        yield f"Audit: {counts['unusable']} unusable, {warnings}, {counts['note']} to note."
+        notes = counted(counts["note"], "note")
+        yield f"Audit findings: {counts['unusable']} unusable, {warnings}, {notes}."
     skews_ms = [float(row["start_skew_ms"] or "nan") for row in read_rows(folder / "cells.csv")]
     known_ms = sorted(skew for skew in skews_ms if skew == skew)
     if known_ms:
         yield (
-            f"Start skew of an epoch's workers: median {statistics.median(known_ms):.1f} ms, "
-            f"largest {known_ms[-1]:.1f} ms in {counted(len(known_ms), 'cell')}."
+            f"Start skew between the workers of an epoch: median {statistics.median(known_ms):.1f} ms, "
+            f"maximum {known_ms[-1]:.1f} ms over {counted(len(known_ms), 'cell')}."
         )

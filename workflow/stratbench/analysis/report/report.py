@@ -45,7 +45,7 @@ STATUS_WORDS = {
     "infeasible": "skipped, since the plan says that they do not fit",
     "error": "failed",
     "missing": "without a record yet",
-    "incomparable": "did other work than those beside them, or do not say what they did",
+    "incomparable": "did other work than the cells to compare with, or did not report their work",
 }
 
 
@@ -91,11 +91,11 @@ def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
         yield "This report is partial: cells without a usable record are marked, not left out."
     if 0 < len(cpu) < len(known):
         yield (
-            f"Some cells ran without a GPU. {workers_are(cpu)} Their times, speedups and memory describe "
-            "this machine, not GPUs: more processes are no more hardware."
+            f"Some cells ran without a GPU. {workers_are(cpu)} Their times, speedups and memory do not "
+            "apply to GPUs: further CPU processes share the same hardware."
         )
     if known["synthetic_data"].astype(str).eq("True").any():
-        yield "Some cells train on generated data: their score means nothing outside this study."
+        yield "Some cells train on generated data: their scores have no meaning outside this study."
     for column, name in (
         ("device_name", "devices"),
         ("torch", "torch versions"),
@@ -136,7 +136,7 @@ def measured_on(cells: pd.DataFrame) -> str:
         cores = ended["cpu_cores"].max()
         shared = f" that share {cores:.0f} cores" if pd.notna(cores) else ""
         of = "one machine" if len(hosts) < 2 else f"{len(hosts)} machines"
-        text = f"CPU processes{shared} of {of} ({devices}): it says nothing about GPUs."
+        text = f"CPU processes{shared} of {of} ({devices}); not valid for GPUs."
     elif kinds:
         text = f"up to {counted(int(known['gpus'].max()), 'worker')} with {devices} on "
         text += f"{counted(len(hosts), 'host')}, {distinct_values(known, 'precision')}."
@@ -169,9 +169,9 @@ def matrix_line(rows: pd.DataFrame) -> str:
 def note_on_experiment(rows: pd.DataFrame) -> str:
     """Return a note for all figures and tables of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
-    note = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
+    note = f" Workers were slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
     if rows["steps"].notna().any():
-        note += f" Trained for {length_of_training(rows)}: nothing was evaluated."
+        note += f" The cells trained for {distinct_values(rows, 'steps')} steps without evaluation."
     return workers_are(rows) + note
 
 

@@ -22,7 +22,7 @@ def strategy_lines(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
     for name in cells["strategy"].unique():
         of = bases.get(name, name)
         if of not in REGISTRY:  # only records say of which strategy it is a variant
-            untold = "a variant, of which there is no record."
+            untold = "a variant of a strategy that no record names."
             yield {"name": name, "summary": untold, "rule": untold}
             continue
         kind = "" if of == name else f"a variant of {of}: "

@@ -68,7 +68,7 @@ def workers_are(cells: pd.DataFrame) -> str:
             f"({name})"
         )
     if not parts:
-        return "No record says what a worker is."
+        return "No record states the device of the workers."
     sentence = "; ".join(parts) + "."
     mixed = "" if len(parts) == 1 else "The cells ran on different devices and do not compare: "
     return mixed + sentence if mixed else sentence[0].upper() + sentence[1:]
@@ -78,15 +78,15 @@ def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
     """Return a sentence on the meaning of the brackets, or on why there are none."""
     max_repeats = cells.groupby(["strategy", "model", "gpus"]).size().max()
     if max_repeats < 2:
-        return "One repeat: no spread is known."
+        return "The spread is unknown, since there is one repeat."
     if measure.baseline:
-        interval = "[95 % interval by moderated t, each for itself]"
-        return f"Geometric mean of {max_repeats} repeats, paired {interval}."
+        interval = "[pointwise 95 % interval by moderated t]"
+        return f"Geometric mean over {max_repeats} paired repeats {interval}."
     if max_repeats < QUARTILES_FROM:
-        return f"Median of {max_repeats} repeats [range: lowest, highest]."
+        return f"Median of {max_repeats} repeats [lowest value, highest value]."
     return (
-        f"Median of {max_repeats} repeats [first, third quartile; where fewer than {QUARTILES_FROM} ended "
-        "well, range: lowest, highest]."
+        f"Median of {max_repeats} repeats [first quartile, third quartile; lowest and highest value if fewer "
+        f"than {QUARTILES_FROM} repeats finished]."
     )
 
 
@@ -115,7 +115,9 @@ def least_note(cells: pd.DataFrame, measure: Measure) -> str:
     score = score_of(cells)
     if score.least_possible is None:
         return ""
-    return f"The least possible {score.name} is {score.text(score.least_possible)}."
+    return (
+        f"The lowest possible {score.name} on this data set is {score.text(score.least_possible)}."
+    )
 
 
 def wide_rows(
@@ -151,7 +153,7 @@ def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> s
     text = " or ".join(
         f"{severity} ({', '.join(rules)})" for severity, rules in by_severity.items()
     )
-    return f" {DOUBT}: {text}, says the audit." if by_severity else ""
+    return f" {DOUBT}: the audit reports {text}." if by_severity else ""
 
 
 def rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
