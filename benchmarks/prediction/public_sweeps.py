@@ -35,9 +35,9 @@ from stratbench.extensions.tune.differences import (  # noqa: E402
     KINDS,
     PUBLIC_SWEEPS,
     Margins,
-    beaten,
-    by_sweep,
+    find_beaten,
     fit_margins,
+    group_by_sweep,
     read_sweeps,
 )
 from stratbench.extensions.tune.sieves import MEMORY_FACTOR  # noqa: E402
@@ -165,7 +165,7 @@ class Sweep:
         """Return the configurations that the sieve of time leaves."""
         names = {str(i): i for i in self.indices}
         times = {name: self.planned[i] for name, i in names.items()}
-        lost = beaten(times, {name: self.amounts[i] for name, i in names.items()}, margins)
+        lost = find_beaten(times, {name: self.amounts[i] for name, i in names.items()}, margins)
         return [i for name, i in names.items() if name not in lost]
 
     def within(self, factor: float) -> list[int]:
@@ -368,7 +368,7 @@ The limits are 81 % of the GPU's memory (`fits`) and 103 % (`tight`); `tune` dro
 
 def page(rows: Sequence[Row]) -> str:
     """Return the page of these rows."""
-    sweeps = [s for s in map(Sweep, by_sweep(rows).values()) if len(s.rows) > 1]
+    sweeps = [s for s in map(Sweep, group_by_sweep(rows).values()) if len(s.rows) > 1]
     margins = {
         source: fit_margins(row for s in sweeps if s.source != source for row in s.rows)
         for source in {s.source for s in sweeps}

@@ -24,8 +24,8 @@ import verdict_simulation as simulated  # noqa: E402
 from stratbench.extensions.tune.differences import (  # noqa: E402
     KINDS,
     MIN_MARGIN,
-    by_sweep,
     fit_margins,
+    group_by_sweep,
     read_sweeps,
 )
 from stratbench.extensions.tune.sieves import (  # noqa: E402
@@ -101,7 +101,7 @@ def units(kind: str, amount: float) -> float:
 def read_effects() -> dict[str, list[Effect]]:
     """Return the effects of each kind, over pairs of a sweep that differ in nothing else."""
     found: dict[str, list[Effect]] = {}
-    for sweep, rows in by_sweep(row for row in read_sweeps() if row["measured"]).items():
+    for sweep, rows in group_by_sweep(row for row in read_sweeps() if row["measured"]).items():
         for less, more in permutations(rows, 2):
             kinds = [kind for kind in KINDS if float(less[kind]) != float(more[kind])]
             if len(kinds) == 1 and float(more[kinds[0]]) > float(less[kinds[0]]):

@@ -24,11 +24,11 @@ from stratbench.extensions.tune.sieves import (
     TOO_SLOW,
     UNSUPPORTED,
     Sieved,
-    _planned,
+    _apply_plan,
     drop_slow,
     sieve,
 )
-from stratbench.extensions.tune.space import Combination, combinations_of, strategies_of
+from stratbench.extensions.tune.space import Combination, list_combinations, list_strategies
 from stratbench.extensions.verdict.blocks import trained_digest
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.study.config.config import load_config
@@ -61,16 +61,16 @@ def values_of(config: dict) -> dict:
 
 
 def test_all_strategies_that_train_as_ddp_does_are_looked_at():
-    found = strategies_of(4, TUNE)
+    found = list_strategies(4, TUNE)
     assert {"ddp", "fsdp", "zero1", "tensor", "pipeline"} <= set(found)
     assert not {"single", "command", "local-sgd", "ps-async"} & set(found)
-    assert strategies_of(4, TUNE | {"exclude": ["tensor"]}) == [n for n in found if n != "tensor"]
-    assert strategies_of(4, TUNE | {"include": ["ps-async"]}) == ["ps-async"]
+    assert list_strategies(4, TUNE | {"exclude": ["tensor"]}) == [n for n in found if n != "tensor"]
+    assert list_strategies(4, TUNE | {"include": ["ps-async"]}) == ["ps-async"]
 
 
 def test_combinations_follow_from_what_options_and_settings_say():
     values = values_of(config_of())
-    found = combinations_of(values, 2, TUNE | {"include": ["fsdp"]})
+    found = list_combinations(values, 2, TUNE | {"include": ["fsdp"]})
     options = {json.dumps(dict(c.options)) for c in found}
     assert options == {
         "{}",
@@ -86,13 +86,13 @@ def test_combinations_follow_from_what_options_and_settings_say():
         "selective",
     }
     assert len({c.name for c in found}) == len(found) == 4 * 3 * 3
-    compiled = combinations_of(values, 2, TUNE | {"include": ["fsdp"], "compile": True})
+    compiled = list_combinations(values, 2, TUNE | {"include": ["fsdp"], "compile": True})
     assert len(compiled) == 2 * len(found)
 
 
 @pytest.mark.parametrize("strategy", REGISTRY)
 def test_what_is_tried_of_an_option_is_another_value_that_it_takes(strategy):
-    for options in list(space._options_of(strategy, 16))[1:]:
+    for options in list(space._iter_options(strategy, 16))[1:]:
         ((key, value),) = options.items()
         assert option_defaults(strategy)[key] != value
         strategy_class(strategy).Options(**options)
@@ -192,10 +192,12 @@ def test_a_cell_says_what_it_has_of_each_kind(strategy, options, settings, amoun
     config = config_of()
     combination = Combination(strategy, options, settings)
     config["studies"]["s"]["experiments"]["first"] |= {"global_batch": 16, "device": "cuda"}
-    whole, study = load_config(sieves.study_of(config, "first", 4, "gpt-compact", [combination]))
+    whole, study = load_config(
+        sieves.add_tuning_study(config, "first", 4, "gpt-compact", [combination])
+    )
     (cell,) = study.cells
     plain = dict.fromkeys(KINDS, 0) | {"micro-batch": 4, "tensor": 1, "pipeline": 1}
-    assert sieves.amounts_of(subject_of(whole, study, cell)) == plain | amounts
+    assert sieves.measure_difference_amounts(subject_of(whole, study, cell)) == plain | amounts
 
 
 @pytest.mark.slow
@@ -236,13 +238,13 @@ def test_half_again_a_workers_memory_is_tried(needed_bytes, fate):
     )
     on_cpus = SimpleNamespace(request=SimpleNamespace(on_cuda=False))
     planned = SimpleNamespace(state="to do", fit=fit, subject=on_cpus)
-    assert _planned(Combination("ddp"), planned, memory_margin=0.25).fate == fate
+    assert _apply_plan(Combination("ddp"), planned, memory_margin=0.25).fate == fate
 
 
 def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_path):
     files = Files(tmp_path, World(steps_s={"ddp": 0.1, "fsdp": 0.2}, scores={}, oom=["ddp"]))
     files.run(files.next_round())
-    failed = sieves.out_of_memory_in(str(tmp_path), "demo")
+    failed = sieves.read_out_of_memory(str(tmp_path), "demo")
     cells = [cell for cell in files.study.cells if cell.strategy == "ddp"]
     assert failed == {("ddp", trained_digest(files.study.settings(cell))) for cell in cells}
 
@@ -268,15 +270,16 @@ def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_
 
 def test_a_budget_puts_off_the_planned_slowest_and_a_larger_one_measures_them():
     def measured(budget_gpu_hours: float | None) -> list[str]:
-        costs = {"segment_s": 240.0, "cell_s": 3600.0}  # 7.5 segments of each: half an hour
+        # 7.5 segments of each: half an hour
+        costs = {"segment_gpu_s": 240.0, "training_gpu_s": 3600.0}
         given = [
             Sieved(Combination(name), MEASURED, "", time_s, **costs)
             for name, time_s in (("ddp", 9.0), ("zero1", 3.0), ("fsdp", 2.0), ("tensor", 4.0))
         ] + [Sieved(Combination("pipeline"), MEASURED)]
         by_name = {s.combination.name: s for s in given}
-        sieves.put_off(by_name, "ddp", budget_gpu_hours)
+        sieves.postpone_beyond_budget(by_name, "ddp", budget_gpu_hours)
         later = [s for s in by_name.values() if s.fate == LATER]
-        assert all("a larger one measures it, too" in s.reason for s in later)
+        assert all("a larger budget measures it" in s.reason for s in later)
         return [name for name, s in by_name.items() if s.fate == MEASURED]
 
     assert measured(0.1) == ["ddp", "fsdp", "pipeline"]
@@ -311,7 +314,7 @@ def test_rounds_are_followed_by_a_sieve_until_it_leaves_the_study_as_it_is(tmp_p
         ({"model": "vgg16"}, "tune.model = 'vgg16': is not a model of first"),
         ({"include": ["fdsp"]}, "tune.include = 'fdsp': is not a strategy. Did you mean 'fsdp'?"),
         ({"baseline": "dpp"}, "tune.baseline = 'dpp': is not a strategy. Did you mean 'ddp'?"),
-        ({"exclude": ["ddp", "fsdp"]}, "tune: no strategy is left"),
+        ({"exclude": ["ddp", "fsdp"]}, "`include` and `exclude` leave no strategy"),
     ],
 )
 def test_a_mistake_in_its_block_is_one_sentence(tmp_path, monkeypatch, capsys, tune, message):

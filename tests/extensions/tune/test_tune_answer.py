@@ -17,11 +17,11 @@ from stratbench.extensions.tune import answer as answers
 from stratbench.extensions.tune.answer import (
     MeasuredCombination,
     TuneAnswer,
-    answer_lines,
-    effects_of,
+    describe_answer,
+    estimate_choice_effects,
     read_answer,
 )
-from stratbench.extensions.tune.page import page
+from stratbench.extensions.tune.page import render_answer_page
 from stratbench.extensions.tune.sieves import MEASURED, TOO_SLOW, UNSUPPORTED, Sieved
 from stratbench.extensions.tune.space import Combination
 
@@ -56,7 +56,9 @@ MEASURED_ONES = (
 
 
 def test_an_effect_is_of_pairs_that_differ_in_one_choice():
-    effects = {(e.choice, e.over): e for e in effects_of(MEASURED_ONES, "ddp")}
+    effects = {
+        (e.choice, e.compared_with): e for e in estimate_choice_effects(MEASURED_ONES, "ddp")
+    }
     assert set(effects) == {
         ("activation_checkpointing true", ""),
         ("fsdp", "ddp"),
@@ -65,14 +67,14 @@ def test_an_effect_is_of_pairs_that_differ_in_one_choice():
         ("fsdp offload cpu", ""),
     }
     checkpointing = effects["activation_checkpointing true", ""]
-    assert (checkpointing.pairs, checkpointing.blocks) == (2, 5)
+    assert (checkpointing.num_pairs, checkpointing.num_blocks) == (2, 5)
     ratio = checkpointing.ratio
     assert ratio.value == pytest.approx(math.sqrt(1.3 * 1.4 / 1.1), rel=0.01)
     assert 1 < ratio.high / ratio.low < 1.05
-    assert effects["fsdp", "ddp"].pairs == 2
+    assert effects["fsdp", "ddp"].num_pairs == 2
     alone = effects["gradient_accumulation_steps 2", ""]
-    assert (alone.blocks, alone.ratio.low) == (1, None)
-    assert "no interval by one block" in answers.effect_text(alone)
+    assert (alone.num_blocks, alone.ratio.low) == (1, None)
+    assert "one block gives no interval" in answers.describe_effect(alone)
 
 
 def test_the_front_is_what_no_other_beats_in_time_and_memory():
@@ -106,7 +108,7 @@ def paired(tmp_path) -> Files:
 
 
 SIEVED = [
-    Sieved(Combination("ddp"), MEASURED, "fits", 1.0, GIB, device_bytes=8.0 * GIB),
+    Sieved(Combination("ddp"), MEASURED, "fits", 1.0, GIB, device_memory_bytes=8.0 * GIB),
     Sieved(Combination("fsdp"), MEASURED, "fits", 1.0, GIB),
     Sieved(Combination("zero1"), MEASURED),
     Sieved(Combination("tensor"), UNSUPPORTED, "it states no plan"),
@@ -118,11 +120,11 @@ SIEVED = [
 
 def test_the_answer_is_one_screen(paired):
     answer = read_answer(paired.root.parent, "demo", SIEVED, "ddp")
-    lines = list(answer_lines(answer))
+    lines = list(describe_answer(answer))
     assert lines[0].startswith("fsdp is the fastest of 3 ")
     told = "\n".join(lines)
     assert "The baseline, ddp, takes 1.2" in told
-    assert "It takes 1.00 GiB of 8.00 GiB per worker: 7.00 GiB are left." in told
+    assert "The fastest combination needs 1.00 GiB of 8.00 GiB per worker: 7.00 GiB are free." in told
     assert "fsdp over ddp: 0.8" in told
     assert len(lines) < 20
 
@@ -132,12 +134,14 @@ def test_without_a_verdict_there_is_no_answer(tmp_path):
 
 
 def test_the_page_says_what_was_measured_and_what_was_not_looked_at(paired):
-    html = page(read_answer(paired.root.parent, "demo", SIEVED, "ddp"), SIEVED, "vgg-compact")
+    html = render_answer_page(
+        read_answer(paired.root.parent, "demo", SIEVED, "ddp"), SIEVED, "vgg-compact"
+    )
     chart = b64decode(re.search(r"base64,([^\"]+)", html)[1]).decode()
     assert ">ddp<" in chart
     for text in (
         "fsdp is the fastest",
-        "7.00 GiB are left",
+        "7.00 GiB are free",
         "it states no plan",
         "kept up to 1.20",
         "ddp",
@@ -183,7 +187,7 @@ def rich_answer() -> tuple[TuneAnswer, list[Sieved]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 420])
 def test_the_page_fits_a_screen_and_a_phone(tmp_path, browser, width):  # noqa: F811
-    (tmp_path / "index.html").write_text(page(*rich_answer(), "gpt-compact"))
+    (tmp_path / "index.html").write_text(render_answer_page(*rich_answer(), "gpt-compact"))
     browser.sized(width, 1400)
     browser.complaints.clear()
     browser.open((tmp_path / "index.html").as_uri())

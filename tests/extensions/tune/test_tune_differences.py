@@ -10,10 +10,10 @@ from stratbench.extensions.tune import differences
 from stratbench.extensions.tune.differences import (
     KINDS,
     Margin,
-    beaten,
+    combine_margins,
+    find_beaten,
     fit_margins,
-    margin_between,
-    quantile,
+    upper_prediction_bound,
 )
 from stratbench.strategies import REGISTRY, strategy_class
 
@@ -61,9 +61,9 @@ def test_pairs_that_differ_in_two_kinds_say_nothing_of_either():
 
 
 def test_one_of_twenty_sweeps_may_be_beyond_a_margin():
-    assert quantile([1.0, 1.2, 1.1]) == 1.2
-    assert quantile([1.0] * 18 + [2.0]) == 2.0
-    assert quantile([1.0] * 38 + [2.0]) == 1.0
+    assert upper_prediction_bound([1.0, 1.2, 1.1]) == 1.2
+    assert upper_prediction_bound([1.0] * 18 + [2.0]) == 2.0
+    assert upper_prediction_bound([1.0] * 38 + [2.0]) == 1.0
 
 
 MARGINS = {
@@ -75,12 +75,12 @@ MARGINS = {
 
 def test_margins_of_several_kinds_are_multiplied_and_none_is_unknown():
     compiled = PLAIN | {"compile": 1.0}
-    assert margin_between(compiled, PLAIN, MARGINS) == 1.2
+    assert combine_margins(compiled, PLAIN, MARGINS) == 1.2
     both = PLAIN | {"compile": 1.0, "micro-batch": 0.5}
-    assert margin_between(both, PLAIN, MARGINS) == pytest.approx(1.32)
-    assert margin_between(PLAIN, compiled, MARGINS) is None  # less of it: no evidence
-    assert margin_between(both | {"offload": 1.0}, PLAIN, MARGINS) is None
-    assert margin_between(PLAIN, PLAIN, MARGINS) is None  # they differ in no kind that is known
+    assert combine_margins(both, PLAIN, MARGINS) == pytest.approx(1.32)
+    assert combine_margins(PLAIN, compiled, MARGINS) is None  # less of it: no evidence
+    assert combine_margins(both | {"offload": 1.0}, PLAIN, MARGINS) is None
+    assert combine_margins(PLAIN, PLAIN, MARGINS) is None  # they differ in no kind that is known
 
 
 def test_what_no_evidence_compares_is_kept_however_slow_it_is():
@@ -89,10 +89,10 @@ def test_what_no_evidence_compares_is_kept_however_slow_it_is():
         "compiled": PLAIN | {"compile": 1.0},
         "offload": PLAIN | {"offload": 1.0},
     }
-    found = beaten({"plain": 1.0, "compiled": 1.21, "offload": 50.0}, amounts, MARGINS)
+    found = find_beaten({"plain": 1.0, "compiled": 1.21, "offload": 50.0}, amounts, MARGINS)
     assert set(found) == {"compiled"}
     assert found["compiled"] == ("plain", 1.21, 1.2)
-    assert not beaten({"plain": 1.0, "compiled": 1.19}, amounts, MARGINS)
+    assert not find_beaten({"plain": 1.0, "compiled": 1.19}, amounts, MARGINS)
 
 
 def test_every_row_of_the_table_names_its_source_and_licence():
@@ -100,7 +100,7 @@ def test_every_row_of_the_table_names_its_source_and_licence():
     assert len(rows) > 100
     for each in rows:
         assert all((each["source"], each["licence"], each["url"], float(each["planned"]) > 0)), each
-    sentences = list(differences.evidence_lines(differences.public_margins()))
+    sentences = list(differences.describe_margins(differences.fit_public_margins()))
     assert len(sentences) == len(KINDS)
     assert any("public sweeps" in line for line in sentences)
 

@@ -20,9 +20,9 @@ import yaml
 from stratbench.cell.files import write_atomic
 from stratbench.cell.installation import ROOT
 from stratbench.cell.text.words import bytes_text, counted, folded, seconds_text
-from stratbench.extensions.tune.answer import answer_lines, read_answer
-from stratbench.extensions.tune.differences import evidence_lines, public_margins
-from stratbench.extensions.tune.page import page
+from stratbench.extensions.tune.answer import describe_answer, read_answer
+from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
+from stratbench.extensions.tune.page import render_answer_page
 from stratbench.extensions.tune.paths import TUNED
 from stratbench.extensions.tune.sieves import (
     LATER,
@@ -32,12 +32,12 @@ from stratbench.extensions.tune.sieves import (
     TOO_SLOW,
     UNSUPPORTED,
     Sieved,
-    out_of_memory_in,
+    add_tuning_study,
+    read_out_of_memory,
     sieve,
-    study_of,
-    tuned_name,
+    tuning_study_name,
 )
-from stratbench.extensions.tune.space import Combination, combinations_of
+from stratbench.extensions.tune.space import Combination, list_combinations
 from stratbench.strategies import REGISTRY
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError, wrong_value_message
@@ -56,49 +56,50 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.extensions.tune", description=__doc__
     )
-    parser.add_argument("--config", required=True, help="the whole config, as JSON")
+    parser.add_argument("--config", required=True, help="the whole config as JSON text")
     args = parser.parse_args(argv)
     try:
         config = json.loads(args.config)
         whole, _ = load_config(config)
         set_job_environment(whole, str(ROOT / "workflow"))
-        question = question_of(whole)
-        combinations = combinations_of(question["values"], question["gpus"], whole["tune"])
+        question = choose_tuning_task(whole)
+        combinations = list_combinations(question["values"], question["gpus"], whole["tune"])
         if not combinations:
             raise ConfigError(
-                "config: tune: no strategy is left; widen `include`, or shorten `exclude`"
+                "config: tune: `include` and `exclude` leave no strategy; add one to `include`, or "
+                "remove one from `exclude`"
             )
         where = (question["experiment"], question["gpus"], question["model"])
-        failed = out_of_memory_in(whole["results"], tuned_name(whole["study"]))
+        failed = read_out_of_memory(whole["results"], tuning_study_name(whole["study"]))
         sieved = sieve(config, *where, combinations, whole["tune"]["baseline"], failed)
     except ConfigError as error:
         print(folded([f"error: {error}"]), file=sys.stderr)
         return 1
     tuned = Path(whole["results"], whole["study"], *TUNED)
     table = tuned.with_name("tune.csv")
-    write_table(sieved, table)
-    print(folded(lines_of(sieved)))
+    write_combinations_csv(sieved, table)
+    print(folded(describe_filter_results(sieved)))
     chosen = [s.combination for s in sieved if s.fate in (MEASURED, OUT_OF_MEMORY)]
     if not chosen:
-        print(f"Nothing is left to measure: {table} says why, for each combination.")
+        print(f"No combination is left to measure: {table} has the reason for each.")
         return 1
-    write_study(config, *where, chosen, tuned, whole["tune"]["budget_gpu_hours"])
+    write_tuning_config(config, *where, chosen, tuned, whole["tune"]["budget_gpu_hours"])
     print(f"Written: {table}, {tuned}")
-    study, baseline = tuned_name(whole["study"]), whole["tune"]["baseline"]
+    study, baseline = tuning_study_name(whole["study"]), whole["tune"]["baseline"]
     answer = read_answer(Path(whole["results"]), study, sieved, baseline)
     if answer is not None:
         path = tuned.with_name("index.html")
-        write_atomic(path, page(answer, sieved, question["model"]))
-        print(folded(["", *answer_lines(answer), f"{path} has it all."]))
+        write_atomic(path, render_answer_page(answer, sieved, question["model"]))
+        print(folded(["", *describe_answer(answer), f"{path} shows all results."]))
     return 0
 
 
-def question_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experiment, the number of workers and the network that `tune` is about.
+def choose_tuning_task(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the experiment, its values, the model and the number of workers to tune for.
 
     Raises:
         ConfigError: The study has no such experiment, or the experiment no such network.
@@ -123,11 +124,11 @@ def question_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"experiment": name, "values": values, "model": model, "gpus": gpus}
 
 
-def lines_of(sieved: Sequence[Sieved]) -> list[str]:
-    """Return lines on the numbers of dropped combinations, and the ones to measure, fastest first."""
+def describe_filter_results(sieved: Sequence[Sieved]) -> list[str]:
+    """Return lines that count dropped combinations and list those to measure, fastest first."""
     fates = Counter(s.fate for s in sieved)
     texts = [f"{fates[UNSUPPORTED]} unsupported", f"{fates[TOO_LARGE]} do not fit"]
-    texts.append(f"{fates[TOO_SLOW]} cannot be among the fastest")
+    texts.append(f"{fates[TOO_SLOW]} too slow to be among the fastest")
     texts += [f"{fates[fate]} {fate}" for fate in (LATER, OUT_OF_MEMORY) if fates[fate]]
     texts.append(f"{fates[MEASURED]} to measure")
     lines = [f"{counted(len(sieved), 'combination')}: {', '.join(texts)}.", ""]
@@ -139,15 +140,18 @@ def lines_of(sieved: Sequence[Sieved]) -> list[str]:
         )
         lines.append(f"  {each.combination.name}: {time}, {memory} per worker; {each.reason}")
     if any(s.amounts is not None for s in sieved):
-        lines += ["", "Dropped by time where it is planned slower than another by more than:"]
-        lines += evidence_lines(public_margins())
+        lines += [
+            "",
+            "A combination is dropped if its planned time exceeds a faster one's by more than:",
+        ]
+        lines += describe_margins(fit_public_margins())
     reasons = Counter(s.reason for s in sieved if s.fate == UNSUPPORTED)
-    lines += ["", *(f"Refused ({n}): {reason}" for reason, n in reasons.most_common())]
+    lines += ["", *(f"Unsupported ({n}): {reason}" for reason, n in reasons.most_common())]
     return lines
 
 
-def write_table(sieved: Sequence[Sieved], path: Path) -> None:
-    """Write what became of each combination as CSV."""
+def write_combinations_csv(sieved: Sequence[Sieved], path: Path) -> None:
+    """Write the outcome and the planned values of each combination as CSV."""
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     table.writeheader()
@@ -156,8 +160,8 @@ def write_table(sieved: Sequence[Sieved], path: Path) -> None:
         row = (
             c.name,
             c.strategy,
-            _json(c.options),
-            _json(c.settings),
+            _to_sorted_json(c.options),
+            _to_sorted_json(c.settings),
             s.fate,
             s.reason,
             s.time_s,
@@ -168,11 +172,11 @@ def write_table(sieved: Sequence[Sieved], path: Path) -> None:
     write_atomic(path, text.getvalue())
 
 
-def _json(value: Mapping[str, Any]) -> str:
+def _to_sorted_json(value: Mapping[str, Any]) -> str:
     return json.dumps(dict(value), sort_keys=True)
 
 
-def write_study(
+def write_tuning_config(
     config: Mapping[str, Any],
     experiment: str,
     gpus: int,
@@ -181,19 +185,21 @@ def write_study(
     path: Path,
     budget_gpu_hours: float | None,
 ) -> None:
-    """Write the study of the chosen combinations, for Snakemake's --configfile next to config.yaml.
+    """Write a config file that holds only the study of the chosen combinations.
+
+    Snakemake reads it by --configfile, in addition to config.yaml.
 
     Args:
         config: The raw config.
-        experiment: Its experiment.
+        experiment: Name of the experiment to tune.
         gpus: Number of workers.
         model: Name of the model.
-        chosen: The combinations.
+        chosen: The combinations to measure.
         path: File to write.
-        budget_gpu_hours: Budget, if any.
+        budget_gpu_hours: Limit of GPU-hours, or None without limit.
     """
-    made = study_of(config, experiment, gpus, model, chosen)
-    name = tuned_name(config["study"])
+    made = add_tuning_study(config, experiment, gpus, model, chosen)
+    name = tuning_study_name(config["study"])
     alone = {"study": name, "studies": {name: made["studies"][name]}}
     if budget_gpu_hours is not None:
         alone["verdict"] = {"budget_gpu_hours": budget_gpu_hours}

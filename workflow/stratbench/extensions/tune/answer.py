@@ -1,4 +1,4 @@
-"""The answer of `tune`, from its study's verdict: the fastest, its gain, and effects of choices."""
+"""Computes the answer of `tune` from its study's verdict: the fastest, its gain, and effects of choices."""
 
 from __future__ import annotations
 
@@ -21,64 +21,73 @@ from stratbench.statistics.intervals import IntervalEstimate, paired_ratios
 
 @dataclass(frozen=True)
 class MeasuredCombination:
-    """A measured combination: seconds per step by block (None: not in it), and its memory.
+    """A combination that was measured, with its step times and its memory.
 
-    `memory_bytes`: the peak of a worker; None where no segment ended. `standing`: its status in the verdict.
+    Attributes:
+        step_s_by_block: Seconds per step in each block; None for a block without this combination.
+        memory_bytes: Peak memory of a worker; None if no segment of a block ended.
+        verdict_words: Its status in the verdict, in words.
     """
 
     combination: Combination
-    steps_s: tuple[float | None, ...]
+    step_s_by_block: tuple[float | None, ...]
     memory_bytes: int | None
-    standing: str
+    verdict_words: str
 
     @property
     def name(self) -> str:
-        """The name of its variant."""
+        """Name of the combination's variant."""
         return self.combination.name
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step, the geometric mean of its blocks."""
-        known = [math.log(s) for s in self.steps_s if s]
+        """Geometric mean of the seconds per step over blocks, or None without blocks."""
+        known = [math.log(s) for s in self.step_s_by_block if s]
         return math.exp(fmean(known)) if known else None
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of one choice on a step's time, all else equal: a ratio with its interval.
+    """Effect of one choice on the time of a step, all else equal: a ratio with its interval.
 
-    `choice` is compared with `over`; empty: with the experiment's setting or the option's default.
+    Attributes:
+        choice: Strategy, option or setting whose effect it is.
+        compared_with: Strategy that `choice` replaces; empty for the experiment's setting or the
+            option's default.
+        ratio: Time with the choice divided by the time without it.
+        num_pairs: Number of pairs of combinations that differ in this choice alone.
+        num_blocks: Number of blocks that all these pairs have.
     """
 
     choice: str
-    over: str
+    compared_with: str
     ratio: IntervalEstimate
-    pairs: int
-    blocks: int
+    num_pairs: int
+    num_blocks: int
 
 
 @dataclass(frozen=True)
 class TuneAnswer:
-    """Results of the blocks of a `tune` so far."""
+    """Results of the blocks that a `tune` has measured so far."""
 
     verdict: Mapping[str, Any]
     comparison: Mapping[str, Any]
     baseline: str
     measured: tuple[MeasuredCombination, ...]
-    device_bytes: float | None
+    device_memory_bytes: float | None
 
     def of(self, name: str | None) -> MeasuredCombination | None:
-        """Return a combination that was measured, by its name."""
+        """Return the measured combination of a name, or None if there is none."""
         return next((m for m in self.measured if m.name == name), None)
 
     @property
     def winner(self) -> MeasuredCombination | None:
-        """The one that leads, or None before the first look."""
+        """Combination that leads the verdict, or None before the first interim analysis."""
         return self.of(self.comparison["leader"])
 
     @property
     def front(self) -> list[MeasuredCombination]:
-        """Combinations that no other beats in both time and memory, fastest first."""
+        """Pareto front: combinations that no other beats in both time and memory, fastest first."""
         fastest: list[MeasuredCombination] = []
         least = math.inf
         for m in sorted(self.measured, key=lambda m: (m.step_s or math.inf, m.memory_bytes or 0)):
@@ -91,15 +100,16 @@ class TuneAnswer:
 def read_answer(
     results: Path, study: str, sieved: Sequence[Sieved], baseline: str
 ) -> TuneAnswer | None:
-    """Return the answer of the study that measures what the sieves left.
-
-    Return None if it has no verdict.
+    """Return the results of the study that measures the combinations left by the filters.
 
     Args:
         results: The folder of results.
-        study: That study.
-        sieved: What became of each combination.
-        baseline: Name of what the winner is held against.
+        study: Name of that study.
+        sieved: Outcome of the filters for each combination.
+        baseline: Name of the combination that the winner is compared with.
+
+    Returns:
+        The results, or None if the study has no verdict.
     """
     path = results / study / "verdict" / "verdict.json"
     if not path.exists():
@@ -109,7 +119,7 @@ def read_answer(
     if comparison is None:
         return None
     peaks, words = (
-        read_peaks(results / study),
+        read_peak_memory_bytes(results / study),
         {r["strategy"]: r["words"] for r in comparison["ratios"]},
     )
     by_name = {s.combination.name: s.combination for s in sieved}
@@ -123,12 +133,12 @@ def read_answer(
         for strategy in comparison["strategies"]
         if strategy in by_name
     )
-    room = next((s.device_bytes for s in sieved if s.device_bytes is not None), None)
+    room = next((s.device_memory_bytes for s in sieved if s.device_memory_bytes is not None), None)
     return TuneAnswer(verdict, comparison, baseline, measured, room)
 
 
-def read_peaks(study: Path) -> dict[str, int]:
-    """Return the maximum worker's peak in the segments of each strategy of a study."""
+def read_peak_memory_bytes(study: Path) -> dict[str, int]:
+    """Return the peak memory (bytes) of each strategy: the maximum over its segments and workers."""
     peaks: dict[str, int] = {}
     for path in sorted((study / "blocks").glob("*/*/*gpu/block*/segments/*/record.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -138,21 +148,23 @@ def read_peaks(study: Path) -> dict[str, int]:
     return peaks
 
 
-def effects_of(measured: Sequence[MeasuredCombination], baseline: str) -> list[Effect]:
-    """Return the effect of each choice on a step's time, over pairs that differ in nothing else.
+def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: str) -> list[Effect]:
+    """Return the effect of each choice on the time of a step.
+
+    It is a mean over pairs of combinations that differ in this choice alone.
 
     Args:
         measured: Measured combinations.
-        baseline: The strategy to compare with.
+        baseline: Strategy that other strategies are compared with.
     """
     pairs: dict[tuple[str, str], list[np.ndarray]] = {}
     for more in measured:
         for less in measured:
-            choice = _choice(more.combination, less.combination, baseline)
-            both = np.array([more.steps_s, less.steps_s], dtype=float)
+            choice = _find_single_difference(more.combination, less.combination, baseline)
+            both = np.array([more.step_s_by_block, less.step_s_by_block], dtype=float)
             if choice is not None and np.isfinite(both).all(0).any():
                 pairs.setdefault(choice, []).append(both)
-    columns = {choice: _in_common(each) for choice, each in pairs.items()}
+    columns = {choice: _average_common_blocks(each) for choice, each in pairs.items()}
     ratios = paired_ratios(list(columns.values()), [False] * len(columns))
     return [
         Effect(*choice, ratio, len(pairs[choice]), columns[choice].shape[1])
@@ -160,107 +172,112 @@ def effects_of(measured: Sequence[MeasuredCombination], baseline: str) -> list[E
     ]
 
 
-def _in_common(pairs: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the geometric means of pairs [2, blocks], over their common blocks."""
+def _average_common_blocks(pairs: Sequence[np.ndarray]) -> np.ndarray:
+    """Return geometric means of step times [2, blocks] over the blocks that all pairs have."""
     logs = np.log(np.stack(pairs))
     whole = np.isfinite(logs).all((0, 1))
-    if not whole.any():  # pairs that came back to the comparison: the one in most blocks
+    if not whole.any():  # no block has all pairs: use the pair with the most blocks
         logs = max(logs, key=lambda pair: np.isfinite(pair).all(0).sum())[None]
         whole = np.isfinite(logs).all((0, 1))
     return np.exp(logs[..., whole].mean(0))
 
 
-def _choice(more: Combination, less: Combination, baseline: str) -> tuple[str, str] | None:
-    """Return the only difference between `more` and `less`, or None if there are several."""
+def _find_single_difference(
+    more: Combination, less: Combination, baseline: str
+) -> tuple[str, str] | None:
+    """Return the single choice in which `more` differs from `less`, and its alternative.
+
+    Return None if they differ in several choices, or in none.
+    """
     if more.strategy != less.strategy:
         alone = not more.options and not less.options and less.strategy == baseline
         return (more.strategy, baseline) if alone and more.settings == less.settings else None
     if more.settings == less.settings and more.options and not less.options:
-        return f"{more.strategy} {_said(more.options)}", ""
+        return f"{more.strategy} {_join_values(more.options)}", ""
     own = {k: v for k, v in more.settings.items() if less.settings.get(k) != v}
     if more.options == less.options and len(own) == 1 and {**less.settings, **own} == more.settings:
         (key,) = own
-        return (_said(own), "") if key not in less.settings else None
+        return (_join_values(own), "") if key not in less.settings else None
     return None
 
 
-def _said(values: Mapping[str, Any]) -> str:
+def _join_values(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {json.dumps(value).strip(chr(34))}" for key, value in values.items())
 
 
-def answer_lines(answer: TuneAnswer) -> Iterator[str]:
-    """Yield the answer on one screen."""
+def describe_answer(answer: TuneAnswer) -> Iterator[str]:
+    """Yield the lines of the answer, at most a screen."""
     winner = answer.winner
     if winner is None:
-        yield f"Nothing is known yet: {answer.comparison['text']}"
+        yield f"No result yet: {answer.comparison['text']}"
         return
     yield answer.comparison["text"]
-    yield f"  {against_baseline(answer, winner)}"
-    yield f"  {memory_left(answer, winner)}"
-    yield f"  {further_cost(answer)}"
-    effects = effects_of(answer.measured, answer.baseline)
+    yield f"  {compare_with_baseline(answer, winner)}"
+    yield f"  {describe_memory_use(answer, winner)}"
+    yield f"  {describe_further_gain(answer)}"
+    effects = estimate_choice_effects(answer.measured, answer.baseline)
     if effects:
-        yield "What mattered, times as long where all else is equal:"
-        yield from (f"  {effect_text(effect)}" for effect in effects)
+        yield "Effect of each choice on the time of a step, as a ratio with all else equal:"
+        yield from (f"  {describe_effect(effect)}" for effect in effects)
 
 
-def against_baseline(answer: TuneAnswer, winner: MeasuredCombination) -> str:
-    """Return how much faster the winner is than the baseline."""
+def compare_with_baseline(answer: TuneAnswer, winner: MeasuredCombination) -> str:
+    """Return a sentence that compares the winner's time with the baseline's."""
     name = answer.baseline
     if winner.name == name:
-        return f"It is the baseline, {name}."
+        return f"The fastest combination is the baseline, {name}."
     ratio = next((r for r in answer.comparison["ratios"] if r["strategy"] == name), None)
     if ratio is None or ratio["ratio"] is None:
         reason = ratio["reason"] if ratio else "it was not measured"
-        return f"The baseline, {name}, has no time to hold it against: {reason or 'no block'}."
+        return (
+            f"The baseline, {name}, has no measured time to compare with: {reason or 'no block'}."
+        )
     interval = "" if ratio["low"] is None else f" (95 %: {ratio['low']:.3f} to {ratio['high']:.3f})"
     against = ratio["against"]
-    of = "" if against == winner.name else f" of {against}, which led then"
+    of = "" if against == winner.name else f" of {against}, which was fastest at that time"
     return f"The baseline, {name}, takes {ratio['ratio']:.3f} times the time{of}{interval}."
 
 
-def memory_left(answer: TuneAnswer, winner: MeasuredCombination) -> str:
-    """Return how much of a worker's memory the winner leaves."""
-    peak, room = winner.memory_bytes, answer.device_bytes
+def describe_memory_use(answer: TuneAnswer, winner: MeasuredCombination) -> str:
+    """Return a sentence on the winner's memory per worker and how much of it is free."""
+    peak, room = winner.memory_bytes, answer.device_memory_bytes
     if peak is None:
-        return "Its memory was not measured."
+        return "The memory of the fastest combination was not measured."
     if room is None:
-        return f"It takes {bytes_text(peak)} per worker."
+        return f"The fastest combination needs {bytes_text(peak)} per worker."
     left = room - peak
-    words = (
-        f"{bytes_text(left)} are left" if left >= 0 else f"{bytes_text(-left)} more than there is"
-    )
-    return f"It takes {bytes_text(peak)} of {bytes_text(room)} per worker: {words}."
+    words = f"{bytes_text(left)} are free" if left >= 0 else f"{bytes_text(-left)} too much"
+    return f"The fastest combination needs {bytes_text(peak)} of {bytes_text(room)} per worker: {words}."
 
 
-def further_cost(answer: TuneAnswer) -> str:
-    """Return what may still be gained, and what finding it would cost."""
+def describe_further_gain(answer: TuneAnswer) -> str:
+    """Return a sentence on the largest possible further gain and the cost to find it."""
     comparison, verdict = answer.comparison, answer.verdict
     rivals = [r["strategy"] for r in comparison["ratios"] if r["state"] in ("open", "equal")]
     if not rivals:
-        return "Every other one is slower: nothing is left to gain."
+        return "Every other combination is slower: further blocks gain nothing."
     gain = comparison["at_most"]
-    text = f"{counted(len(rivals), 'combination')} not told apart from it"
+    text = f"{counted(len(rivals), 'combination')} may be as fast as the fastest"
     blocks = comparison["blocks"]
     each = comparison["block_gpu_hours"] / max(blocks, 1)
     share = (len(rivals) + 1.5) / (len(comparison["strategies"]) + 0.5)
-    cost = f"a further block of these takes about {share * each:.2g} {verdict['hours']}"
-    may = "" if gain is None else f" may be up to {100 * gain:.1f} % faster"
+    cost = f"another block of them takes about {share * each:.2g} {verdict['hours']}"
+    may = "" if gain is None else f", or up to {100 * gain:.1f} % faster"
     return f"{text}{may}; {cost}. {counted(blocks, 'block')} were measured."
 
 
-def effect_text(effect: Effect) -> str:
-    """Return an effect in words."""
-    over = f" over {effect.over}" if effect.over else ""
-    return f"{effect.choice}{over}: {effect.ratio.text('{:.3f}'.format)}{evidence_text(effect)}"
+def describe_effect(effect: Effect) -> str:
+    """Return an effect as text: the choice, its alternative, the ratio and the evidence."""
+    over = f" over {effect.compared_with}" if effect.compared_with else ""
+    return f"{effect.choice}{over}: {effect.ratio.text('{:.3f}'.format)}{describe_effect_evidence(effect)}"
 
 
-def evidence_text(effect: Effect) -> str:
-    """Return what an effect rests on."""
-    sure = "" if effect.ratio.low is not None else "no interval by one block; "
-    return f" ({sure}{counted(effect.pairs, 'pair')}, {counted(effect.blocks, 'block')})"
+def describe_effect_evidence(effect: Effect) -> str:
+    """Return the number of pairs and blocks on which an effect rests."""
+    sure = "" if effect.ratio.low is not None else "one block gives no interval; "
+    return f" ({sure}{counted(effect.num_pairs, 'pair')}, {counted(effect.num_blocks, 'block')})"
 
 
-def time_text(m: MeasuredCombination) -> str:
-    """Return the time per step, or the reason why there is none."""
-    return short_time(m.step_s) if m.step_s else m.standing
+def step_time_text(combination: MeasuredCombination) -> str:
+    """Return the time per step as text, or the reason why it is unknown."""
+    return short_time(combination.step_s) if combination.step_s else combination.verdict_words

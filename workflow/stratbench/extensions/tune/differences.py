@@ -1,8 +1,8 @@
-"""Errors of the plan's time ratios by the differences between configurations, from public sweeps.
+"""Measures errors of the plan's time ratios in public sweeps, by kind of difference.
 
 A sweep is one model on one kind and number of GPUs, measured in several configurations. The sweeps are in
-workflow/reference/public_sweeps.csv, restated from the source that each row names, with the plan's one time
-of each row; benchmarks/prediction/public_sweeps.py makes that file and checks each source against the others.
+workflow/reference/public_sweeps.csv. Each row names its source and has the time that the plan predicts for
+it. benchmarks/prediction/public_sweeps.py makes that file and checks each source against the others.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from stratbench.cell.installation import REFERENCE
 from stratbench.cell.text.words import counted
 
 PUBLIC_SWEEPS = REFERENCE / "public_sweeps.csv"
-#: In these configurations may differ. Micro-batch: samples that a GPU computes on at once; checkpointing: the
-#: share of forward that is computed again; sharding: as ZeRO's stages; tensor, pipeline: workers that hold a
-#: network between them; compile, offload: 0 or 1.
+#: Kinds of differences between configurations. Their amounts are, in order: samples that a GPU computes at
+#: once, share of forward that is computed again, ZeRO stage, workers that divide the network's layers,
+#: pipeline stages, and 0 or 1 for compile and offload.
 KINDS = ("micro-batch", "checkpointing", "sharding", "tensor", "pipeline", "compile", "offload")
-#: What selective checkpointing counts for among shares: about what it computes again.
+#: Share of forward that selective checkpointing computes again, approximately.
 SELECTIVE_SHARE = 0.4
-#: The share of sweeps in which the plan may be wrong beyond a margin.
+#: Allowed share of sweeps in which the plan errs by more than a margin.
 TAIL = 0.05
-#: Evidence of fewer sweeps, or of one source alone, drops nothing.
+#: With fewer sweeps or sources than this, a kind of difference drops no combination.
 MIN_SWEEPS, MIN_SOURCES = 3, 2
-#: Times nearer than this are alike.
+#: Measured times whose ratio is below this count as equal.
 ALIKE = 1.03
-#: No margin is smaller: a few sweeps do not show errors that are rarer. With 1.3, 94 % of simulated studies
+#: Minimum margin, since few sweeps do not show rare errors. With 1.3, 94 % of simulated studies
 #: (benchmarks/statistics/tune.py) ended within 3 % of the fastest, for a sixth less of the cost.
 MIN_MARGIN = 1.5
 
-#: The amount of each kind that a configuration has.
+#: Amount of each kind of difference that a configuration has, such as 2 for `tensor`.
 Amounts = Mapping[str, float]
 
 
 class Margin(NamedTuple):
-    """Maximum planned ratio at which the slower configuration stays, and the evidence for it."""
+    """Maximum planned ratio at which the slower configuration is kept, with its evidence."""
 
     ratio: float
     sweeps: int
     sources: int
 
 
-#: By kind, and whether the slower configuration has more of it.
+#: Keys are a kind of difference, and whether the slower configuration has the larger amount of it.
 Margins = Mapping[tuple[str, bool], Margin]
 
 
 class Beaten(NamedTuple):
-    """Reason to drop a configuration: its planned ratio to `faster` is above the margin."""
+    """Reason to drop a configuration: its planned time over that of `faster` is above the margin."""
 
     faster: str
     ratio: float
@@ -59,14 +59,14 @@ class Beaten(NamedTuple):
 
 
 def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Margin]:
-    """Return the margins for which these sweeps have evidence.
+    """Return the margins that these sweeps give enough evidence for.
 
-    Only pairs of a sweep that differ in one kind count. A margin is the maximum planned ratio of a pair whose
-    slower configuration was measured faster.
+    Only pairs of configurations that differ in one kind count. A margin is the maximum planned ratio of a
+    pair whose slower configuration was measured faster.
     """
     worst: dict[tuple[str, bool], dict[str, float]] = {}
     sources: dict[tuple[str, bool], set[str]] = {}
-    for sweep in by_sweep(row for row in rows if row["measured"]).values():
+    for sweep in group_by_sweep(row for row in rows if row["measured"]).values():
         for slower, faster in permutations(sweep, 2):
             kinds = [kind for kind in KINDS if float(slower[kind]) != float(faster[kind])]
             planned = float(slower["planned"]) / float(faster["planned"])
@@ -78,38 +78,45 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
             each[slower["sweep"]] = max(each.get(slower["sweep"], 1.0), planned * is_wrong)
             sources.setdefault(key, set()).add(slower["source"])
     return {
-        key: Margin(max(MIN_MARGIN, quantile(list(each.values()))), len(each), len(sources[key]))
+        key: Margin(
+            max(MIN_MARGIN, upper_prediction_bound(list(each.values()))),
+            len(each),
+            len(sources[key]),
+        )
         for key, each in worst.items()
         if len(each) >= MIN_SWEEPS and len(sources[key]) >= MIN_SOURCES
     }
 
 
-def quantile(values: list[float]) -> float:
-    """Return the value that a new one exceeds with a chance of TAIL.
+def upper_prediction_bound(values: list[float]) -> float:
+    """Return the value that a new value exceeds with probability TAIL.
 
-    It is the largest of a few values.
+    With few values it is the largest.
     """
     rank = math.ceil((1 - TAIL) * (len(values) + 1))
     return sorted(values)[min(rank, len(values)) - 1]
 
 
-def by_sweep(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
-    """Return the rows of each sweep."""
+def group_by_sweep(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
+    """Return rows of public sweeps grouped by their sweep."""
     sweeps: dict[str, list[Mapping[str, str]]] = {}
     for row in rows:
         sweeps.setdefault(row["sweep"], []).append(row)
     return sweeps
 
 
-def margin_between(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
-    """Return the planned ratio up to which `slower` may be faster, or None without evidence.
+def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
+    """Return the maximum planned ratio at which `slower` may in truth be faster.
 
-    If they differ in several kinds, the plan may be wrong in each.
+    If they differ in several kinds, the margins multiply.
 
     Args:
-        slower: Amounts of the configuration that is planned slower.
-        faster: Amounts of the other.
-        margins: Margins by kind.
+        slower: Amounts of the configuration with the longer planned time.
+        faster: Amounts of the other configuration.
+        margins: Margins by kind of difference.
+
+    Returns:
+        The ratio, or None without evidence for one of the kinds.
     """
     keys = [(kind, slower[kind] > faster[kind]) for kind in KINDS if slower[kind] != faster[kind]]
     if not keys or any(key not in margins for key in keys):
@@ -117,20 +124,20 @@ def margin_between(slower: Amounts, faster: Amounts, margins: Margins) -> float 
     return math.prod(margins[key].ratio for key in keys)
 
 
-def beaten(
+def find_beaten(
     times: Mapping[str, float], amounts: Mapping[str, Amounts], margins: Margins
 ) -> dict[str, Beaten]:
     """Return the configurations that another one beats by more than the margin between them.
 
     Args:
-        times: The planned time of each, by name.
-        amounts: What each has of each kind.
-        margins: The evidence.
+        times: Planned time of each configuration, by name.
+        amounts: Amounts of each kind of difference, by name.
+        margins: Margins by kind of difference.
     """
     by_name: dict[str, Beaten] = {}
     for slower, faster in permutations(times, 2):
         ratio = times[slower] / times[faster]
-        margin = margin_between(amounts[slower], amounts[faster], margins) if ratio > 1 else None
+        margin = combine_margins(amounts[slower], amounts[faster], margins) if ratio > 1 else None
         if margin is not None and ratio > margin and ratio > by_name.get(slower, (None, 0.0))[1]:
             by_name[slower] = Beaten(faster, ratio, margin)
     return by_name
@@ -138,24 +145,24 @@ def beaten(
 
 @cache
 def read_sweeps() -> list[dict[str, str]]:
-    """Return the rows of the table."""
+    """Return the rows of the table of public sweeps."""
     with PUBLIC_SWEEPS.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 @cache
-def public_margins() -> dict[tuple[str, bool], Margin]:
-    """Return the margins of all sweeps."""
+def fit_public_margins() -> dict[tuple[str, bool], Margin]:
+    """Return the margins that follow from all public sweeps."""
     return fit_margins(read_sweeps())
 
 
-def evidence_lines(margins: Margins) -> Iterator[str]:
-    """Yield a line for each kind: the planned ratio up to which combinations stay, and its evidence."""
+def describe_margins(margins: Margins) -> Iterator[str]:
+    """Yield a line per kind: the planned ratio up to which combinations are kept, and its evidence."""
     for kind in KINDS:
         lines = [
-            f"{m.ratio:.2f} times with {words} of it ({counted(m.sweeps, 'public sweep')} of "
+            f"factor {m.ratio:.2f} if it has {words} of it ({counted(m.sweeps, 'public sweep')} of "
             f"{counted(m.sources, 'source')})"
             for more, words in ((True, "more"), (False, "less"))
             if (m := margins.get((kind, more))) is not None
         ]
-        yield f"  {kind}: {', '.join(lines) or 'no evidence, nothing is dropped by it'}"
+        yield f"  {kind}: {', '.join(lines) or 'without evidence, so that it drops no combination'}"

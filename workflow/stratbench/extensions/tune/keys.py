@@ -9,27 +9,27 @@ from stratbench.cell.settings import Keys, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(Keys):
-    """What `stratbench tune` looks for: the fastest configuration of one network (docs/tune.md)."""
+    """What `stratbench tune` searches: the fastest configuration of one network (docs/tune.md)."""
 
     # fmt: off
     experiment: str | None = setting(None,
-        help="The experiment whose data, batch and settings hold; null: the study's first.")
-    model: str | None = setting(None, help="The network; null: the experiment's first.")
+        help="Experiment whose data, batch and settings are used. null: the study's first experiment.")
+    model: str | None = setting(None, help="Name of the model to tune. null: the experiment's first model.")
     gpus: int | None = setting(None, minimum=1,
-        help="Number of workers; null: the experiment's largest.")
+        help="Number of workers. null: the largest number of the experiment.")
     baseline: str = setting("ddp",
-        help="What is trained with today: it is measured whatever the plan says of its time.")
+        help="Strategy that you use today. It is measured even if the plan predicts that it is slow.")
     include: list[str] = setting([], items={"type": "string"},
-        help="Strategies that are looked at; empty: all whose updates are DDP's.")
-    exclude: list[str] = setting([], items={"type": "string"}, help="Strategies that are not looked at.")
+        help="Strategies to try. Empty: all strategies whose updates equal those of DDP.")
+    exclude: list[str] = setting([], items={"type": "string"}, help="Strategies that are not tried.")
     compile: bool = setting(False,
-        help="Whether each combination is tried with torch.compile, too.")
+        help="Whether each combination is tried both with and without torch.compile.")
     keep_within: float | None = setting(None, exclusiveMinimum=1,
-        help="A combination is dropped when it is planned to take more than so many times the time of the "
-        "fastest one. null: on GPUs the factor follows from public sweeps, by what the combination differs "
-        "in from a faster one; on CPUs none is dropped.")
+        help="Largest ratio of a combination's planned time to that of the fastest; slower ones are dropped. "
+        "null: on GPUs the ratio comes from public sweeps, by the settings in which two combinations "
+        "differ; on CPUs none is dropped.")
     budget_gpu_hours: float | None = setting(None, exclusiveMinimum=0,
-        help="GPU-hours (of CPU workers: worker-hours) that all blocks and trainings of the combinations may "
-        "take together. Of those whose cost it cannot pay, the planned slowest are not measured; with a "
-        "larger budget they are, beside what is there. null: no limit.")
+        help="Limit of GPU-hours (worker-hours on CPUs) for all blocks and trainings together. If it is too "
+        "small, the combinations with the longest planned times are not measured. A larger budget "
+        "measures them later and keeps earlier results. null: no limit.")
     # fmt: on

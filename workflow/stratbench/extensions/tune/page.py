@@ -1,4 +1,4 @@
-"""The page of `tune`: the answer, time against memory, main effects, and what was left out."""
+"""Renders the page of `tune`: the answer, time over memory, main effects, and what was left out."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from stratbench.extensions.tune.answer import (
     Effect,
     MeasuredCombination,
     TuneAnswer,
-    against_baseline,
-    effects_of,
-    further_cost,
-    memory_left,
-    time_text,
+    compare_with_baseline,
+    describe_further_gain,
+    describe_memory_use,
+    estimate_choice_effects,
+    step_time_text,
 )
-from stratbench.extensions.tune.differences import evidence_lines, public_margins
+from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
 from stratbench.extensions.tune.sieves import MEASURED, OUT_OF_MEMORY, Sieved
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: So many reasons are listed for each fate.
+#: Maximum number of reasons that are listed per outcome.
 MAX_REASONS = 5
-#: What is never varied.
+#: Sentences on what no combination varies.
 FIXED = (
-    "The global batch, sequence, data, optimizer and precision: they are the experiment's. Of each strategy "
-    "one option at a time is another than its default."
+    "All combinations have the experiment's global batch, sequence length, data, optimizer and precision. "
+    "For each strategy, one option at a time differs from its default."
 )
 
 
-def page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str) -> str:
-    """Return the page of an answer.
+def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str) -> str:
+    """Return the HTML page of an answer.
 
     Args:
         answer: The answer.
@@ -48,32 +48,32 @@ def page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str) -> str:
     return render("tune.html.j2", TEMPLATES, values={
         "title": f"The fastest configuration of {model} on {comparison['workers']}",
         "lead": comparison["text"],
-        "facts": list(_facts(answer)),
-        "svg": _chart(answer) if answer.front else "",
-        "effects": [_effect_row(e) for e in effects_of(answer.measured, answer.baseline)],
-        "measured": [_row(answer, m) for m in _by_time(answer.measured)],
-        "others": list(_others(sieved)),
+        "facts": list(_list_facts(answer)),
+        "svg": _draw_time_over_memory(answer) if answer.front else "",
+        "effects": [_effect_row(e) for e in estimate_choice_effects(answer.measured, answer.baseline)],
+        "measured": [_measured_row(answer, m) for m in _sort_by_step_time(answer.measured)],
+        "others": list(_describe_dropped(sieved)),
         "light_marks": Markup(css_variables(dark=False)),
         "dark_marks": Markup(css_variables(dark=True)),
     })  # fmt: skip
 
 
-def _facts(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
+def _list_facts(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
     winner = answer.winner
     if winner is not None:
-        yield "Against the baseline", against_baseline(answer, winner)
-        yield "Memory", memory_left(answer, winner)
-        yield "What is left to gain", further_cost(answer)
+        yield "Compared with the baseline", compare_with_baseline(answer, winner)
+        yield "Memory per worker", describe_memory_use(answer, winner)
+        yield "Possible further gain", describe_further_gain(answer)
     verdict = answer.verdict
     ended = f" Done: {verdict['reason']}." if verdict["done"] else ""
     yield "Cost so far", f"{verdict['spent_gpu_hours']:.3g} {verdict['hours']}.{ended}"
 
 
-def _by_time(measured: Sequence[MeasuredCombination]) -> list[MeasuredCombination]:
+def _sort_by_step_time(measured: Sequence[MeasuredCombination]) -> list[MeasuredCombination]:
     return sorted(measured, key=lambda m: m.step_s or float("inf"))
 
 
-def _chart(answer: TuneAnswer) -> Markup:
+def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
     """Return a chart of time over memory by strategy, with the Pareto front."""
     strategies = dict.fromkeys(m.combination.strategy for m in answer.measured)
     marks = marks_by_strategy((name, name) for name in strategies)
@@ -89,32 +89,32 @@ def _chart(answer: TuneAnswer) -> Markup:
     sizes = [m.memory_bytes for m in answer.measured if m.memory_bytes]
     ends = sorted({min(sizes), max(sizes)})
     return log_chart(
-        series, "peak memory of a worker", "time of a step", ends, bytes_text, short_time,
-        "Time of a step over the memory of a worker, of each measured combination",
+        series, "peak memory per worker", "time per step", ends, bytes_text, short_time,
+        "Time per step over peak memory per worker, one dot per measured combination",
     )  # fmt: skip
 
 
 def _effect_row(effect: Effect) -> dict[str, Any]:
-    over = f" over {effect.over}" if effect.over else ""
+    over = f" over {effect.compared_with}" if effect.compared_with else ""
     ratio = effect.ratio.text("{:.3f}".format)
     if effect.ratio.low is None:
         ratio += " (no interval)"
     return vars(effect) | {"choice": f"{effect.choice}{over}", "ratio": ratio}
 
 
-def _row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
+def _measured_row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
     ratio = next(r for r in answer.comparison["ratios"] if r["strategy"] == m.name)
     return {
         "name": m.name,
-        "step": time_text(m),
+        "step": step_time_text(m),
         "memory": bytes_text(m.memory_bytes) if m.memory_bytes else "",
         "ratio": ratio["text"],
         "words": ratio["reason"] or ratio["words"],
     }
 
 
-def _others(sieved: Sequence[Sieved]) -> Iterator[str]:
-    """Yield sentences on the combinations that were dropped, by what became of them."""
+def _describe_dropped(sieved: Sequence[Sieved]) -> Iterator[str]:
+    """Yield sentences on the combinations that were dropped, one per outcome."""
     yield FIXED
     for fate in dict.fromkeys(s.fate for s in sieved if s.fate not in (MEASURED, OUT_OF_MEMORY)):
         own = [s for s in sieved if s.fate == fate]
@@ -126,5 +126,8 @@ def _others(sieved: Sequence[Sieved]) -> Iterator[str]:
             text = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common())
             yield f"{counted(len(own), 'combination')} {fate}: {text}."
     if any(s.amounts is not None for s in sieved):
-        margins = "; ".join(line.strip() for line in evidence_lines(public_margins()))
-        yield f"Planned times drop what is slower by more than public sweeps let the plan err: {margins}."
+        margins = "; ".join(line.strip() for line in describe_margins(fit_public_margins()))
+        yield (
+            "A combination is dropped by time if its planned time exceeds a faster one's by more than the "
+            f"plan's error in public sweeps: {margins}."
+        )

@@ -1,4 +1,4 @@
-"""Where the study of combinations lies."""
+"""Defines where the study of the combinations to measure is stored."""
 
-#: The config of that study, below results/<study>.
+#: Path of that study's config, relative to results/<study>.
 TUNED = ("tune", "config.yaml")

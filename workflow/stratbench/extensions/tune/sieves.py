@@ -1,7 +1,7 @@
-"""Three filters: unsupported combinations, those that cannot fit, and those that are too slow.
+"""Three filters drop combinations: unsupported ones, those that cannot fit, and too slow ones.
 
-A combination that ran out of memory in a block does not fit, whatever the plan says; combinations that only
-it beat are then measured. The budget is applied last.
+A combination that ran out of memory in a block counts as not fitting, even if the plan predicts that it
+fits. Combinations that only it beat are then measured. The budget is applied last.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from stratbench.extensions.tune.differences import (
     Amounts,
     Beaten,
     Margins,
-    beaten,
-    public_margins,
+    find_beaten,
+    fit_public_margins,
 )
 from stratbench.extensions.tune.space import Combination
 from stratbench.extensions.verdict.block_rules import (
@@ -36,10 +36,10 @@ from stratbench.strategies.base import Traits
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 
-#: A combination that needs more than so many times a device's memory is not tried. What lies between is:
-#: a short run tells whether it fits.
+#: A combination whose planned memory exceeds this multiple of the device's memory is not tried. Between 1
+#: and this factor the plan is unsure, so that a short run decides.
 MEMORY_FACTOR = 1.5
-#: What becomes of a combination. The last two are in the study that is measured.
+#: Outcomes of the filters. Combinations with the last two are in the study that is measured.
 UNSUPPORTED, TOO_LARGE, TOO_SLOW, LATER = (
     "unsupported",
     "does not fit",
@@ -51,12 +51,16 @@ MEASURED, OUT_OF_MEMORY = "measured", "out of memory"
 
 @dataclass(frozen=True)
 class Sieved:
-    """Outcome of the filters for a combination, with the reason.
+    """Outcome of the filters for one combination, with the reason and the planned values.
 
-    `time_s` and `memory_bytes` are planned, of a whole training and of a worker; None if unknown. `amounts`:
-    its amount of each kind of difference, if public sweeps cover its device. `segment_s` and `cell_s`:
-    planned GPU-seconds of a segment of a block and of a whole training. `device_bytes`: memory available to a
-    worker.
+    Attributes:
+        fate: Outcome, one of the constants above.
+        time_s: Planned time of a whole training; None if unknown.
+        memory_bytes: Planned memory of a worker; None if unknown.
+        amounts: Amount of each kind of difference, if public sweeps cover its device.
+        segment_gpu_s: Planned GPU-seconds of one segment of a block.
+        training_gpu_s: Planned GPU-seconds of a whole training.
+        device_memory_bytes: Memory available to a worker.
     """
 
     combination: Combination
@@ -65,9 +69,9 @@ class Sieved:
     time_s: float | None = None
     memory_bytes: int | None = None
     amounts: Amounts | None = None
-    segment_s: float = 0.0
-    cell_s: float = 0.0
-    device_bytes: float | None = None
+    segment_gpu_s: float = 0.0
+    training_gpu_s: float = 0.0
+    device_memory_bytes: float | None = None
 
 
 def sieve(
@@ -79,34 +83,35 @@ def sieve(
     baseline: str,
     out_of_memory: Set[tuple[str, str]] = frozenset(),
 ) -> list[Sieved]:
-    """Return the outcome of each combination, in their order.
+    """Filter the combinations, and return the outcome of each in the given order.
 
     The baseline is measured if it fits.
 
     Args:
         config: The raw config of the study, as read from YAML.
-        experiment: Its experiment whose data, batch and settings apply.
+        experiment: Name of the experiment whose data, batch and settings apply.
         gpus: Number of workers.
         model: Name of the model.
-        combinations: The combinations.
+        combinations: The combinations to filter.
         baseline: Name of the combination to compare with.
-        out_of_memory: Combinations that ran out of memory in a block: name, and digest of settings.
+        out_of_memory: Combinations that ran out of memory in a block, as pairs of name and digest of
+            settings.
     """
     by_name = {
-        c.name: Sieved(c, UNSUPPORTED, _refusal(config, experiment, gpus, model, c))
+        c.name: Sieved(c, UNSUPPORTED, _unsupported_reason(config, experiment, gpus, model, c))
         for c in combinations
     }
     left = [s.combination for s in by_name.values() if not s.reason]
     if left:
-        whole, study = load_config(study_of(config, experiment, gpus, model, left))
+        whole, study = load_config(add_tuning_study(config, experiment, gpus, model, left))
         for planned in make_plan(whole, check_study(whole, study), {}).cells:
             name = planned.cell.strategy
-            s = _planned(by_name[name].combination, planned, whole["cluster"]["memory_margin"])
+            s = _apply_plan(by_name[name].combination, planned, whole["cluster"]["memory_margin"])
             if (name, trained_digest(planned.subject.settings)) in out_of_memory:
                 s = replace(s, fate=OUT_OF_MEMORY, reason="ran out of memory in a block")
             by_name[name] = s
-        drop_slow(by_name, baseline, whole["tune"]["keep_within"], public_margins())
-        put_off(by_name, baseline, whole["tune"]["budget_gpu_hours"])
+        drop_slow(by_name, baseline, whole["tune"]["keep_within"], fit_public_margins())
+        postpone_beyond_budget(by_name, baseline, whole["tune"]["budget_gpu_hours"])
     return list(by_name.values())
 
 
@@ -116,19 +121,19 @@ def drop_slow(
     keep_within: float | None,
     margins: Margins,
 ) -> None:
-    """Drop combinations that are planned too slow, in place, except for the baseline.
+    """Drop combinations whose planned time is too long, in place, except for the baseline.
 
     Args:
         by_name: The combinations, by name.
-        baseline: The one that stays whatever its time.
-        keep_within: Ratio to the fastest one from which a combination is dropped; None: that follows from
-            its differences from a faster one.
+        baseline: Name of the combination that stays whatever its time.
+        keep_within: Maximum ratio of a planned time to the fastest one. None: the ratio follows from
+            the differences between two combinations.
         margins: Margins of planned ratios, by kind of difference.
     """
     left = (each for each in by_name.items() if each[1].fate == MEASURED)
     times = {name: s.time_s for name, s in left if s.time_s is not None}
     if keep_within is None:
-        by_combination = beaten_of(times, by_name, margins)
+        by_combination = find_beaten_combinations(times, by_name, margins)
     else:
         fastest = min(times, key=times.__getitem__, default="")
         ratios = {name: time_s / times[fastest] for name, time_s in times.items()}
@@ -141,15 +146,17 @@ def drop_slow(
             by_name[name] = replace(by_name[name], fate=TOO_SLOW, reason=reason)
 
 
-def put_off(by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None) -> None:
-    """Postpone combinations beyond the budget, in place: the slowest in the plan.
+def postpone_beyond_budget(
+    by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None
+) -> None:
+    """Postpone the combinations with the longest planned times if the budget is too small, in place.
 
     The baseline, the planned fastest and those without a planned time are measured whatever the budget.
 
     Args:
         by_name: The combinations, by name.
         baseline: Name of the baseline.
-        budget_gpu_hours: Budget, if any.
+        budget_gpu_hours: Limit of GPU-hours, or None without limit.
     """
     timed = [s for s in by_name.values() if s.fate == MEASURED and s.time_s is not None]
     if budget_gpu_hours is None or not timed:
@@ -157,68 +164,73 @@ def put_off(by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float |
     timed.sort(key=lambda s: (s.combination.name != baseline, s.time_s or 0.0))
     paid = timed[:2]
     for s in timed[2:]:
-        costs = [(p.segment_s, p.cell_s) for p in (*paid, s)]
+        costs = [(p.segment_gpu_s, p.training_gpu_s) for p in (*paid, s)]
         gpu_hours = sum(expected_cost(*map(list, zip(*costs, strict=True)))) / 3600
         if gpu_hours <= budget_gpu_hours:
             paid.append(s)
             continue
         reason = (
-            f"with it {gpu_hours:.3g} GPU-hours are planned, of a budget of {budget_gpu_hours:g}; "
-            "a larger one measures it, too"
+            f"it would raise the planned cost to {gpu_hours:.3g} GPU-hours, above the budget of "
+            f"{budget_gpu_hours:g}; a larger budget measures it"
         )
         by_name[s.combination.name] = replace(s, fate=LATER, reason=reason)
 
 
-def out_of_memory_in(results: str, study: str) -> set[tuple[str, str]]:
-    """Return combinations that ran out of memory in a study's block: name, and digest of settings."""
+def read_out_of_memory(results: str, study: str) -> set[tuple[str, str]]:
+    """Return the combinations that ran out of memory in a block of a study.
+
+    They are pairs of name and digest of settings.
+    """
     names = set()
     for path in block_files(results, study):
         try:
             block = read_block(path)
         except BlockError:
-            continue  # it is measured again
+            continue  # an unreadable block is measured again
         names |= {
             (s.strategy, block.trained[s.strategy]) for s in block.segments if s.status == "oom"
         }
     return names
 
 
-def beaten_of(
+def find_beaten_combinations(
     times: Mapping[str, float], by_name: Mapping[str, Sieved], margins: Margins
 ) -> dict[str, Beaten]:
-    """Return the one that beats each combination, among those with equal options of unknown kinds.
+    """Return, for each combination that another beats by its margin, the reason to drop it.
+
+    Combinations are compared if options whose kind of difference is unknown are equal.
 
     Args:
-        times: Planned times.
+        times: Planned times in seconds, by name.
         by_name: The combinations, by name.
-        margins: Margins by kind of difference.
+        margins: Margins of planned ratios, by kind of difference.
     """
     groups: dict[str, dict[str, Amounts]] = {}
     for name in times:
         each = by_name[name]
         if each.amounts is not None:
-            groups.setdefault(_without_kind(each.combination), {})[name] = each.amounts
+            groups.setdefault(_options_of_unknown_kind(each.combination), {})[name] = each.amounts
     by_combination: dict[str, Beaten] = {}
     for group in groups.values():
-        by_combination |= beaten({name: times[name] for name in group}, group, margins)
+        by_combination |= find_beaten({name: times[name] for name in group}, group, margins)
     return by_combination
 
 
-def _without_kind(c: Combination) -> str:
-    """Return the options whose difference is of no kind that is known, as a text."""
+def _options_of_unknown_kind(c: Combination) -> str:
+    """Return as JSON the options whose kind of difference is unknown."""
     kinds = {f.name: f.metadata.get("kind") for f in fields(strategy_class(c.strategy).Options)}
     return json.dumps({k: v for k, v in c.options.items() if kinds[k] is None}, sort_keys=True)
 
 
-def amounts_of(s: Subject) -> dict[str, float]:
-    """Return what a cell has of each kind of difference."""
+def measure_difference_amounts(s: Subject) -> dict[str, float]:
+    """Return how much a cell has of each kind of difference, such as its number of stages."""
     settings, mesh, options = s.settings, s.mesh, s.settings.options
     traits = traits_of(settings.strategy, options, s.cell.gpus)
     parts = settings.gradient_accumulation_steps * s.strategy.parts * mesh.tensor
     return {
         "micro-batch": s.samples_per_step / parts,
-        "checkpointing": _share_of(settings.activation_checkpointing),
-        "sharding": _stage_of(s, traits),
+        "checkpointing": _recomputed_share(settings.activation_checkpointing),
+        "sharding": _zero_stage(s, traits),
         "tensor": mesh.tensor,
         "pipeline": mesh.stages,
         "compile": int(settings.compile),
@@ -226,36 +238,36 @@ def amounts_of(s: Subject) -> dict[str, float]:
     }
 
 
-def _stage_of(s: Subject, traits: Traits) -> int:
-    """Return the ZeRO stage that corresponds to what replicas share."""
+def _zero_stage(s: Subject, traits: Traits) -> int:
+    """Return the ZeRO stage (0 to 3) that matches what the replicas share."""
     options = s.settings.options
-    if s.mesh.members > 1:  # the network itself is divided, too
+    if s.mesh.members > 1:  # the network itself is divided as well
         return 3 if options.get("data_parallel") == "fsdp" else 0
     if not traits.shards_states:
         return int(traits.optimizer_parts != 1)
     return 2 if options.get("reshard_after_forward") == "never" else 3
 
 
-def _share_of(checkpointing: bool | str) -> float:
-    """Return the share of forward that is computed again."""
+def _recomputed_share(checkpointing: bool | str) -> float:
+    """Return the share of the forward pass that checkpointing computes again."""
     if isinstance(checkpointing, bool):
         return float(checkpointing)
     every = checkpointing.removeprefix("every-")
     return 1 / int(every) if every.isdigit() else SELECTIVE_SHARE
 
 
-def study_of(
+def add_tuning_study(
     config: Mapping[str, Any],
     experiment: str,
     gpus: int,
     model: str,
     chosen: Iterable[Combination],
 ) -> dict[str, Any]:
-    """Return the config with one more study, to be run, of the chosen combinations.
+    """Return the config with an additional study of the chosen combinations, and select it.
 
     Args:
         config: The raw config.
-        experiment: Its experiment.
+        experiment: Name of the experiment to tune.
         gpus: Number of workers.
         model: Name of the model.
         chosen: The combinations.
@@ -269,50 +281,54 @@ def study_of(
     tuned |= {"variants": variants, "experiments": {experiment: block}}
     return {
         **config,
-        "study": tuned_name(name),
-        "studies": {**config["studies"], tuned_name(name): tuned},
+        "study": tuning_study_name(name),
+        "studies": {**config["studies"], tuning_study_name(name): tuned},
     }
 
 
-def tuned_name(study: str) -> str:
-    """Return the name of the study that measures what the sieves of `study` leave."""
+def tuning_study_name(study: str) -> str:
+    """Return the name of the study that measures the combinations which the filters leave."""
     return f"{study}-tune"
 
 
-def _refusal(
+def _unsupported_reason(
     config: Mapping[str, Any], experiment: str, gpus: int, model: str, combination: Combination
 ) -> str:
-    """Return why the config does not support the combination, or an empty text."""
+    """Return the reason why the config does not support the combination, or an empty text."""
     try:
-        load_config(study_of(config, experiment, gpus, model, [combination]))
+        load_config(add_tuning_study(config, experiment, gpus, model, [combination]))
     except ConfigError as error:
         return str(error).rpartition(f"experiments.{experiment}")[2].lstrip(": ") or str(error)
     return ""
 
 
-def _planned(combination: Combination, planned: Planned, memory_margin: float) -> Sieved:
+def _apply_plan(combination: Combination, planned: Planned, memory_margin: float) -> Sieved:
     if planned.state == "unsupported":
         return Sieved(combination, UNSUPPORTED, planned.reason)
     fit = planned.fit
     if fit is None:
         return Sieved(combination, MEASURED, f"not planned: {planned.reason}")
-    memory_bytes = fit.room_bytes * (1 + memory_margin)  # what the reserve leaves
+    memory_bytes = fit.room_bytes * (
+        1 + memory_margin
+    )  # the whole memory: the plan's room leaves out the reserve
     fate, reason = MEASURED, fit.verdict
     if fit.needed_bytes > MEMORY_FACTOR * memory_bytes:
         fate = TOO_LARGE
         reason = f"needs {fit.needed_bytes / memory_bytes:.1f} times the memory of {fit.device}"
-    # The sweeps are of GPUs.
-    amounts = amounts_of(planned.subject) if planned.subject.request.on_cuda else None
+    # Public sweeps cover GPUs only.
+    amounts = (
+        measure_difference_amounts(planned.subject) if planned.subject.request.on_cuda else None
+    )
     s = Sieved(combination, fate, reason, fit.usual_s, fit.needed_bytes, amounts)
-    s = replace(s, device_bytes=memory_bytes)
+    s = replace(s, device_memory_bytes=memory_bytes)
     if fit.usual_s is None:
         return s
-    segment, cell = _costs_of(planned, fit.usual_s)
-    return replace(s, segment_s=segment, cell_s=cell)
+    segment, cell = _plan_gpu_seconds(planned, fit.usual_s)
+    return replace(s, segment_gpu_s=segment, training_gpu_s=cell)
 
 
-def _costs_of(planned: Planned, usual_s: float) -> tuple[float, float]:
-    """Return GPU-seconds of a segment of a block, and of a whole training."""
+def _plan_gpu_seconds(planned: Planned, usual_s: float) -> tuple[float, float]:
+    """Return the planned GPU-seconds of one segment of a block, and of a whole training."""
     gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.on_cuda else "cpu"
     step_s, start_s = usual_s / planned.subject.steps, SEGMENT_START_S[device]
     steps = segment_steps(start_s, step_s, *STEP_NOISE[device])

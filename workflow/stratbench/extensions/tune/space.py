@@ -1,4 +1,4 @@
-"""The search space of `tune`, from the declarations of strategies and settings."""
+"""Lists the search space of `tune`, from the declarations of strategies and settings."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from stratbench.cell.settings import OF_A_VARIANT
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.needs import faults
 
-#: Values of the settings that a variant may have otherwise; `gradient_accumulation_steps` follows from the
-#: batch.
+#: Values to try of settings that a variant may change. Those of `gradient_accumulation_steps` follow from
+#: the batch.
 VALUES = {"activation_checkpointing": (False, "selective", True)}
-#: The most parts of a batch.
+#: Maximum number of micro-batches into which `tune` divides a batch.
 MAX_PARTS = 8
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A strategy with options and settings that differ from the experiment's.
-
-    `name` is that of its variant, or of the strategy itself if nothing differs.
-    """
+    """A strategy with the options and settings in which it differs from the experiment."""
 
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -31,60 +28,64 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """A name for paths and tables, such as `fsdp_never_accumulate2`."""
+        """Name for paths and tables, such as `fsdp_never_accumulate2`.
+
+        Without differences it is the strategy's name.
+        """
         parts = [self.strategy]
         parts += [
-            _word(key, value) for key, value in [*self.options.items(), *self.settings.items()]
+            _name_part(key, value) for key, value in [*self.options.items(), *self.settings.items()]
         ]
         return "_".join(parts)
 
     @property
     def variant(self) -> dict[str, Any] | None:
-        """Its entry of `variants`, or None for a plain strategy."""
+        """Entry of the combination in `variants` of config.yaml, or None for a plain strategy."""
         if not self.options and not self.settings:
             return None
         settings = {"settings": dict(self.settings)} if self.settings else {}
         return {"strategy": self.strategy, **self.options, **settings}
 
 
-#: Shorter words for keys, in names.
-_SHORT = {
+#: Shorter words for settings and options in names of combinations.
+_SHORT_KEYS = {
     "activation_checkpointing": "checkpointing",
     "gradient_accumulation_steps": "accumulate",
     "reshard_after_forward": "reshard",
 }
 
 
-def _word(key: str, value: Any) -> str:
-    short = _SHORT.get(key, key).replace("_", "-")
+def _name_part(key: str, value: Any) -> str:
+    short = _SHORT_KEYS.get(key, key).replace("_", "-")
     return short if value is True else f"{short}-{value}"
 
 
-def combinations_of(
+def list_combinations(
     experiment: Mapping[str, Any], gpus: int, tune: Mapping[str, Any]
 ) -> list[Combination]:
-    """Return all combinations for an experiment on `gpus` workers, strategy by strategy.
+    """Return all combinations to try for an experiment, strategy by strategy.
 
     Args:
         experiment: The values of an experiment of config.yaml.
         gpus: Number of workers.
         tune: The block `tune` of config.yaml, with its defaults.
     """
-    settings = list(_settings_of(experiment, gpus, tune))
+    settings = list(_iter_settings(experiment, gpus, tune))
     return [
         Combination(name, options, own)
-        for name in strategies_of(gpus, tune)
-        for options in _options_of(name, gpus)
+        for name in list_strategies(gpus, tune)
+        for options in _iter_options(name, gpus)
         for own in settings
     ]
 
 
-def strategies_of(gpus: int, tune: Mapping[str, Any]) -> list[str]:
-    """Return the strategies whose updates are DDP's on `gpus` workers, and that are installed here.
+def list_strategies(gpus: int, tune: Mapping[str, Any]) -> list[str]:
+    """Return the names of the strategies to try on `gpus` workers.
 
-    `include` names those alone that are looked at, `exclude` those that are not.
+    These are the ones that `include` names, or all whose updates equal DDP's. Those that `exclude` names,
+    or whose packages are missing, are left out.
     """
-    wanted = tune["include"] or [name for name in REGISTRY if _equals_ddp(name, gpus)]
+    wanted = tune["include"] or [name for name in REGISTRY if _has_ddp_updates(name, gpus)]
     return [
         name
         for name in wanted
@@ -92,30 +93,30 @@ def strategies_of(gpus: int, tune: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _equals_ddp(name: str, gpus: int) -> bool:
+def _has_ddp_updates(name: str, gpus: int) -> bool:
     strategy = strategy_class(name)
     if strategy.kind == "own" or (strategy.max_workers or gpus) < gpus:
         return False
     try:
         return traits_of(name, option_defaults(name), gpus).equals_ddp
-    except ValueError:  # so many workers cannot be divided
+    except ValueError:  # the strategy cannot divide this number of workers
         return False
 
 
-def _options_of(name: str, gpus: int) -> Iterator[dict[str, Any]]:
-    """Yield the default, and each value that an option lists as worth trying, one at a time."""
+def _iter_options(name: str, gpus: int) -> Iterator[dict[str, Any]]:
+    """Yield the default options, then each value worth trying, one option at a time."""
     yield {}
     for option in fields(strategy_class(name).Options):
         for value in option.metadata.get("tried", ()):
             if type(value) is int and option.name.endswith("_workers") and value >= gpus:
-                continue  # as `all`, which is the default
+                continue  # same as the default, `all`
             yield {option.name: value}
 
 
-def _settings_of(
+def _iter_settings(
     experiment: Mapping[str, Any], gpus: int, tune: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield settings that are not the experiment's own: parts of the batch, checkpointing, compile."""
+    """Yield settings to try that differ from the experiment's: micro-batches, checkpointing, compile."""
     batch = experiment.get("per_worker_batch") or experiment["global_batch"] // gpus
     values: dict[str, tuple[Any, ...]] = dict(VALUES)
     values["gradient_accumulation_steps"] = tuple(n for n in (1, 2, 4, MAX_PARTS) if batch % n == 0)

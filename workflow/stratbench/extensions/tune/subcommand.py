@@ -1,4 +1,4 @@
-"""`stratbench tune`: the fastest configuration of a model, filtered by plan, measured by blocks."""
+"""`stratbench tune` finds the fastest configuration of a model: the plan filters, blocks measure."""
 
 from __future__ import annotations
 
@@ -11,29 +11,44 @@ from stratbench.extensions.tune.paths import TUNED
 
 
 def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `tune` and its arguments; `add`: takes a name, a function and a help text."""
-    tune = add("tune", run_tune, "the fastest configuration of a network, for your own trainer")
-    tune.add_argument("--profile", default="local", help="local (default), slurm, or a folder")
+    """Add `tune` and its arguments to the command line.
+
+    Args:
+        add: Adds a subcommand with a name, a function and a help text, and returns its parser.
+    """
+    tune = add(
+        "tune", run_tune, "find the fastest configuration of a network, for your own trainer"
+    )
     tune.add_argument(
-        "--sieve-only", action="store_true", help="say what is worth measuring, and measure nothing"
+        "--profile",
+        default="local",
+        help="Snakemake profile: local (default), slurm, or a profile's folder",
+    )
+    tune.add_argument(
+        "--sieve-only",
+        action="store_true",
+        help="print which combinations are worth measuring, without measuring them",
     )
 
 
 def run_tune(args: argparse.Namespace, others: list[str]) -> int:
-    """Sieve the combinations, then measure what is left by the rounds of a verdict.
+    """Filter the combinations by plan, then measure the remaining ones by verdict_command of a verdict.
 
-    Return the exit code.
+    Returns:
+        The exit code.
     """
     from stratbench.command.in_folder import QUIET, command_line, profile_folder, require
     from stratbench.command.subcommands import pairs
 
     require("torch")
     profile = profile_folder(args.profile)
-    sieve = command_line("tune", "-c1", "--quiet", "all", config=pairs(args), program=QUIET)
-    code = subprocess.run(sieve, check=False).returncode
+    filter_command = command_line(
+        "tune", "-c1", "--quiet", "all", config=pairs(args), program=QUIET
+    )
+    code = subprocess.run(filter_command, check=False).returncode
     if code or args.sieve_only:
         return code
-    tuned = tuned_file(args.study)
+    tuned = tuned_config_path(args.study)
     own = [pair for pair in pairs(args) if not pair.startswith("study=")]
     arguments = (
         "verdict",
@@ -44,23 +59,24 @@ def run_tune(args: argparse.Namespace, others: list[str]) -> int:
         "config.yaml",
         str(tuned),
     )
-    rounds = command_line(*arguments, config=["verdict={rounds: all}", *own])
+    verdict_command = command_line(*arguments, config=["verdict={rounds: all}", *own])
     while not code:
         measured = tuned.read_bytes()
-        code = subprocess.run(rounds, check=False).returncode
+        code = subprocess.run(verdict_command, check=False).returncode
         if code:
             break
-        # What ran out of memory in a block may leave its place to others.
-        code = subprocess.run(sieve, check=False).returncode
+        # If a combination ran out of memory in a block, one that was dropped for it may be measured now.
+        code = subprocess.run(filter_command, check=False).returncode
         if tuned.read_bytes() == measured:
             break
     return code
 
 
-def tuned_file(study: str | None) -> Path:
-    """Return the config that the rule `tune` wrote for a study of config.yaml.
+def tuned_config_path(study: str | None) -> Path:
+    """Return the path of the config that the rule `tune` wrote for a study.
 
-    None: the config's own.
+    Args:
+        study: Name of the study; None for the one that config.yaml names.
     """
     import yaml
 
