@@ -24,9 +24,9 @@ from stratbench.cell.coordinates import Cell
 from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, Segment
 from stratbench.extensions.verdict.paired import judging
 from stratbench.extensions.verdict.paired.evidence import FullRun, PairedComparison, PairedEvidence
-from stratbench.extensions.verdict.paired.next_round import next_round, round_of
+from stratbench.extensions.verdict.paired.next_round import determine_next_round, find_next_round
 from stratbench.extensions.verdict.paired.rounds import Course
-from stratbench.extensions.verdict.paired.verdict import verdict_of
+from stratbench.extensions.verdict.paired.verdict import make_verdict
 
 MARGIN = 0.03
 #: Comparisons behind a row of the comparison alone, and of the whole verdict.
@@ -84,7 +84,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
     while course.open.any():
         judged = course.open.copy()
         new, nodes = [], []
-        for _ in range(judging.next_look(done) - done):
+        for _ in range(judging.get_next_look(done) - done):
             at = rng.integers(0, several, (n, 1)) if how.nodes else np.full((n, 1), done)
             ran |= (np.arange(several) == at[..., None]) & judged[..., None]
             own = np.take_along_axis(
@@ -115,7 +115,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
 def wrong(mu: np.ndarray, said: Mapping[str, np.ndarray]) -> np.ndarray:
     """Whether the claim on each comparison is wrong, by the true log times `mu`."""
     best = mu.min(-1)
-    gap = judging.at(mu, said["leader"]) - best
+    gap = judging.select_by_index(mu, said["leader"]) - best
     tied = (mu <= best[..., None] + 1e-12).sum(-1) > 1
     within = said["at_most"] <= math.log1p(MARGIN) + 1e-9
     return (
@@ -247,7 +247,7 @@ class World:
     def verdict(self) -> tuple[dict[str, Any], int]:
         """The comparison's entry of verdict.json at the end of all rounds, and the number of full runs."""
         evidence = self.evidence()
-        while not (found := next_round(evidence)).done:
+        while not (found := find_next_round(evidence)).done:
             blocks = {(self.place, entry["block"]): self.block(entry) for entry in found.blocks}
             runs = {cell: self.full_run(cell) for cell in found.full_runs}
             evidence = replace(
@@ -256,7 +256,9 @@ class World:
                 full_runs={**evidence.full_runs, **runs},
             )
         course = Course(evidence)
-        return verdict_of(course, round_of(course), [])["comparisons"][0], len(evidence.full_runs)
+        return make_verdict(course, determine_next_round(course), [])["comparisons"][0], len(
+            evidence.full_runs
+        )
 
     def is_wrong(self, comparison: Mapping[str, Any], of_steps: bool) -> bool:
         """Whether its claim is wrong: of full trainings, or of steps."""

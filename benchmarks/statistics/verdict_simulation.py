@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stratbench.extensions.verdict.block_rules import disagreement_limit, discarded_steps
+from stratbench.extensions.verdict.block_rules import (
+    compute_disagreement_limit,
+    count_discarded_steps,
+)
 from stratbench.extensions.verdict.paired import judging
 from stratbench.statistics import moderated
 
@@ -200,7 +203,7 @@ class Costs:
     def short(self, s: Studies) -> np.ndarray:
         """GPU-seconds of a segment, the same shape."""
         step = s.step_s[:, None] * np.exp(s.mu)
-        steps = self.segment + discarded_steps(self.segment)
+        steps = self.segment + count_discarded_steps(self.segment)
         return s.gpus[:, None] * (self.start_segment + steps * step)
 
 
@@ -245,7 +248,7 @@ def run(
     while course.open.any():
         judged = course.open.copy()
         blocks = int(course.blocks.max())
-        target = judging.next_look(blocks)
+        target = judging.get_next_look(blocks)
         new, began = [], course.logs.shape[-1]
         for _ in range(target - blocks):
             logs = block_of_segments(rng, s, noise, node)
@@ -267,25 +270,27 @@ def run(
             np.stack(new, -1), judged * len(new), nodes, first_limits[:, None, None]
         )
         look = step.look
-        gaps = s.mu - judging.at(s.mu, look.leader)[..., None]
+        gaps = s.mu - judging.select_by_index(s.mu, look.leader)[..., None]
         holds = ~look.rivals | ((look.low <= gaps) & (gaps <= look.high))
         said = step.dropped | step.ended[..., None]
         covered &= (holds | ~said | ~np.isfinite(look.low)).all(-1)
         for name in ("leader", "fastest", "at_most"):
             value = getattr(look, name)
             result[name] = np.where(step.ended, value, result.get(name, np.zeros_like(value)))
-        wanted = course.unknown
+        wanted = course.leaders_without_score
         training += (wanted * full).sum(-1)
-        course.learn(wanted & s.good, wanted & ~s.good)
+        course.apply_scores(wanted & s.good, wanted & ~s.good)
     reference = np.where(
         np.arange(comparisons[1]) // 3 % 2 == 0, True, s.gpus == 1
     )  # BatchNorm: each count
     training = training + reference * full[..., 0]
     # A leader of equal arithmetic is trained, too, to check its steps; others have been, for their scores.
-    own = judging.at(s.equal, result["leader"]) & ~(reference & (result["leader"] == 0))
-    training = training + own * judging.at(full, result["leader"])
+    own = judging.select_by_index(s.equal, result["leader"]) & ~(
+        reference & (result["leader"] == 0)
+    )
+    training = training + own * judging.select_by_index(full, result["leader"])
     total = 3 * (full * s.there).sum((-1, -2))
-    within = (result["at_most"] <= np.log1p(MARGIN) + 1e-9) & judging.at(
+    within = (result["at_most"] <= np.log1p(MARGIN) + 1e-9) & judging.select_by_index(
         course.admissible, result["leader"]
     )
     return Outcome(
@@ -327,12 +332,12 @@ def screening_whatever_the_noise():
 
 def intervals_of_a_leader_known_before():
     """The known mistake of reporting intervals as if the same blocks had not chosen the leader."""
-    tail = judging.reported_tail
-    return _with(judging, reported_tail=lambda k: tail(k) * np.maximum(2, k) / 2)
+    tail = judging.compute_reported_tail
+    return _with(judging, compute_reported_tail=lambda k: tail(k) * np.maximum(2, k) / 2)
 
 
 def values_of_segments(logs: np.ndarray) -> np.ndarray:
-    """`segments.value_of_segments` of many strategies; NaN for a third segment that was not measured."""
+    """`segments.compute_block_value` of many strategies; NaN for a third segment that was not measured."""
     two = logs[..., :2].mean(-1)
     return np.where(np.isnan(logs[..., 2]), two, np.median(logs, axis=-1))
 
@@ -340,13 +345,13 @@ def values_of_segments(logs: np.ndarray) -> np.ndarray:
 def limits_of(apart: list[np.ndarray]) -> np.ndarray:
     """From which difference a third segment is asked for, of each study."""
     joined = np.concatenate(apart, axis=-1)
-    return np.array([disagreement_limit(row[np.isfinite(row)].tolist()) for row in joined])
+    return np.array([compute_disagreement_limit(row[np.isfinite(row)].tolist()) for row in joined])
 
 
 def rates(s: Studies, found: Outcome) -> dict[str, float]:
     """Rates in percent over all comparisons: claims, wrong ones, and what they cost."""
     best = np.where(s.usable, s.mu, np.inf).min(-1)
-    gap = judging.at(s.mu, found.leader) - best
+    gap = judging.select_by_index(s.mu, found.leader) - best
     tied = (s.usable & (s.mu <= best[..., None] + 1e-12)).sum(-1) > 1
     wrong_fastest = found.fastest & ((gap > 1e-12) | tied)
     wrong_within = found.within & (gap > np.log1p(MARGIN) + 1e-9)

@@ -249,9 +249,12 @@ def test_a_record_of_other_data_of_the_same_name_is_refused_and_told(tmp_path):
     assert run(study_dir, "--study", json.dumps(config)) == 1
     rows = read(study_dir / "cells.csv")
     assert [r["status"] for r in rows] == ["ok", "ok", "error"]
-    trained_with, _, wanted = rows[-1]["reason"].partition("(config: ")
-    assert "was trained with data_spec {" in trained_with
-    assert ("'train_samples': 2048" in trained_with, "'train_samples': 1024" in wanted) == (1, 1)
+    remove_length_and_seed, _, wanted = rows[-1]["reason"].partition("(config: ")
+    assert "was trained with data_spec {" in remove_length_and_seed
+    assert (
+        "'train_samples': 2048" in remove_length_and_seed,
+        "'train_samples': 1024" in wanted,
+    ) == (1, 1)
 
 
 def test_what_trains_nothing_is_no_part_of_how_cells_are_trained():

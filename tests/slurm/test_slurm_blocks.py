@@ -154,8 +154,8 @@ def test_a_block_of_four_strategies_is_one_job_on_two_nodes(raced: Raced) -> Non
         assert record["provenance"]["slurm_job_id"] == job["id"]
         nodes = [w["provenance"]["slurm"]["SLURMD_NODENAME"] for w in record["workers"]]
         assert sorted(nodes) == (["node1", "node2"] if segment["status"] == "ok" else [])
-    assert [s for in_pass, s in ended["ok"] if in_pass == "first"] == left
-    assert [s for in_pass, s in ended["ok"] if in_pass == "mirror"] == left[::-1]
+    assert [s for pass_name, s in ended["ok"] if pass_name == "first"] == left
+    assert [s for pass_name, s in ended["ok"] if pass_name == "mirror"] == left[::-1]
     # Out of memory is a result: the strategy drops out, and the block goes on.
     assert [strategy for _, strategy in ended["oom"]] == ["zero1"]
 

@@ -12,10 +12,10 @@ from planted import faster
 from synthetic_paired import World
 
 from stratbench.cell.coordinates import Cell
-from stratbench.extensions.verdict.blocks import BLOCK_PATTERN, trained_with
+from stratbench.extensions.verdict.blocks import BLOCK_PATTERN, remove_length_and_seed
 from stratbench.extensions.verdict.paired import __main__ as command
 from stratbench.extensions.verdict.paired.evidence import read_evidence
-from stratbench.extensions.verdict.paired.next_round import next_round
+from stratbench.extensions.verdict.paired.next_round import find_next_round
 from stratbench.study.config.config import load_config
 
 WORLD = World(
@@ -52,7 +52,7 @@ class Files:
 
     def next_round(self) -> dict[str, Any]:
         """What `next` prints."""
-        return next_round(read_evidence(self.config)[0]).as_dict()
+        return find_next_round(read_evidence(self.config)[0]).as_dict()
 
     def run(self, found: dict[str, Any]) -> None:
         """Write all that a round asks for."""
@@ -86,7 +86,9 @@ class Files:
             "hosts": list(block.hosts), "device": "cuda" if self.device == "cuda" else "cpu",
             "allocation": None, "started": "", "ended": "", "gpu_seconds": block.gpu_seconds,
             "gpu_names": list(block.gpu_names),
-            "trained": {strategy: trained_with(self.study.settings(c)) for strategy, c in cells.items()},
+            "trained": {
+                strategy: remove_length_and_seed(self.study.settings(c)) for strategy, c in cells.items()
+            },
         }  # fmt: skip
         path = self.root / "blocks" / BLOCK_PATTERN.format(**place) / "block.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import numpy as np
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, Segment
 from stratbench.extensions.verdict.paired.evidence import FullRun, PairedComparison, PairedEvidence
-from stratbench.extensions.verdict.paired.next_round import NextRound, next_round
+from stratbench.extensions.verdict.paired.next_round import NextRound, find_next_round
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class World:
         evidence = evidence or self.evidence()
         rounds = []
         for _ in range(30):
-            rounds.append(next_round(evidence))
+            rounds.append(find_next_round(evidence))
             if rounds[-1].done:
                 return evidence, rounds
             evidence = self.follow(evidence, rounds[-1])

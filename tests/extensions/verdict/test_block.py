@@ -24,7 +24,7 @@ from stratbench.analysis.records import collect
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.verdict import blocks
-from stratbench.extensions.verdict.block import run_in_order
+from stratbench.extensions.verdict.block import run_segments_in_order
 from stratbench.extensions.verdict.blocks import BlockPlan, Segment
 from stratbench.strategies import strategy_class
 from stratbench.train.gpu_locks import visible_gpus
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(300)
 def plan_of(*order: str, **changes: Any) -> BlockPlan:
     plan = BlockPlan(
         study="tests", experiment="tiny", model="vgg-compact", dataset="tiny", gpus=2, block=1,
-        order=order, seed=11, steps=4, discard=2, disagreement=50.0,
+        order=order, seed=11, steps=4, discarded_steps=2, disagreement_limit=50.0,
     )  # fmt: skip
     return replace(plan, **changes)
 
@@ -48,21 +48,21 @@ def ran(plan: BlockPlan, times: dict[str, list[float | str]]) -> list[tuple[str,
     left = {name: iter(values) for name, values in times.items()}
     slots = itertools.count()
 
-    def run(in_pass: str, strategy: str) -> Segment:
+    def run(pass_name: str, strategy: str) -> Segment:
         found = next(left[strategy])
         ok = isinstance(found, float)
         status, mean_s = ("ok", found) if ok else (found, None)
-        return Segment(next(slots), in_pass, strategy, status, mean_s, None, None, 1.0, 2.0)
+        return Segment(next(slots), pass_name, strategy, status, mean_s, None, None, 1.0, 2.0)
 
     told: list[Segment] = []
-    done = run_in_order(plan, run, told.append)
+    done = run_segments_in_order(plan, run, told.append)
     assert [s.slot for s in done] == list(range(len(done)))
-    assert [s for s in done if s.in_pass == "burn-in" and s.status == "ok"] == told
-    return [(s.in_pass, s.strategy) for s in done]
+    assert [s for s in done if s.pass_name == "burn-in" and s.status == "ok"] == told
+    return [(s.pass_name, s.strategy) for s in done]
 
 
 def test_strategies_run_in_order_and_in_its_mirror_and_a_third_time_where_they_disagree():
-    plan = plan_of("b", "a", "c", disagreement=math.log(1.03))
+    plan = plan_of("b", "a", "c", disagreement_limit=math.log(1.03))
     times = {"a": [1.0, 1.02], "b": [9.0, 1.0, 1.04, 1.0], "c": [2.0, 1.9, 1.95]}
     assert ran(plan, times) == [
         ("burn-in", "b"),
@@ -82,7 +82,7 @@ def test_a_strategy_that_ends_badly_drops_out_of_the_rest():
 
 
 def test_the_first_block_takes_the_limit_of_disagreement_from_itself():
-    plan = plan_of("a", "b", "c", disagreement=None)
+    plan = plan_of("a", "b", "c", disagreement_limit=None)
     times = {"a": [9.0, 1.0, 1.1, 1.0], "b": [1.0, 1.001], "c": [1.0, 1.002]}
     assert [s for s in ran(plan, times) if s[0] == "third"] == [("third", "a")]
     times = {name: [9.0, 1.0, 1.1] if name == "a" else [1.0, 1.1] for name in "abc"}
@@ -114,10 +114,15 @@ def test_whole_periods_of_a_strategy_are_timed_and_none_of_its_first_steps(
 def test_a_plan_comes_back_from_json_and_from_a_round():
     plan = plan_of("a", "b")
     assert BlockPlan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
-    length = {key: getattr(plan, key) for key in ("steps", "discard", "disagreement")}
-    entry = {k: v for k, v in plan.as_dict().items() if k not in {"order", "study", *length}}
+    length = {
+        "steps": plan.steps,
+        "discard": plan.discarded_steps,
+        "disagreement": plan.disagreement_limit,
+    }
+    own = {"order", "study", "steps", "discarded_steps", "disagreement_limit"}
+    entry = {k: v for k, v in plan.as_dict().items() if k not in own}
     assert (
-        BlockPlan.from_round("tests", entry | {"strategies": ["a", "b"], "settings": length})
+        BlockPlan.from_round_entry("tests", entry | {"strategies": ["a", "b"], "settings": length})
         == plan
     )
 
@@ -206,7 +211,7 @@ def test_a_finished_block_says_what_it_ran(finished):
     assert found["device"] == "cpu"
     assert found["hosts"] == [os.uname().nodename]
     assert found["gpu_seconds"] >= 2 * sum(s["wall_s"] for s in found["segments"])
-    assert found["trained"]["ddp"] == blocks.trained_with(
+    assert found["trained"]["ddp"] == blocks.remove_length_and_seed(
         settings("ddp", device=found["trained"]["ddp"]["device"], seed=3)
     )
 

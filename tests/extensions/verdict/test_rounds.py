@@ -14,8 +14,8 @@ from stratbench.extensions.verdict.blocks import trained_digest
 from stratbench.extensions.verdict.verdict_round import (
     SEGMENT_ALLOWANCE_S,
     Round,
-    block_min,
-    segment_limit_s,
+    compute_block_limit_minutes,
+    compute_segment_limit_s,
 )
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
@@ -34,7 +34,7 @@ def content(**changes: Any) -> dict[str, Any]:
     return {"round": 2, "comparisons": [BLOCK], "full_runs": [RUN], "done": False} | changes
 
 
-def round_of(
+def determine_next_round(
     results: Path,
     said: dict[str, Any] | str,
     is_job: bool = False,
@@ -65,7 +65,7 @@ def wildcards(block: int) -> dict[str, str]:
 
 
 def test_a_round_makes_its_blocks_and_whole_trainings(tmp_path):
-    found = round_of(tmp_path, content())
+    found = determine_next_round(tmp_path, content())
     assert [str(Path(p).relative_to(tmp_path)) for p in found.files()] == [
         "s/blocks/e/vgg-compact/2gpu/block3/block.json",
         "s/cells/e/ddp/vgg-compact/2gpu/rep4/record.json",  # beyond the repeats of the study
@@ -78,7 +78,7 @@ def test_a_round_makes_its_blocks_and_whole_trainings(tmp_path):
 
 
 def test_a_block_asks_for_the_most_that_one_of_its_strategies_needs(tmp_path):
-    found = round_of(tmp_path, content())
+    found = determine_next_round(tmp_path, content())
     plan = found.block_of(wildcards(3))
     request = found.request_of(plan)
     assert (request.nodes, request.cpus, request.mem_mib) == (1, 3, 3000)  # the server's
@@ -86,9 +86,11 @@ def test_a_block_asks_for_the_most_that_one_of_its_strategies_needs(tmp_path):
     limit_s = SEGMENT_ALLOWANCE_S + 1000 * 75 / total
     assert found.limit_s(plan) == pytest.approx(limit_s, rel=0.05)
     assert request.runtime_min == pytest.approx((3 * limit_s + 600) / 60, abs=1.5)
-    assert segment_limit_s(None, 75, total) is None
-    assert segment_limit_s(1000, 75, 10) == SEGMENT_ALLOWANCE_S + 1000  # no more than its own
-    assert block_min(None, 7, {}) == 24 * 60
+    assert compute_segment_limit_s(None, 75, total) is None
+    assert (
+        compute_segment_limit_s(1000, 75, 10) == SEGMENT_ALLOWANCE_S + 1000
+    )  # no more than its own
+    assert compute_block_limit_minutes(None, 7, {}) == 24 * 60
 
 
 def test_a_segment_may_take_as_long_as_a_strategy_needs_for_its_own_period(tmp_path):
@@ -99,7 +101,7 @@ def test_a_segment_may_take_as_long_as_a_strategy_needs_for_its_own_period(tmp_p
         "late": {"strategy": "ddp", "compress": "powersgd", "powersgd_start_step": 1100},
     }
     for name, steps in strategies.items():
-        found = round_of(
+        found = determine_next_round(
             tmp_path,
             content(comparisons=[BLOCK | {"strategies": ["ddp", name]}]),
             variants=variants,
@@ -112,54 +114,54 @@ def test_a_segment_may_take_as_long_as_a_strategy_needs_for_its_own_period(tmp_p
 
 def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path, capsys):
     path = tmp_path / "s" / "verdict" / "verdict.json"
-    assert not round_of(tmp_path, "not asked").has_current_verdict
+    assert not determine_next_round(tmp_path, "not asked").has_current_verdict
     path.parent.mkdir(parents=True)
-    found = round_of(tmp_path, content())
+    found = determine_next_round(tmp_path, content())
     settings = Settings(**found.settings_of(found.block_of(wildcards(3)))["ddp"])
     place = {"experiment": "e", "model": "vgg-compact", "gpus": 2}
     trained = {"ddp": trained_digest(settings), "taken-out-since": "0"}
     path.write_text(json.dumps({"comparisons": [place | {"trained": trained}]}))
-    assert round_of(tmp_path, "not asked").has_current_verdict
+    assert determine_next_round(tmp_path, "not asked").has_current_verdict
     # A block does not depend on the number of epochs.
-    assert round_of(tmp_path, "not asked", epochs=30).has_current_verdict
+    assert determine_next_round(tmp_path, "not asked", epochs=30).has_current_verdict
     assert capsys.readouterr().err == ""
-    assert not round_of(tmp_path, "not asked", lr=0.2).has_current_verdict
-    assert "the verdict is not used" in capsys.readouterr().err
+    assert not determine_next_round(tmp_path, "not asked", lr=0.2).has_current_verdict
+    assert "verdict.json is not used" in capsys.readouterr().err
     path.write_text("[]")
-    assert not round_of(tmp_path, "not asked").has_current_verdict
+    assert not determine_next_round(tmp_path, "not asked").has_current_verdict
 
 
 def test_a_job_of_the_round_reads_what_was_kept(tmp_path):
     with pytest.raises(ConfigError, match=r"round\.json cannot be read: .*snakemake verdict"):
-        round_of(tmp_path, "not asked", is_job=True).files()
-    round_of(tmp_path, content()).keep()
-    assert len(round_of(tmp_path, "not asked", is_job=True).files()) == 2
+        determine_next_round(tmp_path, "not asked", is_job=True).files()
+    determine_next_round(tmp_path, content()).keep()
+    assert len(determine_next_round(tmp_path, "not asked", is_job=True).files()) == 2
 
 
 def test_a_command_that_fails_is_told(tmp_path):
-    with pytest.raises(ConfigError, match=r"next round of the verdict is unknown:\nno study"):
-        round_of(tmp_path, "no study").files()
+    with pytest.raises(ConfigError, match=r"the verdict's next round failed:\nno study"):
+        determine_next_round(tmp_path, "no study").files()
 
 
 def test_a_round_that_would_be_the_next_again_ends_the_chain(tmp_path):
-    first = round_of(tmp_path, content())
+    first = determine_next_round(tmp_path, content())
     assert len(first.blocks) == 1
-    with pytest.raises(ConfigError, match="would be the next one again"):
+    with pytest.raises(ConfigError, match="would be the same again"):
         first.goes_on()
     for said, goes_on in ((content(done=True), False), (content(full_runs=[]), True)):
-        first._command = round_of(tmp_path, said)._command
+        first._command = determine_next_round(tmp_path, said)._command
         assert first.goes_on() is goes_on
 
 
 def test_what_makes_a_block_stale_is_what_is_trained(tmp_path):
-    found = round_of(tmp_path, content())
+    found = determine_next_round(tmp_path, content())
     stated = found.trained(found.block_of(wildcards(3)))["ddp"]
     assert stated["lr"] == 0.1
     assert not {"epochs", "steps", "seed"} & set(stated)
 
 
 def test_the_command_reads_a_config_that_is_longer_than_a_command_line(tmp_path: Path) -> None:
-    few = round_of(tmp_path, content())
+    few = determine_next_round(tmp_path, content())
     code = "import json, sys; print(json.dumps({'round': len(json.load(sys.stdin)['note'])}))"
     command = [sys.executable, "-c", code]
     config = few.config | {"note": "x" * 200_000}

@@ -118,7 +118,7 @@ def test_the_check_figures_of_the_procedure():
     for strategy, variance in enumerate(np.append(variances, np.zeros(4)), 1):
         logs[0, strategy] = 1.0 + np.sqrt(variance) * np.array([-1, 0, 1])
     there = np.ones((1, 15), dtype=bool)
-    look = judging.judge(
+    look = judging.judge_comparisons(
         logs,
         there,
         there,

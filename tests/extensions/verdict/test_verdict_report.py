@@ -20,7 +20,7 @@ from stratbench.analysis.report import report
 from stratbench.analysis.tables import tables
 from stratbench.extensions.audit import audit
 from stratbench.extensions.paper import against
-from stratbench.extensions.verdict.blocks import with_seal
+from stratbench.extensions.verdict.blocks import add_digest
 from stratbench.extensions.verdict.paired_results import (
     BlocksEvidence,
     paired_results,
@@ -30,7 +30,7 @@ from stratbench.extensions.verdict.paired_results import (
 ROOT = Path(__file__).parents[3]
 
 
-def verdict_of(files: Files) -> str:
+def make_verdict(files: Files) -> str:
     return str(files.root / "verdict" / "verdict.json")
 
 
@@ -91,7 +91,7 @@ def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence)
     """Three blocks on hosts of their own would do for high; the verdict knows what speaks against them."""
     cells = read_cells(told.root / "cells.csv")
     findings = read_audit(told.root / "audit.csv")
-    paired = paired_results(read_verdict(verdict_of(told)))
+    paired = paired_results(read_verdict(make_verdict(told)))
     for group, found in paired.items():
         claim = found.claim and confidence and (found.claim[0], confidence)
         paired[group] = replace(found, claim=claim)
@@ -103,7 +103,7 @@ def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence)
 def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     """The user's GPUs are too small for the leader: the verdict does not decide against the others."""
     cells = read_cells(told.root / "cells.csv")
-    paired = paired_results(read_verdict(verdict_of(told)))
+    paired = paired_results(read_verdict(make_verdict(told)))
     findings = read_audit(told.root / "audit.csv")
     finding = dict.fromkeys(findings.columns) | {
         "rule": "contradictory-time", "severity": "unusable", "affects": "all", "strategy": "ps-dana",
@@ -127,7 +127,7 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
     for gpus in timed:
         paired = {
             k: r
-            for k, r in paired_results(read_verdict(verdict_of(told))).items()
+            for k, r in paired_results(read_verdict(make_verdict(told))).items()
             if k.gpus != gpus
         }
         (found,) = decide.decisions(cells, findings, decide.Constraints(), [BlocksEvidence(paired)])
@@ -151,7 +151,7 @@ def written_report(told, verdict: str, folder: Path) -> str:
 
 
 def test_the_answers_are_followed_by_the_verdict(told, tmp_path):
-    html = written_report(told, verdict_of(told), tmp_path)
+    html = written_report(told, make_verdict(told), tmp_path)
     assert html.index('id="answer"') < html.index('id="verdict"')
     section = html[html.index('id="verdict"') : html.index('aria-labelledby="e-')]
     assert section.count("ps-dana is within 3 % of the fastest (95 %, on 3 nodes).") == 2
@@ -169,10 +169,10 @@ def test_a_study_without_a_verdict_has_no_such_section(told, tmp_path):
 
 
 def test_names_in_a_verdict_reach_the_page_escaped(told, tmp_path):
-    verdict = json.loads(Path(verdict_of(told)).read_text())
+    verdict = json.loads(Path(make_verdict(told)).read_text())
     verdict = json.loads(json.dumps(verdict).replace("fsdp", "<img src=x>"))
     path = tmp_path / "verdict.json"
-    path.write_text(json.dumps(with_seal(verdict)))
+    path.write_text(json.dumps(add_digest(verdict)))
     html = written_report(told, str(path), tmp_path)
     assert "<img src=x>" not in html
     assert "&lt;img src=x&gt;" in html

@@ -14,20 +14,20 @@ import pytest
 from synthetic_paired import World
 
 from stratbench.extensions.verdict.block_rules import (
-    disagreement_limit,
-    discarded_steps,
+    compute_block_value,
+    compute_disagreement_limit,
+    count_discarded_steps,
     expected_cost,
     segment_steps,
-    value_of_segments,
 )
 from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, Segment
 from stratbench.extensions.verdict.paired import judging
 from stratbench.extensions.verdict.paired.evidence import PairedEvidence
-from stratbench.extensions.verdict.paired.lines import verdict_lines
-from stratbench.extensions.verdict.paired.next_round import next_round, round_of
-from stratbench.extensions.verdict.paired.noise import noise_of
+from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
+from stratbench.extensions.verdict.paired.next_round import determine_next_round, find_next_round
+from stratbench.extensions.verdict.paired.noise import estimate_noise
 from stratbench.extensions.verdict.paired.rounds import Course
-from stratbench.extensions.verdict.paired.verdict import verdict_of
+from stratbench.extensions.verdict.paired.verdict import make_verdict
 
 ONE = ComparisonKey("e", "m", 1)
 FIVE = World(
@@ -39,7 +39,7 @@ FIVE = World(
 
 def told(evidence) -> dict:
     course = Course(evidence)
-    return verdict_of(course, round_of(course), [])
+    return make_verdict(course, determine_next_round(course), [])
 
 
 def test_a_race_ends_with_the_right_claim_and_says_who_was_dropped_when_and_why():
@@ -56,7 +56,7 @@ def test_a_race_ends_with_the_right_claim_and_says_who_was_dropped_when_and_why(
         assert states["big"] == "oom"
         assert states["odd"] == "score"
         assert states["ps-slow"] == "much slower"
-    text = "\n".join(verdict_lines(verdict))
+    text = "\n".join(iter_verdict_lines(verdict))
     assert "ps-async is within 3 % of the fastest (95 %, on 3 nodes)" in text
     assert "its accuracy is 8" in text
     assert "Done: everything is decided." in text
@@ -91,7 +91,7 @@ def test_a_study_killed_again_and_again_comes_to_the_same_verdict(seed):
     rng = np.random.default_rng(seed)
     evidence, asked = FIVE.evidence(), {}
     for _ in range(100):
-        found = next_round(evidence)
+        found = find_next_round(evidence)
         for entry in found.blocks:
             where = (entry["experiment"], entry["gpus"], entry["block"])
             assert asked.setdefault(where, entry["strategies"]) == entry["strategies"]
@@ -109,14 +109,17 @@ def test_a_round_is_judged_by_its_own_evidence_alone():
     early = replace(early, blocks=first.blocks | {
         key: block for key, block in evidence.blocks.items() if key[1] == 3
     })  # fmt: skip
-    assert [b["strategies"] for b in next_round(early).blocks] == [
-        b["strategies"] for b in next_round(first).blocks
+    assert [b["strategies"] for b in find_next_round(early).blocks] == [
+        b["strategies"] for b in find_next_round(first).blocks
     ]
 
 
 def test_the_second_pass_is_not_the_first_blocks_order_again():
     evidence = FIVE.evidence()
-    orders = [tuple(evidence.order(evidence.comparisons[0], n, FIVE.steps_s)) for n in range(1, 9)]
+    orders = [
+        tuple(evidence.order_strategies(evidence.comparisons[0], n, FIVE.steps_s))
+        for n in range(1, 9)
+    ]
     assert len(set(orders)) > 5
     assert {tuple(sorted(o)) for o in orders} == {tuple(sorted(FIVE.steps_s))}
     assert len({o[0] for o in orders}) > 2
@@ -132,7 +135,7 @@ def test_rivals_are_told_apart_by_the_bound_that_is_printed():
     for r in ratios:
         assert r["low"] < r["at_least"] < r["ratio"]
         assert (r["state"] == "slower") == (r["at_least"] > 1)
-    text = "\n".join(verdict_lines(verdict))
+    text = "\n".join(iter_verdict_lines(verdict))
     assert all(f"at least {r['at_least']:.3f}" in text for r in ratios)
     assert not re.search(r"\d \[", text)  # the interval stands in the file alone
 
@@ -141,7 +144,7 @@ def test_a_budget_ends_the_race_and_the_last_look_stands():
     """No claim without three blocks, and none that the intervals do not allow."""
     near = World(steps_s={"ddp": 0.1, "fsdp": 0.1}, scores={}, noise=0.05)
     evidence, rounds = near.to_the_end()
-    assert rounds[-1].reason == "the verdict is over: 10 blocks are the most"
+    assert rounds[-1].reason == "the verdict has ended: it has the largest number of blocks, 10"
     assert {b["claim"] for b in told(evidence)["comparisons"]} == {"at most"}
     most = rounds[-1].spent_gpu_hours / 2
     poor, rounds = near.to_the_end(near.evidence(budget_gpu_hours=most))
@@ -158,17 +161,17 @@ def test_noise_that_hides_everything_ends_in_no_claim():
     verdict = told(evidence)
     for comparison in verdict["comparisons"]:
         assert (comparison["claim"], comparison["confidence"]) == ("none", "low")
-        assert "something may be more than twice as fast" in comparison["text"]
-    text = "\n".join(verdict_lines(verdict))
+        assert "another strategy may still be more than twice as fast" in comparison["text"]
+    text = "\n".join(iter_verdict_lines(verdict))
     assert "Ended undecided:" in text
     assert "Decided:" not in text
-    assert "a margin of 3 % needs more blocks than the verdict has here" in text
+    assert "strategies takes more blocks than a verdict runs" in text
 
 
 def test_nothing_is_claimed_before_three_blocks():
     evidence = FIVE.evidence()
     for _ in range(2):
-        evidence = FIVE.follow(evidence, next_round(evidence))
+        evidence = FIVE.follow(evidence, find_next_round(evidence))
     assert {b["claim"] for b in told(evidence)["comparisons"]} == {"none"}
 
 
@@ -235,7 +238,7 @@ def test_strategies_are_compared_over_the_blocks_that_all_of_them_are_in():
     """The second allocation was slow for all; the strategy that came back was not in it."""
     logs = np.array([[[0.0, 3.0, 0.0], [0.01, np.nan, 0.02]]])
     everywhere = np.ones((1, 2), dtype=bool)
-    look = judging.judge(
+    look = judging.judge_comparisons(
         logs, everywhere, everywhere, ~everywhere, np.array([2]), np.array([True]), 0.03, np.inf,
         np.arange(3)[None],
     )  # fmt: skip
@@ -256,33 +259,33 @@ def test_who_was_faster_but_is_out_is_not_counted_among_the_slower():
 def test_a_noisy_first_block_drops_nobody():
     """Two that are the same, in a block in which two segments of one strategy differ by a third."""
     world = World(steps_s=dict.fromkeys("abcd", 0.1), scores={}, equal="abcd", places=[ONE])
-    entry = next_round(world.evidence()).blocks[0]
+    entry = find_next_round(world.evidence()).blocks[0]
     block = world.block(entry)
     factor = {"a": 0.75, "b": 1.3, "c": 1.0, "d": 0.9}
 
     def noisy(shift: float) -> PairedEvidence:
         segments = tuple(
-            replace(s, mean_step_s=0.1 * factor[s.strategy] * math.exp(sign[s.in_pass] * shift))
+            replace(s, mean_step_s=0.1 * factor[s.strategy] * math.exp(sign[s.pass_name] * shift))
             for s in block.segments
         )
         blocks = {(ONE, 1): replace(block, segments=segments)}
         return replace(world.evidence(), blocks=blocks)
 
     sign = {"burn-in": 0, "first": 0.5, "mirror": -0.5}
-    assert "b" in next_round(noisy(0.3)).blocks[0]["strategies"]
-    assert "b" not in next_round(noisy(0.01)).blocks[0]["strategies"]
+    assert "b" in find_next_round(noisy(0.3)).blocks[0]["strategies"]
+    assert "b" not in find_next_round(noisy(0.01)).blocks[0]["strategies"]
 
 
 def test_a_block_depends_on_rounds_that_are_complete_alone():
     """Of the blocks 7 and 8 of one round the first is there: the second is asked for as before."""
     near = World(steps_s={"ddp": 0.1, "fsdp": 0.1}, scores={}, noise=0.05, places=[ONE])
     evidence = near.evidence()
-    while len((found := next_round(evidence)).blocks) < 2:
+    while len((found := find_next_round(evidence)).blocks) < 2:
         evidence = near.follow(evidence, found)
     seven, eight = found.blocks
     assert (seven["block"], eight["block"]) == (7, 8)
     half = near.follow(evidence, found, keep=lambda what: what == (ONE, 7))
-    assert next_round(half).blocks == (eight,)
+    assert find_next_round(half).blocks == (eight,)
 
 
 def test_a_leader_that_nobody_has_trained_in_full_is_trained_at_last():
@@ -334,7 +337,7 @@ def test_a_strategy_that_is_added_to_a_study_is_raced():
     before, _ = FIVE.to_the_end()
     world = replace(FIVE, steps_s=whole, scores={**FIVE.scores, "new": 98.0})
     evidence = replace(world.evidence(), blocks=before.blocks, full_runs=before.full_runs)
-    first = next_round(evidence)
+    first = find_next_round(evidence)
     assert [(b["block"], "new" in b["strategies"]) for b in first.blocks] == [(1, True), (1, True)]
     evidence, _ = world.to_the_end(evidence)
     assert {b["leader"] for b in told(evidence)["comparisons"]} == {"new"}
@@ -345,15 +348,15 @@ def test_third_segments_are_asked_for_by_the_study_so_far():
     assert rounds[0].blocks[0]["settings"] == {"steps": None, "discard": None, "disagreement": None}
     later = rounds[1].blocks[0]["settings"]
     assert later["steps"] == 60
-    assert later["discard"] == discarded_steps(60) == 15
+    assert later["discard"] == count_discarded_steps(60) == 15
     assert later["disagreement"] == pytest.approx(0.03, abs=0.02)
-    assert disagreement_limit([]) == 0.03
-    assert disagreement_limit([0.01, 0.02, 0.03]) == pytest.approx(5.9 * 0.02)
+    assert compute_disagreement_limit([]) == 0.03
+    assert compute_disagreement_limit([0.01, 0.02, 0.03]) == pytest.approx(5.9 * 0.02)
 
 
 def test_the_value_of_a_block_is_the_mean_of_two_or_the_median_of_three():
-    assert value_of_segments([1.0, 3.0]) == 2.0
-    assert value_of_segments([1.0, 3.0, 1.2]) == 1.2
+    assert compute_block_value([1.0, 3.0]) == 2.0
+    assert compute_block_value([1.0, 3.0, 1.2]) == 1.2
 
 
 @pytest.mark.parametrize(("step_s", "steps"), [(0.03, 120), (0.125, 59), (0.43, 50), (0.001, 300)])
@@ -394,17 +397,17 @@ def made_blocks(rng, n, strategies, sd):
 def test_noise_is_told_apart_by_its_components():
     sd = {"allocation": 0.05, "strategy_in_allocation": 0.01, "segment": 0.008, "drift": 0.02}
     strategies = [f"a{i}" for i in range(8)]
-    found = noise_of(made_blocks(np.random.default_rng(0), 60, strategies, sd))
+    found = estimate_noise(made_blocks(np.random.default_rng(0), 60, strategies, sd))
     for name, true in sd.items():
         assert getattr(found, name) == pytest.approx(true, rel=0.25), name
     assert found.ratio == pytest.approx(math.sqrt(2 * (0.01**2 + 0.008**2 / 2)), rel=0.1)
-    assert found.blocks_for(0.03, 7) in (3, 4, 5)
-    assert replace(found, ratio=0.26).blocks_for(0.03, 7) is None
+    assert found.count_blocks_for_margin(0.03, 7) in (3, 4, 5)
+    assert replace(found, ratio=0.26).count_blocks_for_margin(0.03, 7) is None
 
 
 def test_one_block_cannot_tell_noise_between_blocks():
     sd = {"allocation": 0.05, "strategy_in_allocation": 0.0, "segment": 0.008, "drift": 0.0}
-    found = noise_of(made_blocks(np.random.default_rng(0), 1, ["a", "b", "c"], sd))
+    found = estimate_noise(made_blocks(np.random.default_rng(0), 1, ["a", "b", "c"], sd))
     assert found.ratio is None
     assert found.allocation is None
     assert found.segment is not None

@@ -15,10 +15,10 @@ from synthetic_paired import World
 import verdict_limits as limits
 from stratbench.extensions.verdict.blocks import ComparisonKey, read_block
 from stratbench.extensions.verdict.paired import judging
-from stratbench.extensions.verdict.paired.lines import verdict_lines
-from stratbench.extensions.verdict.paired.next_round import next_round, round_of
+from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
+from stratbench.extensions.verdict.paired.next_round import determine_next_round, find_next_round
 from stratbench.extensions.verdict.paired.rounds import Course
-from stratbench.extensions.verdict.paired.verdict import verdict_of
+from stratbench.extensions.verdict.paired.verdict import make_verdict
 from stratbench.extensions.verdict.paired_results import paired_results, read_verdict
 
 ONE = ComparisonKey("e", "m", 1)
@@ -30,7 +30,7 @@ LEADS = World(
 
 def told(evidence) -> dict:
     course = Course(evidence)
-    return verdict_of(course, round_of(course), [])
+    return make_verdict(course, determine_next_round(course), [])
 
 
 def comparison_of(world: World) -> dict:
@@ -136,7 +136,9 @@ def test_nodes_that_suit_one_strategy_do_no_harm(nodes, truth, k):
 
 def test_control_blocks_of_four_nodes_taken_for_ten_err_too_often(monkeypatch):
     none = np.zeros((1000, 1), dtype=bool)
-    monkeypatch.setattr(judging, "by_node_set", lambda logs, _: (logs, none.astype(int), none))
+    monkeypatch.setattr(
+        judging, "group_by_node_set", lambda logs, _: (logs, none.astype(int), none)
+    )
     how = limits.Blocks(0.005, 4, 0.02)
     monkeypatch.setattr(judging, "MIN_SETS", 0)
     assert limits.race_rates(1000, 15, limits.TRUTHS[0], how)["of_all"] > 5
@@ -172,7 +174,7 @@ def test_dependent_blocks_are_a_doubt():
         at = 0
 
     comparison = comparison_of(Warming(**{**vars(LEADS), "hosts": ["node1"]}))
-    assert any("more like the one before them" in doubt for doubt in comparison["doubts"])
+    assert any("more similar than chance explains" in doubt for doubt in comparison["doubts"])
     assert not any(
         "before them" in d for d in comparison_of(replace(LEADS, hosts=["node1"]))["doubts"]
     )
@@ -212,7 +214,11 @@ class OnTwoGpus(World):
 
 @pytest.mark.parametrize(
     ("world", "words"),
-    [(Copied, "one is a copy"), (OnTwoDevices, "cpu and on cuda"), (OnTwoGpus, "A100 and on H100")],
+    [
+        (Copied, "one block is a copy"),
+        (OnTwoDevices, "cpu and on cuda"),
+        (OnTwoGpus, "A100 and on H100"),
+    ],
 )
 def test_copied_blocks_and_other_devices_claim_nothing_and_are_noted(world, words):
     verdict = told(world(**vars(LEADS)).to_the_end()[0])
@@ -262,7 +268,7 @@ def test_a_block_whose_steps_take_longer_than_its_segments_is_not_used(tmp_path)
     path.write_text(json.dumps(content))
     files.command("tell")
     notes = json.loads((files.root / "verdict" / "verdict.json").read_text())["notes"]
-    assert any("that it took in all" in note for note in notes)
+    assert any("of the whole segment" in note for note in notes)
 
 
 # ---------------------------------------------------------------- verdict.json
@@ -289,18 +295,18 @@ def test_a_verdict_that_was_changed_is_not_used(raced, capsys):
     assert read_verdict(str(path))["comparisons"][0]["leader"] == "ps-dana"
     path.write_text(json.dumps(halved(json.loads(written))))
     assert read_verdict(str(path)) is None
-    assert "it has been changed since it was written" in capsys.readouterr().err
+    assert "its content was changed after it was written" in capsys.readouterr().err
     path.write_text(written)
 
 
 def test_a_verdict_that_says_something_else_than_its_blocks_is_not_used(raced, capsys):
-    from stratbench.extensions.verdict.blocks import with_seal
+    from stratbench.extensions.verdict.blocks import add_digest
 
     path = raced.root / "verdict" / "verdict.json"
     written = path.read_text()
-    path.write_text(json.dumps(with_seal(halved(json.loads(written)))))
+    path.write_text(json.dumps(add_digest(halved(json.loads(written)))))
     assert read_verdict(str(path)) is None
-    assert "block1/block.json says something else of ps-dana" in capsys.readouterr().err
+    assert "block1/block.json has another step time of ps-dana" in capsys.readouterr().err
     path.write_text(written)
 
 
@@ -308,10 +314,14 @@ def test_a_verdict_that_says_something_else_than_its_blocks_is_not_used(raced, c
 
 
 def test_the_first_round_says_that_no_cost_is_known_and_how_many_rounds_may_follow():
-    found = next_round(LEADS.evidence())
-    assert found.outlook.startswith("No cost is known before the first block; 7 rounds of blocks")
-    later = next_round(LEADS.follow(LEADS.evidence(), found))
+    found = find_next_round(LEADS.evidence())
+    assert found.outlook.startswith(
+        "The cost is unknown before the first block; at most 7 rounds of"
+    )
+    later = find_next_round(LEADS.follow(LEADS.evidence(), found))
     assert later.outlook.startswith("This round takes about ")
-    text = "\n".join(verdict_lines(told(LEADS.evidence())))
-    assert "its cost is not known before the first block; 7 rounds of blocks may follow" in text
-    assert "Nothing more is to run" in next_round(LEADS.to_the_end()[0]).outlook
+    text = "\n".join(iter_verdict_lines(told(LEADS.evidence())))
+    assert (
+        "its cost is unknown before the first block; at most 7 rounds of blocks may follow" in text
+    )
+    assert "Nothing more is to run" in find_next_round(LEADS.to_the_end()[0]).outlook

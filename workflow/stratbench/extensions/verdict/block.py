@@ -1,10 +1,10 @@
-"""The block: runs short segments of several strategies in turn on the same devices.
+"""Runs a block: short trainings (segments) of several strategies in turn on the same devices.
 
 python -m stratbench.extensions.verdict.block --block JSON --settings JSON --data DIR --out DIR --logs DIR
 
 Each segment is a fresh set of processes. Out of memory, a time limit and divergence are results: the strategy
-drops out of the rest of the block. Exit code 0: block.json is written, last of all. Exit code 1: a segment
-failed; its evidence is in its log folder, and the whole block is to be repeated.
+drops out of the rest of the block. Exit code 0: all segments ran, and block.json is complete. Exit code 1: a
+segment failed, its log folder has the evidence, and the whole block has to be repeated.
 """
 
 from __future__ import annotations
@@ -49,32 +49,33 @@ from stratbench.train.launch import (
 from stratbench.train.locks import hold_cell
 from stratbench.train.running.runner import runner_of
 
-#: Steps after those that are timed, of a strategy with servers: until the last timed push has come, no
-#: worker may run out of tickets.
+#: Additional steps after the timed ones, for strategies with servers: no worker may run out of batches
+#: before the servers have received the last timed push.
 TAIL_STEPS = 3
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the block; returns the exit code."""
+    """Run a block and return the exit code."""
     args = parse_arguments(argv)
     plan = BlockPlan.from_dict(json.loads(args.block))
     settings = {name: Settings(**s) for name, s in json.loads(args.settings).items()}
     begun = f"block {plan}: {', '.join(plan.order)}"
     run = BlockRun(args, plan, settings)
 
-    def train(held: ExitStack) -> None:
-        held.enter_context(hold_cell(args.logs))
-        for log in args.logs.glob("*/workers.lock"):  # of a launcher that was killed
+    def train_under_locks(locks: ExitStack) -> None:
+        locks.enter_context(hold_cell(args.logs))
+        # Workers of a launcher that was killed may still run: their locks are free once they have ended.
+        for log in args.logs.glob("*/workers.lock"):
             with hold_cell(log.parent):
                 pass
         begin_log(args.logs, begun)
         run.run()
 
-    return run_to_end(plan, begun, args.parent, train, lambda: run.logs)
+    return run_to_end(plan, begun, args.parent, train_under_locks, lambda: run.logs)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Return the block's command line."""
+    """Parse the command line of a block's job."""
     parser = launchers_parser(__doc__)
     parser.add_argument("--block", required=True, help="the block's plan, as JSON")
     parser.add_argument("--out", required=True, type=Path, help="folder of block.json and segments")
@@ -82,14 +83,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 class BlockRun:
-    """One block as it runs, and what is known of it so far."""
+    """A running block, with the settings and devices that its segments have shown so far."""
 
     def __init__(
         self, args: argparse.Namespace, plan: BlockPlan, settings: Mapping[str, Settings]
     ) -> None:
         self._args, self._plan, self._settings = args, plan, settings
         self.logs: Path = args.logs
-        self._steps, self._discard = plan.steps, plan.discard
+        self._steps, self._discard = plan.steps, plan.discarded_steps
         self._slot = 0
         self._preceding: str | None = None
         self._hosts: set[str] = set()
@@ -104,18 +105,23 @@ class BlockRun:
         shutil.rmtree(args.out / "segments", ignore_errors=True)
         for old in (*args.logs.glob(f"*/{record.FAILURE_FILE}"), args.logs / record.FAILURE_FILE):
             old.unlink(missing_ok=True)
-        any_settings = self._settings[plan.order[0]]  # all are of one experiment, model and number
+        any_settings = self._settings[
+            plan.order[0]
+        ]  # data and devices are the same for all strategies
         for name in plan.order:
             s = self._settings[name]
             check_installed(name, strategy_class(s.strategy), s.options)
         check_inputs(args.data, any_settings)
         with gpu_locks.hold_devices(any_settings, args.nodes) as self._use_cuda:
-            started, begun_s = datetime.now(UTC), time.monotonic()  # after the wait for devices
+            started, begun_s = (
+                datetime.now(UTC),
+                time.monotonic(),
+            )  # the wait for devices does not count
             if any_settings.compile and (reason := missing_compiler(self._use_cuda)):
                 raise gpu_locks.DeviceError(reason)
-            with self._shared_import():
-                done = run_in_order(plan, self._run_segment, self._choose_length)
-        agent.on_signals(lambda _: None)  # what is as good as finished is not given up
+            with self._share_fork_server():
+                done = run_segments_in_order(plan, self._run_segment, self._choose_segment_length)
+        agent.on_signals(lambda _: None)  # all segments have run: a signal must not discard them
         wall_s = time.monotonic() - begun_s
         result = {
             "schema_version": blocks.SCHEMA_VERSION,
@@ -129,7 +135,9 @@ class BlockRun:
             "settings": {
                 "steps": self._steps,
                 "discard": self._discard,
-                "disagreement": limit(plan, differences_of(done).values()),
+                "disagreement": get_disagreement_limit(
+                    plan, compute_pass_differences(done).values()
+                ),
             },
             "segments": [segment.as_dict() for segment in done],
             "hosts": sorted(self._hosts),
@@ -140,14 +148,16 @@ class BlockRun:
             "started": started.isoformat(timespec="seconds"),
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),
             "gpu_seconds": plan.gpus * wall_s,
-            "trained": {name: blocks.trained_with(self._settings[name]) for name in plan.order},
+            "trained": {
+                name: blocks.remove_length_and_seed(self._settings[name]) for name in plan.order
+            },
         }
         write_atomic(out, json.dumps(result, indent=1, allow_nan=False) + "\n")
         print(f"block {plan}: {len(done)} segments in {wall_s:.0f} s", flush=True)
 
     @contextmanager
-    def _shared_import(self) -> Iterator[None]:
-        """Let the segments share a fork server, which imports PyTorch before the first one."""
+    def _share_fork_server(self) -> Iterator[None]:
+        """Start a fork server that imports PyTorch once for all segments, while the context is open."""
         if self._args.nodes > 1:
             yield
             return
@@ -155,7 +165,7 @@ class BlockRun:
             before = os.environ.get(FOLDER_VARIABLE)
             os.environ[FOLDER_VARIABLE] = str(path.parent)
             try:
-                with fork_server(may_share=True):  # comes back when it has been imported
+                with fork_server(may_share=True):  # returns when PyTorch is imported
                     pass
                 yield
             finally:
@@ -163,22 +173,22 @@ class BlockRun:
                 if before is not None:
                     os.environ[FOLDER_VARIABLE] = before
 
-    def _choose_length(self, segment: Segment) -> None:
-        """Choose the length of the segments from the burn-in, where the plan has not."""
+    def _choose_segment_length(self, segment: Segment) -> None:
+        """Choose the steps per segment from the burn-in segment, unless the plan has set them."""
         if self._steps is None:
             noise = block_rules.STEP_NOISE["cuda" if self._use_cuda else "cpu"]
             self._steps = block_rules.segment_steps(segment.start_s, segment.mean_step_s, *noise)
         if self._discard is None:
-            self._discard = block_rules.discarded_steps(self._steps)
+            self._discard = block_rules.count_discarded_steps(self._steps)
 
-    def _run_segment(self, in_pass: str, strategy: str) -> Segment:
-        """Run one segment and write its record. Raises Failure if it failed."""
+    def _run_segment(self, pass_name: str, strategy: str) -> Segment:
+        """Run one segment, write its record, and return its result. Raises Failure if it failed."""
         args, plan = self._args, self._plan
         cell, slot = plan.cell(strategy), self._slot
         name = f"{slot:02d}-{strategy}"
         self._slot += 1
         self.logs = args.logs / name
-        settings, discarded, timed = self._settings_of_segment(strategy)
+        settings, discarded, timed = self._compute_settings_with_discarded_and_timed_steps(strategy)
         RunFolder.of_logs(self.logs).create()
         begun_s = time.monotonic()
         with job_of(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
@@ -191,11 +201,11 @@ class BlockRun:
                 f"segment {name}: worker {lost[0]['worker']} was lost: {lost[0]['reason']}"
             )
         made = assemble.make_record(job, ending)
-        steps = timed_steps(job, discarded, timed) if ending.status == "ok" else None
+        steps = collect_timed_steps(job, discarded, timed) if ending.status == "ok" else None
         made["block"] = {
             "id": plan.path,
-            "host": ", ".join(self._note_machines(job)),
-            "pass": in_pass,
+            "host": ", ".join(self._record_hosts_and_gpus(job)),
+            "pass": pass_name,
             "slot": slot,
             "preceding": self._preceding,
         }
@@ -206,10 +216,10 @@ class BlockRun:
         self._preceding = strategy
         mean_s = steps and steps["mean_s"]
         text = f"{1e3 * mean_s:.2f} ms per step" if mean_s else f"{ending.status}: {ending.reason}"
-        print(f"segment {name} ({in_pass}): {text}; {wall_s:.1f} s", flush=True)
+        print(f"segment {name} ({pass_name}): {text}; {wall_s:.1f} s", flush=True)
         return Segment(
             slot,
-            in_pass,
+            pass_name,
             strategy,
             ending.status,
             mean_s,
@@ -219,18 +229,26 @@ class BlockRun:
             wall_s,
         )
 
-    def _settings_of_segment(self, strategy: str) -> tuple[Settings, int, int]:
-        """Return the settings of a strategy's segment, its discarded and its timed steps."""
+    def _compute_settings_with_discarded_and_timed_steps(
+        self, strategy: str
+    ) -> tuple[Settings, int, int]:
+        """Return a segment's settings, its number of discarded steps and its number of timed steps."""
         timed = self._steps or block_rules.MIN_STEPS
-        discarded = block_rules.discarded_steps(timed) if self._discard is None else self._discard
+        discarded = (
+            block_rules.count_discarded_steps(timed) if self._discard is None else self._discard
+        )
         s = self._settings[strategy]
         strategy = make_strategy(s.strategy, s.options)
         discarded, timed = strategy.own_length(discarded, timed)
         tail = TAIL_STEPS if strategy.kind == "server" else 0
-        return blocks.segment_settings(s, self._plan, discarded + timed + tail), discarded, timed
+        return (
+            blocks.make_segment_settings(s, self._plan, discarded + timed + tail),
+            discarded,
+            timed,
+        )
 
-    def _note_machines(self, job: Job) -> list[str]:
-        """Record the nodes and devices of a segment's workers; return their hosts, sorted."""
+    def _record_hosts_and_gpus(self, job: Job) -> list[str]:
+        """Record the hosts and GPUs of a segment's workers, and return the sorted host names."""
         workers = job.folder.read_workers(job.world_size).values()
         provenances = [w["provenance"] for w in workers if "provenance" in w]
         hosts = sorted({p["host"]["name"] for p in provenances})
@@ -242,72 +260,73 @@ class BlockRun:
 # ---------------------------------------------------------------- the segments
 
 
-def run_in_order(
+def run_segments_in_order(
     plan: BlockPlan, run: Callable[[str, str], Segment], after_burn_in: Callable[[Segment], None]
 ) -> list[Segment]:
-    """Run a block's segments, and return them in their order.
+    """Run a block's segments, and return them in the order in which they ran.
 
-    A burn-in comes first, by the first strategy that ends one well. Then every strategy runs in the plan's
-    order, in its mirror, and a third time if its first two disagree. A strategy that ends in another way
-    drops out of the rest.
+    A burn-in segment comes first; the first strategy that completes it decides its length. Then every
+    strategy runs in the plan's order and in reverse order, and a third time if its two segments disagree. A
+    strategy whose segment fails runs no further segments.
 
     Args:
         plan: The block.
-        run: Runs a segment, given the pass and the strategy.
-        after_burn_in: Called with the burn-in's segment.
+        run: Runs a segment, given the name of the pass and the strategy.
+        after_burn_in: Called with the burn-in segment.
     """
     done: list[Segment] = []
     dropped: set[str] = set()
 
-    def one(in_pass: str, strategy: str) -> Segment:
-        done.append(segment := run(in_pass, strategy))
+    def run_one_segment(pass_name: str, strategy: str) -> Segment:
+        done.append(segment := run(pass_name, strategy))
         if segment.status != "ok":
             dropped.add(strategy)
         return segment
 
     for strategy in plan.order:
-        if (segment := one(BURN_IN, strategy)).status == "ok":
+        if (segment := run_one_segment(BURN_IN, strategy)).status == "ok":
             after_burn_in(segment)
             break
-    for in_pass, order in ((FIRST, plan.order), (MIRROR, plan.order[::-1])):
+    for pass_name, order in ((FIRST, plan.order), (MIRROR, plan.order[::-1])):
         for strategy in order:
             if strategy not in dropped:
-                one(in_pass, strategy)
-    differences = differences_of(done)
+                run_one_segment(pass_name, strategy)
+    differences = compute_pass_differences(done)
     for strategy in plan.order:
-        if differences.get(strategy, 0.0) > limit(plan, differences.values()):
-            one(THIRD, strategy)
+        if differences.get(strategy, 0.0) > get_disagreement_limit(plan, differences.values()):
+            run_one_segment(THIRD, strategy)
     return done
 
 
-def differences_of(segments: Sequence[Segment]) -> dict[str, float]:
-    """Return the difference of each strategy's two segments: the log ratio of their times.
+def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
+    """Return by how much each strategy's two segments differ: the absolute log ratio of their times.
 
-    Only strategies whose two segments ended well have one.
+    The result has only strategies whose two segments both ended well.
     """
     times: dict[str, list[float]] = {}
     for s in segments:
-        if s.in_pass in (FIRST, MIRROR) and s.mean_step_s is not None:
+        if s.pass_name in (FIRST, MIRROR) and s.mean_step_s is not None:
             times.setdefault(s.strategy, []).append(s.mean_step_s)
     return {name: abs(math.log(t[0] / t[1])) for name, t in times.items() if len(t) == 2}
 
 
-def limit(plan: BlockPlan, differences: Iterable[float]) -> float:
-    """Return the difference of two segments from which on a strategy runs a third in this block."""
-    if plan.disagreement is not None:
-        return plan.disagreement
-    return block_rules.disagreement_limit(list(differences))
+def get_disagreement_limit(plan: BlockPlan, differences: Iterable[float]) -> float:
+    """Return the limit of this block: a strategy whose two segments differ by more runs a third one."""
+    if plan.disagreement_limit is not None:
+        return plan.disagreement_limit
+    return block_rules.compute_disagreement_limit(list(differences))
 
 
-def timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
-    """Return the record's `steps`: the time of each timed step.
+def collect_timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
+    """Return the entry `steps` of a segment's record: the time of each timed step.
 
-    For a collective, these are the slowest worker's. With servers, a step is as many pushes as a global batch
-    has, and ends when the slowest server has taken them. A single worker's step does not show the joint rate.
+    For collective strategies these are the slowest worker's steps. With parameter servers a step is one
+    global batch of pushes, and ends when the slowest server has applied them: a single worker's steps do not
+    show the joint rate.
 
     Args:
-        job: The cell's.
-        discarded: Number of steps before.
+        job: The segment's job.
+        discarded: Number of steps before the timed ones.
         timed: Number of timed steps.
     """
     if job.has_servers:
@@ -334,4 +353,4 @@ if __name__ == "__main__":
     code = main()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    os._exit(code)  # as a cell's launcher does
+    os._exit(code)  # threads of libraries must not delay the exit, as in a cell's launcher

@@ -1,7 +1,7 @@
-"""Segments: the short trainings of a block, how long they are, and what they cost.
+"""Rules on segments, the short trainings of a block: their length and their cost.
 
 A block is one job in one allocation, in which every strategy of a model and worker count trains two
-segments. Jobs, plans and verdicts agree on the rules here.
+segments. The jobs, the plan and the verdict all use these rules.
 """
 
 from __future__ import annotations
@@ -10,43 +10,43 @@ import math
 import statistics
 from collections.abc import Sequence
 
-#: Repeats of the full matrix that a verdict replaces; a leader's score is measured in no more.
+#: Repeats of the full matrix that a verdict replaces, and the most full runs for one leader's score.
 MATRIX_REPEATS = 3
-#: Segments are no shorter and no longer, in steps.
+#: Fewest and most timed steps of a segment.
 MIN_STEPS, MAX_STEPS = 50, 300
-#: Steps discarded after the warm-up: at least so many (fp16's scaler restarts and skips), and this
-#: share of the segment.
+#: Steps discarded after the warm-up: a least number, since fp16's loss scaler restarts and skips steps, and
+#: a least share of the segment.
 MIN_DISCARDED, SHARE_DISCARDED = 15, 0.2
-#: Two segments disagree from this difference of their logarithms on, or from so many times the median
-#: difference of the study.
+#: Two segments of a strategy disagree if their log times differ by more than MIN_DISAGREEMENT and by more
+#: than DISAGREEMENT times the study's median difference.
 MIN_DISAGREEMENT, DISAGREEMENT = 0.03, 5.9
-#: By how much the logarithm of a full run's time may differ from that of its steps x step time.
+#: Largest difference of a full run's log time from the log of its number of steps times the step time.
 MAX_OFF = 0.03
-#: Assumed noise of a step's time before any measurement: its standard deviation over its mean, the
-#: correlation of neighbours, and the standard deviation between two starts of a process.
+#: Assumed noise of step times before any measurement, per device: relative standard deviation of a step,
+#: correlation of successive steps, and relative standard deviation between two starts of a process.
 STEP_NOISE = {"cuda": (0.05, 0.3, 0.008), "cpu": (0.3, 0.3, 0.05)}
-#: Seconds to start a segment's processes from a fork server, where none was measured.
+#: Assumed seconds to start a segment's processes from a fork server, until they are measured.
 SEGMENT_START_S = {"cuda": 6.0, "cpu": 0.7}
-#: Effort of a verdict in simulations: segments per strategy, and strategies per full cell for scores, of
-#: which there is at least one.
+#: Effort of a verdict, from simulations: segments per strategy, and strategies per full cell that is trained
+#: for its score.
 SEGMENTS_PER_STRATEGY, STRATEGIES_PER_FULL_CELL = 7.5, 9
 
 
 def segment_steps(
     start_s: float, step_s: float, step_cv: float, correlation: float, process_sd: float
 ) -> int:
-    """Return the steps of a segment that are most informative per second of run time.
+    """Return the number of steps per segment that is most informative per second of run time.
 
     A segment is long where a start is expensive, and short where starts differ more than steps do. The
     formula is sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), Kalibera and Jones 2013.
     The result is between MIN_STEPS and MAX_STEPS.
 
     Args:
-        start_s: Seconds of a start.
+        start_s: Seconds to start the processes.
         step_s: Seconds per step.
         step_cv: Standard deviation of a step's time over its mean.
-        correlation: Correlation r of neighbouring steps.
-        process_sd: Standard deviation between starts, of logarithms.
+        correlation: Correlation r of successive steps.
+        process_sd: Standard deviation of log step times between starts.
     """
     if not (start_s > 0 and step_s > 0 and process_sd > 0):
         return MIN_STEPS
@@ -55,13 +55,13 @@ def segment_steps(
     return round(min(max(best, MIN_STEPS), MAX_STEPS))
 
 
-def discarded_steps(steps: int) -> int:
-    """Return the steps after the warm-up that a segment of `steps` timed ones leaves out."""
+def count_discarded_steps(steps: int) -> int:
+    """Return how many steps after the warm-up are discarded before `steps` timed ones."""
     return max(MIN_DISCARDED, math.ceil(SHARE_DISCARDED * steps))
 
 
-def disagreement_limit(differences: Sequence[float]) -> float:
-    """Return the difference from which on a third segment is run.
+def compute_disagreement_limit(differences: Sequence[float]) -> float:
+    """Return the difference of two segments above which a strategy runs a third one.
 
     Args:
         differences: Absolute differences between the logarithms of a strategy's two segments.
@@ -70,27 +70,27 @@ def disagreement_limit(differences: Sequence[float]) -> float:
     return max(MIN_DISAGREEMENT, DISAGREEMENT * typical)
 
 
-def value_of_segments(logs: Sequence[float]) -> float:
-    """Return a strategy's value in a block: the median of its segments' log step times.
+def compute_block_value(logs: Sequence[float]) -> float:
+    """Return a strategy's log step time in a block: the median over its segments' `logs`.
 
-    This is the mean of two segments. If these disagree and a third was run, it is the middle one.
+    With two segments this is their mean. With a third one, run if the two disagree, it is the middle one.
     """
     return statistics.median(logs)
 
 
 def segment_s(start_s: float, step_s: float, steps: int) -> float:
-    """Return the seconds of one segment: its start, and its steps with the discarded ones.
+    """Return the seconds of one segment: its start, its discarded steps and its timed steps.
 
     Args:
-        start_s: Seconds of a start.
+        start_s: Seconds to start the processes.
         step_s: Seconds per step.
-        steps: Timed steps.
+        steps: Number of timed steps.
     """
-    return start_s + (steps + discarded_steps(steps)) * step_s
+    return start_s + (steps + count_discarded_steps(steps)) * step_s
 
 
 def expected_cost(segments: Sequence[float], full_cells: Sequence[float]) -> tuple[float, float]:
-    """Return the expected cost of a comparison's blocks, and of its full cells.
+    """Return the expected cost of a verdict on one comparison: of its blocks, and of its full cells.
 
     Args:
         segments: Cost of a segment of each strategy, in any unit.

@@ -1,7 +1,7 @@
-"""Blocks: short timed runs (segments) of the strategies of a comparison in one allocation, and their files.
+"""Plans, results and files of blocks: one job that times short trainings of several strategies.
 
-A *comparison* is what is compared: the strategies of one experiment, model and number of workers. Nothing
-here imports anything heavy: the Snakefile uses it.
+A *comparison* is the set of strategies of one experiment, model and number of workers. This module imports no
+large package, because the Snakefile uses it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json
 from stratbench.cell.settings import Settings
-from stratbench.extensions.verdict.block_rules import value_of_segments
+from stratbench.extensions.verdict.block_rules import compute_block_value
 
 #: Path of a block below `blocks/` and `logs/blocks/` of its study.
 BLOCK_PATTERN = "{experiment}/{model}/{gpus}gpu/block{block}"
@@ -26,26 +26,27 @@ BLOCK_FILE = "block.json"
 SCHEMA_VERSION = 1
 #: Version of verdict.json.
 VERDICT_VERSION = 4
-#: The passes of a block: a segment that does not count, each strategy twice, and once more where the two
-#: disagree.
+#: The passes of a block: a burn-in that does not count, each strategy in order, each in reverse order, and a
+#: third segment of strategies whose two segments disagree.
 PASSES = BURN_IN, FIRST, MIRROR, THIRD = "burn-in", "first", "mirror", "third"
-#: Settings that say how long is trained and from which seed, and not with what.
+#: Settings in which a segment may differ from the full run: length, seed and profiler.
 _LENGTH = ("steps", "epochs", "seed", "profile")
 
 
 class BlockError(ValueError):
-    """A file is not a block's result; the message names it."""
+    """A file is not a valid block.json; the message names the file and the fault."""
 
 
 @dataclass(frozen=True)
 class BlockPlan:
     """The segments that a block runs.
 
-    `order`: the strategies of the first pass; the second is its mirror.
+    `order` has the strategies of the first pass; the second pass has the reverse order.
 
-    `steps` and `discard`: steps of a segment that are timed, and that come before, or None if they follow
-    from its burn-in. A strategy runs a third segment if its first two differ by more than `disagreement`
-    (natural logarithm of the ratio). If that is None, the limit follows from the block's differences.
+    `steps` and `discard` are a segment's numbers of timed steps and of steps before them. They are None if
+    the burn-in decides them. A strategy runs a third segment if its first two differ by more than
+    `disagreement` (natural logarithm of the ratio). If `disagreement` is None, the block's own differences
+    set the limit.
     """
 
     study: str
@@ -57,19 +58,19 @@ class BlockPlan:
     order: tuple[str, ...]
     seed: int
     steps: int | None
-    discard: int | None
-    disagreement: float | None
+    discarded_steps: int | None
+    disagreement_limit: float | None
 
     @classmethod
-    def from_round(cls, study: str, entry: Mapping[str, Any]) -> BlockPlan:
-        """Return the block of an entry of round.json."""
+    def from_round_entry(cls, study: str, entry: Mapping[str, Any]) -> BlockPlan:
+        """Make the plan of a block from its entry in round.json."""
         settings = entry["settings"]
         return cls(
             study=study,
             order=tuple(entry["strategies"]),
             steps=settings["steps"],
-            discard=settings["discard"],
-            disagreement=settings["disagreement"],
+            discarded_steps=settings["discard"],
+            disagreement_limit=settings["disagreement"],
             **{
                 key: entry[key]
                 for key in ("experiment", "model", "dataset", "gpus", "block", "seed")
@@ -78,11 +79,11 @@ class BlockPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BlockPlan:
-        """Return the plan that `as_dict` gave."""
+        """Make a plan from the values that `as_dict` returned."""
         return cls(**{**values, "order": tuple(values["order"])})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON-able values."""
+        """Return the plan as a dict that JSON can store."""
         return asdict(self) | {"order": list(self.order)}
 
     def __str__(self) -> str:
@@ -98,36 +99,36 @@ class BlockPlan:
         return Path(results) / self.study / "blocks" / self.path
 
     def log_dir(self, results: str | Path) -> Path:
-        """Return the folder of the logs of its segments and the evidence of a failure."""
+        """Return the folder with the logs of the block's segments, and the evidence of a failure."""
         return Path(results) / self.study / "logs" / "blocks" / self.path
 
     def cell(self, strategy: str) -> Cell:
-        """Return the coordinates in the records of a strategy's segments, with the block as repeat."""
+        """Return a strategy's cell as its segments' records name it: the repeat is the block's number."""
         return Cell(
             self.study, self.experiment, strategy, self.model, self.dataset, self.gpus, self.block
         )
 
 
-def segment_settings(settings: Settings, plan: BlockPlan, steps: int) -> Settings:
-    """Return the settings of a segment of a cell with these settings.
+def make_segment_settings(settings: Settings, plan: BlockPlan, steps: int) -> Settings:
+    """Return the settings of a cell's segment in a block, from those of its full run.
 
     Args:
         settings: Settings of the full cell.
         plan: The block.
-        steps: Number of steps, discarded ones included.
+        steps: Number of steps, including the discarded ones.
     """
     return replace(settings, steps=steps, epochs=None, seed=plan.seed, profile=False)
 
 
-def trained_with(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without what a block has of its own: length and seed."""
+def remove_length_and_seed(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without those in which segments and full runs differ: length, seed, profiler."""
     values = settings.as_dict() if isinstance(settings, Settings) else settings
     return {key: value for key, value in values.items() if key not in _LENGTH}
 
 
 def trained_digest(settings: Settings | Mapping[str, Any]) -> str:
-    """Return a short digest of `trained_with`, the same for equal settings."""
-    text = json.dumps(trained_with(settings), sort_keys=True)
+    """Return a short hash of the settings that a segment and its full run have in common."""
+    text = json.dumps(remove_length_and_seed(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -144,7 +145,7 @@ class ComparisonKey:
 
     @classmethod
     def of(cls, cell: Mapping[str, Any] | Cell) -> ComparisonKey:
-        """Return the comparison of a cell, or of its coordinates."""
+        """Return the key of the comparison that a cell belongs to."""
         values = vars(cell) if isinstance(cell, Cell) else cell
         return cls(values["experiment"], values["model"], values["gpus"])
 
@@ -154,16 +155,14 @@ class ComparisonKey:
 
 @dataclass(frozen=True)
 class Segment:
-    """Result of a segment.
+    """Result of a segment, one short training in a block.
 
-    Times are in seconds.
-
-    `mean_step_s`, and `step_cv` (the standard deviation of a step's time over its mean) are None unless it
-    ended well. `start_s` is all of `wall_s` but the steps.
+    `mean_step_s` and `step_cv` (the standard deviation of a step's time over its mean) are None unless the
+    segment ended well. `start_s` is the part of `wall_s` outside the training steps.
     """
 
     slot: int
-    in_pass: str
+    pass_name: str
     strategy: str
     status: str
     mean_step_s: float | None
@@ -173,13 +172,13 @@ class Segment:
     wall_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the entry of block.json."""
-        return {"pass" if key == "in_pass" else key: value for key, value in vars(self).items()}
+        """Return the segment as its entry in block.json."""
+        return {"pass" if key == "pass_name" else key: value for key, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Segment:
-        """Return the segment that `as_dict` gave."""
-        return cls(**{"in_pass" if key == "pass" else key: v for key, v in values.items()})
+        """Make a segment from the values that `as_dict` returned."""
+        return cls(**{"pass_name" if key == "pass" else key: v for key, v in values.items()})
 
 
 @dataclass(frozen=True)
@@ -188,27 +187,27 @@ class PairedBlock:
 
     place: ComparisonKey
     number: int
-    #: Timed steps of a segment, without the discarded ones.
+    #: Number of timed steps per segment, without the discarded ones.
     steps: int
     segments: tuple[Segment, ...]
     hosts: tuple[str, ...]
-    #: `cuda` or `cpu`.
+    #: Kind of device: `cuda` or `cpu`.
     device: str
     gpu_seconds: float
-    #: Digest of each strategy's settings, as `trained_digest` returns it.
+    #: Hash of each strategy's settings, from `trained_digest`.
     trained: Mapping[str, str] = field(default_factory=dict)
-    #: Names of its GPUs; empty for CPU processes, and if no worker reported them.
+    #: Names of the block's GPUs; empty on CPUs, and if no worker reported them.
     gpu_names: tuple[str, ...] = ()
 
     def of(self, strategy: str) -> list[Segment]:
-        """Return a strategy's segments that count, in the order first, mirror, third."""
-        counting = [s for s in self.segments if s.strategy == strategy and s.in_pass != BURN_IN]
-        return sorted(counting, key=lambda s: PASSES.index(s.in_pass))
+        """Return a strategy's segments without the burn-in, in the order first, mirror, third."""
+        counting = [s for s in self.segments if s.strategy == strategy and s.pass_name != BURN_IN]
+        return sorted(counting, key=lambda s: PASSES.index(s.pass_name))
 
     def logs(self, strategy: str) -> list[float]:
-        """Return logarithms of a strategy's step times, by segment.
+        """Return the log mean step time of each segment of a strategy.
 
-        Empty unless all of them ended well.
+        The list is empty unless all of them ended well.
         """
         segments = self.of(strategy)
         if len(segments) < 2 or any(s.status != "ok" for s in segments):
@@ -216,36 +215,38 @@ class PairedBlock:
         return [math.log(s.mean_step_s) for s in segments]
 
     def value(self, strategy: str) -> float:
-        """Return the logarithm of a strategy's seconds per step.
+        """Return the logarithm of a strategy's seconds per step in this block.
 
-        Return NaN where it did not end well.
+        Return NaN if one of its segments failed.
         """
         logs = self.logs(strategy)
-        return value_of_segments(logs) if logs else math.nan
+        return compute_block_value(logs) if logs else math.nan
 
     def status(self, strategy: str) -> str | None:
-        """Return how the strategy's first segment that failed ended, or None if all ended well."""
+        """Return the status of a strategy's first failed segment, or None if all ended well."""
         bad = (s.status for s in self.segments if s.strategy == strategy and s.status != "ok")
         return next(bad, None)
 
 
 def block_files(results: str | Path, study: str) -> list[Path]:
-    """Return the results of all of a study's complete blocks, in the order of their paths."""
+    """Return the paths of the block.json files of a study's complete blocks, sorted."""
     return sorted((Path(results) / study / "blocks").glob(f"*/*/*gpu/block*/{BLOCK_FILE}"))
 
 
 def read_block(path: str | Path) -> PairedBlock:
-    """Return the result of a complete block. Raises BlockError where `path` holds none."""
+    """Read the result of a complete block. Raises BlockError if `path` is not a valid block.json."""
     try:
         result = read_json(path)
     except (OSError, ValueError) as e:
-        raise BlockError(f"{path} cannot be read as a block's result: {e}") from e
+        raise BlockError(f"{path} cannot be read as the result of a block: {e}") from e
     if not isinstance(result, dict) or result.get("schema_version") != SCHEMA_VERSION:
-        raise BlockError(f"{path} is no block's result of version {SCHEMA_VERSION}")
+        raise BlockError(
+            f"{path} is not the result of a block with schema version {SCHEMA_VERSION}"
+        )
     if result.get("software_gpu"):
         raise BlockError(f"{path} was {software_gpu.WHY}")
-    if faults := list(_faults(result)):
-        raise BlockError(f"{path} is not a block's result: {'; '.join(faults[:3])}")
+    if faults := list(_iter_faults(result)):
+        raise BlockError(f"{path} is not a valid result of a block: {'; '.join(faults[:3])}")
     return PairedBlock(
         place=ComparisonKey.of(result),
         number=result["block"],
@@ -259,7 +260,7 @@ def read_block(path: str | Path) -> PairedBlock:
     )
 
 
-def _faults(result: Mapping[str, Any]) -> Iterator[str]:
+def _iter_faults(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each value that is missing or impossible in a block's result."""
     for key, kind in _FIELDS.items():
         if not isinstance(result.get(key), kind):
@@ -270,22 +271,22 @@ def _faults(result: Mapping[str, Any]) -> Iterator[str]:
         return
     for name in result["order"]:
         if not isinstance(result["trained"].get(name), dict):
-            yield f"trained does not say with what {str(name)[:40]!r} was"
+            yield f"trained has no settings of {str(name)[:40]!r}"
     for n, values in enumerate(result["segments"]):
         try:
             segment = Segment.from_dict(values)
         except (AttributeError, TypeError) as e:
-            yield f"segments[{n}] is no segment ({e})"
+            yield f"segments[{n}] is not a valid segment ({e})"
             continue
-        if segment.strategy not in result["order"] or segment.in_pass not in PASSES:
-            yield f"segments[{n}] is of no strategy or pass of the block"
+        if segment.strategy not in result["order"] or segment.pass_name not in PASSES:
+            yield f"segments[{n}] has a strategy or pass that the block does not have"
         mean_s, ok = segment.mean_step_s, segment.status == "ok"
         if not (isinstance(mean_s, float) and 0 < mean_s < math.inf if ok else mean_s is None):
             yield f"segments[{n}].mean_step_s is {mean_s!r} with status {segment.status!r}"
-        elif ok and segment.in_pass != BURN_IN and steps * mean_s > segment.wall_s:
+        elif ok and segment.pass_name != BURN_IN and steps * mean_s > segment.wall_s:
             yield (
                 f"segments[{n}]: {steps} steps of {mean_s:.4g} s are more than the {segment.wall_s:.4g} s "
-                "that it took in all"
+                "of the whole segment"
             )
 
 
@@ -296,35 +297,33 @@ _FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-# --- the seal of verdict.json ---------------------------------------------------------------------
+# --- the digest of verdict.json -------------------------------------------------------------------
 
 
-def with_seal(verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of verdict.json with the digest of everything else in it.
+def add_digest(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of verdict.json with a digest (SHA-256) of all its other values.
 
-    The digest shows an accidental change by an editor or a merge. It does not prevent forgery: the digest can
-    be computed again by anyone.
+    The digest shows an accidental change by an editor or a merge. It does not prevent forgery, because anyone
+    can compute it again.
     """
     return {**verdict, "digest": digest_of(verdict)}
 
 
 def digest_of(verdict: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a verdict's content but for its digest, whatever the order of keys."""
+    """Return the SHA-256 of a verdict's content without its digest, for any order of keys."""
     content = {key: value for key, value in verdict.items() if key != "digest"}
-    # As it comes back from a file: tuples are lists there.
+    # JSON turns tuples into lists, so that the digest is the same after reading the file.
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def why_broken(verdict: Mapping[str, Any], path: str | Path) -> str | None:
-    """Return why the content of the verdict.json at `path` is not valid.
-
-    Return None if it is.
+def find_tampering_reason(verdict: Mapping[str, Any], path: str | Path) -> str | None:
+    """Return why the verdict.json at `path` was changed or no longer fits its blocks, else None.
 
     Step times are computed again from the blocks next to the file, if these exist.
     """
     if verdict.get("digest") != digest_of(verdict):
-        return "it has been changed since it was written"
+        return "its content was changed after it was written"
     folder = Path(path).parents[1] / "blocks"
     for comparison in verdict["comparisons"] if folder.is_dir() else ():
         for number in range(1, comparison["blocks"] + 1):
@@ -332,10 +331,10 @@ def why_broken(verdict: Mapping[str, Any], path: str | Path) -> str | None:
             try:
                 result = read_block(block)
             except BlockError as e:
-                return f"it rests on a block that is not there as it was: {e}"
+                return f"a block that it is based on has changed: {e}"
             for strategy, times in comparison["step_s"].items():
                 log = result.value(strategy)
                 now, then = math.exp(log) if math.isfinite(log) else None, times[number - 1]
                 if (now is None) != (then is None) or (now and abs(now / then - 1) > 1e-9):
-                    return f"{block} says something else of {strategy}"
+                    return f"{block} has another step time of {strategy}"
     return None

@@ -1,4 +1,4 @@
-"""Rules on full runs of strategies that a verdict timed, too: both must give the same time."""
+"""The audit's rule that full runs and the verdict's blocks must give the same step time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, tra
 
 @rule("full-run-against-steps", "warning", "time")
 def full_run_against_steps(evidence: AuditData) -> Iterator[Case]:
-    """A full run should take as long as its steps do in the blocks of the verdict. A difference of more than
-    3 % means that one of them is no measure of the other: a device that heats up or slows down over minutes,
-    input that runs dry, other load, or segments that are too short.
+    """A full run should take as long as its number of steps times the step time in the verdict's blocks. A
+    difference of more than 3 % means that one does not predict the other: the device slows down over minutes,
+    the input is too slow, other jobs use the node, or the segments are too short.
     """
     by_place: dict[ComparisonKey, list[PairedBlock]] = {}
     for block in () if evidence.study_dir is None else read_blocks(evidence.study_dir):
@@ -27,8 +27,8 @@ def full_run_against_steps(evidence: AuditData) -> Iterator[Case]:
     for record in evidence.records:
         if record["status"] != "ok" or not record["time"]["train_time_s"]:
             continue
-        logs = logs_of_steps(by_place.get(ComparisonKey.of(record["cell"]), []), record)
-        steps = steps_of(record)
+        logs = list_log_step_times(by_place.get(ComparisonKey.of(record["cell"]), []), record)
+        steps = count_trained_steps(record)
         if not logs or not steps:
             continue
         by_steps_s = steps * math.exp(statistics.fmean(logs))
@@ -42,14 +42,14 @@ def full_run_against_steps(evidence: AuditData) -> Iterator[Case]:
             )
 
 
-def steps_of(record: Record) -> int:
+def count_trained_steps(record: Record) -> int:
     """Return the number of steps that a cell trained."""
     steps = record["settings"].get("steps")
     return steps or record["batch"]["steps_per_epoch"] * len(record["time"]["epoch_times_s"])
 
 
-def logs_of_steps(timed: list[PairedBlock], record: Record) -> list[float]:
-    """Return log step times of the record's cell in blocks with the same settings."""
+def list_log_step_times(timed: list[PairedBlock], record: Record) -> list[float]:
+    """Return the log step times of a record's strategy in blocks with the same settings."""
     if not timed:
         return []
     strategy, trained = record["cell"]["strategy"], trained_digest(record["settings"])
@@ -58,7 +58,7 @@ def logs_of_steps(timed: list[PairedBlock], record: Record) -> list[float]:
 
 
 def read_blocks(study_dir: Path) -> list[PairedBlock]:
-    """The complete blocks of a verdict below results/<study>; unreadable ones are left to the verdict."""
+    """Read the complete blocks below results/<study>, without unreadable ones: the verdict reports those."""
     complete = []
     for path in blocks.block_files(study_dir.parent, study_dir.name):
         with contextlib.suppress(blocks.BlockError):

@@ -1,4 +1,4 @@
-"""Reads a study's verdict.json, with the results of its blocks for each strategy."""
+"""Reads a study's verdict.json, and gives the times in its blocks to the decision."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence, Question
 from stratbench.analysis.records.groups import Group, Repeats
 from stratbench.cell.files import read_json
-from stratbench.extensions.verdict.blocks import VERDICT_VERSION, why_broken
+from stratbench.extensions.verdict.blocks import VERDICT_VERSION, find_tampering_reason
 from stratbench.strategies.base import Traits
 
-#: States of a strategy that exclude it, with the words of the decision.
+#: Wording in the decision for each state that excludes a strategy.
 EXCLUDING = EXCLUDED | {"score": "worse score"}
-#: The basis of times that were measured in paired blocks.
+#: Wording in the decision for times that were measured in paired blocks.
 PAIRED_BLOCKS = "measured in paired blocks"
 
 
 @dataclass(frozen=True)
 class PairedResult:
-    """The results of a verdict's blocks for a strategy on a number of workers."""
+    """The result of a verdict's blocks for one strategy on one number of workers."""
 
-    times_s: pd.Series  # of the whole training, by block
+    times_s: pd.Series  # seconds of the whole training as each block predicts them, by block
     hosts: frozenset[str]
     on_cpu: bool
     served: bool
     traits: Traits
-    excluded: tuple[str, str] | None  # kind and reason
-    slower_than: tuple[str, str] | None  # the leader when it was dropped, and the reason
-    claim: tuple[str, str] | None  # the claim on its comparison and the confidence, if it leads one
+    excluded: tuple[str, str] | None  # if excluded: kind and reason
+    slower_than: (
+        tuple[str, str] | None
+    )  # if dropped as slower: the leader at that time, and the reason
+    claim: tuple[str, str] | None  # if it leads its comparison: the conclusion, and the confidence
 
 
 def read_verdict(path: str) -> dict[str, Any] | None:
-    """The content of a verdict.json.
+    """Read a verdict.json.
 
-    None if `path` is empty or nothing is there that this version reads.
+    Return None if `path` is empty, or if the file is missing, invalid or of another version.
     """
     if not path:
         return None
@@ -51,7 +53,7 @@ def read_verdict(path: str) -> dict[str, Any] | None:
         return None
     if not isinstance(verdict, dict) or verdict.get("schema_version") != VERDICT_VERSION:
         return None
-    if reason := why_broken(verdict, path):
+    if reason := find_tampering_reason(verdict, path):
         print(f"{path} is not used: {reason}; `snakemake verdict` writes it again", file=sys.stderr)
         return None
     return verdict
@@ -80,7 +82,7 @@ def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
                 hosts=frozenset(comparison["hosts"]),
                 on_cpu=comparison["device"] == "cpu",
                 served=bool(comparison.get("served", {}).get(strategy)),
-                traits=traits_from(comparison.get("traits", {}).get(strategy, {})),
+                traits=make_traits(comparison.get("traits", {}).get(strategy, {})),
                 excluded=None if kind is None else (kind, f"in the comparison: {state['reason']}"),
                 slower_than=(state["against"], f"in the comparison: {state['reason']}")
                 if state["state"] in ("slower", "much slower") and state["against"] != strategy
@@ -90,20 +92,20 @@ def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
     return by_group
 
 
-def traits_from(values: Mapping[str, Any]) -> Traits:
-    """Return the traits in a verdict, without those unknown to this version."""
+def make_traits(values: Mapping[str, Any]) -> Traits:
+    """Make a strategy's traits from verdict.json, without those unknown to this version."""
     known = {field.name for field in fields(Traits)}
     return Traits(**{name: value for name, value in values.items() if name in known})
 
 
 class BlocksEvidence(Evidence):
-    """A verdict's paired blocks: their times replace those of records on as many workers."""
+    """Evidence of a verdict's paired blocks, whose times replace those of records on as many workers."""
 
     def __init__(self, paired: Mapping[Group, PairedResult]):
         self.paired = paired
 
     def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
-        """Give a candidate its times in blocks, and exclude it if it left the comparison."""
+        """Set a candidate's times from blocks, and exclude it if it was excluded in the verdict."""
         result = self.paired.get(group)
         if result is None:
             return
@@ -117,7 +119,8 @@ class BlocksEvidence(Evidence):
         candidate.hosts, candidate.on_cpu = result.hosts, result.on_cpu
         candidate.traits, candidate.served = result.traits, result.served
         candidate.claim = result.claim
-        candidate.repeats_fixed = False  # a verdict looks after every block
+        # The number of blocks depends on what earlier blocks showed.
+        candidate.repeats_fixed = False
 
     def exclude(self, question: Question, candidates: Sequence[Candidate]) -> None:
         """Exclude strategies that the verdict found slower than a remaining candidate on as many workers."""
@@ -138,6 +141,6 @@ class BlocksEvidence(Evidence):
 
 
 def read_blocks(path: str, constraints: Constraints) -> Evidence:
-    """Return the evidence of the verdict.json that counts; none without one."""
+    """Read the paired blocks of the verdict.json at `path` as evidence, or empty evidence without one."""
     verdict = read_verdict(path)
     return Evidence() if verdict is None else BlocksEvidence(paired_results(verdict))

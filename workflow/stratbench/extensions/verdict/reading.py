@@ -1,4 +1,4 @@
-"""Additions of a verdict: its blocks as evidence of decisions, and a section of the report."""
+"""Adds a verdict's blocks to the evidence of decisions, and a section to the report."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ TEMPLATE = Path(__file__).parent / "templates" / "verdict.html.j2"
 
 
 def make_verdict_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Make the report's section where a verdict counts."""
+    """Make the report's section on the verdict, if verdict.json is valid."""
     verdict = read_verdict(inputs.evidence.get("verdict", ""))
     if verdict is not None:
-        # It draws, and matplotlib takes 0.5 s to import.
-        from stratbench.extensions.verdict.section import verdict_section
+        # The section imports matplotlib, which takes 0.5 s.
+        from stratbench.extensions.verdict.section import make_verdict_section
 
-        html = render_section(TEMPLATE, verdict=verdict_section(verdict, inputs.cells))
+        html = render_section(TEMPLATE, verdict=make_verdict_section(verdict, inputs.cells))
         yield Section("verdict", html, "Verdict", answers=True)
 
 

@@ -1,4 +1,4 @@
-"""The report's section on the verdict: claims, dropped strategies, bounds, noise and cost."""
+"""Makes the report's section on the verdict: conclusions, dropped strategies, bounds, noise and cost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stratbench.analysis.figures.sheet import RC, svg_of
 from stratbench.analysis.report.shown import data_uri
 
 
-def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
-    """Return the section as values for the template."""
+def make_verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
+    """Return the values that the template of the section needs."""
     marks = marks_of(
         cells,
         {
@@ -28,7 +28,7 @@ def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str
     matrix, noise = verdict["matrix_gpu_hours"], verdict["noise"]["text"]
     return {
         "comparisons": [
-            comparison_line(comparison)
+            make_comparison_row(comparison)
             for comparison in verdict["comparisons"]
             if len(comparison["strategies"]) > 1
         ],
@@ -39,15 +39,15 @@ def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str
         "share": None if not matrix else f"{100 * verdict['spent_gpu_hours'] / matrix:.1f} %",
         "state": verdict["reason"] if verdict["done"] else "open: another round is due",
         "rounds": verdict["rounds"],
-        "figures": list(interval_figures(verdict, marks)),
-        "noise": list(noise_rows(verdict["noise"])),
+        "figures": list(draw_interval_figures(verdict, marks)),
+        "noise": list(iter_noise_rows(verdict["noise"])),
         "implies": f"{noise[0].upper()}{noise[1:]}.",
         "notes": verdict["notes"],
     }
 
 
-def comparison_line(comparison: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of the table of conclusions, with its alternatives."""
+def make_comparison_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a comparison's row in the table of conclusions, with the rows of its other strategies."""
     matrix, at_most = comparison["matrix_gpu_hours"], comparison["at_most"]
     spent = comparison["block_gpu_hours"] + comparison["full_run_gpu_hours"]
     return {
@@ -59,18 +59,18 @@ def comparison_line(comparison: Mapping[str, Any]) -> dict[str, Any]:
         "reason": comparison["confidence_reason"],
         "blocks": comparison["blocks"],
         "spent": f"{spent:.3g}" if matrix is None else f"{spent:.3g} of {matrix:.3g}",
-        "interval": nearest_interval(comparison),
+        "interval": format_nearest_interval(comparison),
         "at_most": f"{100 * at_most:.1f} %"
         if at_most is not None and comparison["claimed"]
         else "",
         "rivals": [
-            rival_line(ratio) for ratio in comparison["ratios"] if ratio["state"] != "leader"
+            make_rival_row(ratio) for ratio in comparison["ratios"] if ratio["state"] != "leader"
         ],
     }
 
 
-def nearest_interval(comparison: Mapping[str, Any]) -> str:
-    """Return the ratio and bound of the alternative that may be the fastest, with its name."""
+def format_nearest_interval(comparison: Mapping[str, Any]) -> str:
+    """Format the alternative with the lowest bound: its name, time ratio and bound."""
     known = [
         r
         for r in comparison["ratios"]
@@ -78,13 +78,13 @@ def nearest_interval(comparison: Mapping[str, Any]) -> str:
     ]
     if not known:
         return ""
-    # Dropped alternatives come last.
+    # Alternatives that are still in the comparison come before dropped ones.
     nearest = min(known, key=lambda ratio: (bool(ratio["reason"]), ratio["at_least"]))
     return f"{nearest['strategy']} {nearest['text']}"
 
 
-def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
-    """Return an alternative as a row: its state, when it changed and the reason."""
+def make_rival_row(ratio: Mapping[str, Any]) -> dict[str, str]:
+    """Return an alternative's row: its state, time ratio, and the reason why it was dropped."""
     return {
         "strategy": ratio["strategy"],
         "state": ratio["words"],
@@ -94,58 +94,70 @@ def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-#: Components of the noise: key, name, description.
+#: Components of the noise: key in verdict.json, name, and description in the report.
 COMPONENTS = (
     (
         "allocation",
         "allocation",
-        "what a job's nodes do to all strategies alike; pairing removes it",
+        "difference between jobs that all strategies share; pairing removes it",
     ),
     (
         "strategy_in_allocation",
         "strategy × allocation",
-        "nodes that suit one strategy more than another",
+        "difference between jobs that is not the same for all strategies",
     ),
-    ("process", "process", "between two starts of the same strategy in one job"),
-    ("within", "segment", "the mean over the steps of one segment"),
-    ("segment", "process and segment", "both together, as two segments differ"),
-    ("drift", "drift", "trend over a block, at its ends; the mirrored order removes it"),
-    ("ratio", "ratio of two strategies", "from block to block: what the intervals rest on"),
+    ("process", "process", "difference between two starts of the same strategy in one job"),
+    ("within", "segment", "random error of the mean over the steps of one segment"),
+    (
+        "segment",
+        "process and segment",
+        "process and segment together: the difference between two segments",
+    ),
+    (
+        "drift",
+        "drift",
+        "trend over a block, at its ends; the reversed order of the second pass removes it",
+    ),
+    (
+        "ratio",
+        "ratio of two strategies",
+        "variation between blocks, from which the intervals follow",
+    ),
 )
 
 
-def noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Yield the rows of the table of noise: standard deviations in percent."""
+def iter_noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Yield the rows of the table of noise components, as standard deviations in percent."""
     for key, name, meaning in COMPONENTS:
         value = noise[key]
         shown = "not known" if value is None else f"{100 * value:.2f}"
         yield {"name": name, "sd": shown, "meaning": meaning}
 
 
-def interval_figures(
+def draw_interval_figures(
     verdict: Mapping[str, Any], marks: Mapping[str, Mark]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a figure per comparison with intervals: times relative to the leader's, and bounds."""
+    """Draw one figure per comparison: each strategy's time relative to the leader's, and its bound."""
     for comparison in verdict["comparisons"]:
         known = [r for r in comparison["ratios"] if r["ratio"] is not None]
         if len(known) < 2 or comparison["leader"] is None:
             continue
         with plt.rc_context(RC):
-            rows = [ratio_row(r) for r in sorted(known, key=lambda r: r["ratio"])]
+            rows = [make_ratio_row(r) for r in sorted(known, key=lambda r: r["ratio"])]
             svg = svg_of(draw_rows(Rows.of_ratios(rows, marks, verdict["margin"])))
         title = f"{comparison['model']}, {comparison['workers']}"
         yield {
             "title": title,
-            "caption": f"Each one's time as a multiple of {comparison['leader']}'s; lines end at the least "
-            "that it "
-            f"may be, which decides. Shaded: {100 * verdict['margin']:g} %. Logarithmic.",
-            "alt": f"Every strategy's time against the leader's and its bound: {title}.",
+            "caption": f"Time of each strategy as a multiple of that of {comparison['leader']}. Lines end at "
+            "the lower bound, on which decisions are based. The shaded band is "
+            f"{100 * verdict['margin']:g} %. The axis is logarithmic.",
+            "alt": f"Time of every strategy relative to the leader's, with its lower bound: {title}.",
             "uri": data_uri(svg.encode()),
         }
 
 
-def ratio_row(ratio: Mapping[str, Any]) -> FigureRow:
-    """Return the row of a strategy in a comparison."""
+def make_ratio_row(ratio: Mapping[str, Any]) -> FigureRow:
+    """Return a strategy's row in the figure of its comparison."""
     leads = ratio["state"] == "leader"
     low = ratio["at_least"]
     point = Point(ratio["ratio"], low, ratio["ratio"] if low is not None else None, chosen=leads)

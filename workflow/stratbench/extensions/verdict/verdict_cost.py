@@ -1,4 +1,4 @@
-"""Approximate cost of a verdict by paired blocks, and cells that are too short for it to pay."""
+"""Estimates what a verdict would cost relative to the full matrix, and for which cells it is too costly."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ from stratbench.extensions.verdict.block_rules import (
     segment_steps,
 )
 
-#: The share of the matrix that a verdict should cost at most.
+#: Largest share of the full matrix's cost that a verdict should take.
 AIM = 0.10
 
 
 @dataclass(frozen=True)
 class VerdictCost:
-    """Costs of a verdict and of the matrix, in worker-seconds; `starting`: the start's fraction."""
+    """Costs of a verdict and of the full matrix, in worker-seconds.
+
+    `start_share` is the share of a segment that the start of its processes takes.
+    """
 
     blocks_s: float
     full_runs_s: float
     matrix_s: float
-    starting: float
+    start_share: float
 
     @property
     def verdict_s(self) -> float:
-        """Blocks, and full runs for scores."""
+        """Cost of the verdict: its blocks, and full runs for scores, in worker-seconds."""
         return self.blocks_s + self.full_runs_s
 
     @property
     def share(self) -> float:
-        """The verdict's part of the matrix."""
+        """Cost of the verdict as a share of the full matrix."""
         return self.verdict_s / self.matrix_s
 
 
-def cost_of(comparison: list[Planned], slow: bool) -> VerdictCost:
-    """Return the cost of one repeat of an experiment, model and number of workers.
+def estimate_verdict_cost(comparison: list[Planned], slow: bool) -> VerdictCost:
+    """Return the cost of a verdict on one comparison.
 
-    `slow`: at the upper end of the predicted times, else at the lower.
+    With `slow`, it is at the upper end of the predicted times, else at the lower end.
     """
     gpus = comparison[0].cell.gpus
     segments, cells, starts = [], [], []
@@ -60,8 +63,10 @@ def cost_of(comparison: list[Planned], slow: bool) -> VerdictCost:
     return VerdictCost(times_s, trained_s, MATRIX_REPEATS * sum(cells), sum(starts) / sum(segments))
 
 
-def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[VerdictCost, VerdictCost]]:
-    """Return costs at best and at worst, for each comparison with predicted times."""
+def estimate_verdict_costs(
+    plan: Plan,
+) -> dict[tuple[str, str, int], tuple[VerdictCost, VerdictCost]]:
+    """Return the lowest and the highest cost of each comparison with predicted times."""
     known = [
         c
         for c in plan.cells
@@ -70,17 +75,20 @@ def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[VerdictCost, V
     ]  # fmt: skip
     comparisons = cells_by(known, "experiment", "model", "gpus")
     return {
-        key: (cost_of(comparison, slow=False), cost_of(comparison, slow=True))
+        key: (
+            estimate_verdict_cost(comparison, slow=False),
+            estimate_verdict_cost(comparison, slow=True),
+        )
         for key, comparison in comparisons.items()
         if len(comparison) > 1
     }
 
 
-def sentences_on_a_verdict(plan: Plan) -> Iterator[str]:
-    """Yield sentences on the cost of `snakemake verdict` against the full matrix."""
-    by_comparison = verdict_costs(plan)
+def iter_cost_sentences(plan: Plan) -> Iterator[str]:
+    """Yield sentences on what `snakemake verdict` costs relative to the full matrix."""
+    by_comparison = estimate_verdict_costs(plan)
     if not by_comparison:
-        yield "Not known: no times are predicted for two strategies of a model and number of workers."
+        yield "Unknown: no model and number of workers has two strategies with predicted times."
         return
     ends = [[pair[slow] for pair in by_comparison.values()] for slow in (0, 1)]
     hours = [sum(c.verdict_s for c in costs) / 3600 for costs in ends]
@@ -103,12 +111,13 @@ def sentences_on_a_verdict(plan: Plan) -> Iterator[str]:
         worst = short[experiment, model, gpus]
         yield (
             f"A tenth is out of reach for {len(short)} of {len(by_comparison)} models and worker counts: "
-            f"their cells are too short. {experiment}, {model} on {gpus} would cost {worst.share:.0%} "
-            f"at least: {worst.starting:.0%} of a segment is the start of its processes. Train them in full "
-            "instead, or for longer."
+            f"their cells are too short. {experiment}, {model} on {gpus} would cost at least "
+            f"{worst.share:.0%}, since {worst.start_share:.0%} of a segment is the start of its processes. "
+            "Train these cells in full instead, or for longer."
         )
     if len(dear) > len(short):
         yield (
-            f"{len(dear) - len(short)} of {len(by_comparison)} cost more than a tenth since few strategies "
-            "compete: the full run for their scores is a large part of so small a matrix."
+            f"{len(dear) - len(short)} of {len(by_comparison)} models and worker counts cost more than a "
+            "tenth "
+            "because few strategies compete: the full run for scores is a large part of so small a matrix."
         )

@@ -1,6 +1,6 @@
-"""A round of a verdict for the rules: its blocks, full runs and resources.
+"""One round of a verdict as the Snakemake rules need it: its blocks, full runs and resources.
 
-A command prints the next round. It is run when the workflow is started; the jobs of the round read its output
+The workflow runs a command at its start that prints the next round. The jobs of the round read that output
 from a file.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
-from stratbench.extensions.verdict.block_rules import MAX_STEPS, discarded_steps
+from stratbench.extensions.verdict.block_rules import MAX_STEPS, count_discarded_steps
 from stratbench.extensions.verdict.blocks import (
     BLOCK_FILE,
     BLOCK_PATTERN,
     BlockPlan,
     ComparisonKey,
+    remove_length_and_seed,
     trained_digest,
-    trained_with,
 )
 from stratbench.strategies import make_strategy
 from stratbench.study.config.config import Study
@@ -35,12 +35,12 @@ from stratbench.study.resources import (
     largest_request,
 )
 
-#: The longest that the processes of a segment may take to start and to end, in seconds.
+#: Longest time that the processes of a segment may take to start and to end, in seconds.
 SEGMENT_ALLOWANCE_S = 180
 
 
 class Round:
-    """One round. Each property is worked out when it is used: most runs of the workflow need none."""
+    """One round. Properties are computed on first use, since most runs of the workflow use none."""
 
     def __init__(
         self,
@@ -65,119 +65,129 @@ class Round:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """The round: in a job from its file, else from the command. Raises ConfigError if there is none."""
+        """The content of round.json: in a job from its file, else from the command.
+
+        Raises:
+            ConfigError: If a job cannot read the file, or the command fails.
+        """
         if not self._is_job:
-            return self._ask()
+            return self._compute_next_round()
         try:
             return read_json(self.file)
         except (OSError, ValueError) as e:
             raise ConfigError(
-                f"{self.file} cannot be read: {e}; start it with `snakemake verdict`"
+                f"{self.file} cannot be read: {e}; start the round with `snakemake verdict`"
             ) from None
 
     @property
     def outlook(self) -> str:
-        """A sentence on the maximum cost of the round, and how many may follow."""
+        """A sentence on the cost of the round, and how many rounds may follow."""
         return self.content["outlook"]
 
     def keep(self) -> None:
-        """Writes the file that the jobs of the round read."""
+        """Write round.json, which the jobs of the round read."""
         write_atomic(self.file, json.dumps(self.content, indent=1) + "\n")
 
     @cached_property
     def blocks(self) -> dict[str, BlockPlan]:
-        """The blocks of the round, by path."""
+        """Plans of the round's blocks, by path below `blocks/`."""
         plans = [
-            BlockPlan.from_round(self._study.name, entry) for entry in self.content["comparisons"]
+            BlockPlan.from_round_entry(self._study.name, entry)
+            for entry in self.content["comparisons"]
         ]
         return {plan.path: plan for plan in plans}
 
     @cached_property
     def full_runs(self) -> list[Cell]:
-        """The full cells to train."""
+        """Cells that the round trains in full."""
         cells = [Cell(**coordinates) for coordinates in self.content["full_runs"]]
         return [cell for cell in cells if cell.path not in self._jobs.skipped]
 
     def files(self) -> list[str]:
-        """Return the files that the round makes: results of blocks, and records."""
+        """Return the paths of all files that the round makes: results of blocks, and records."""
         results = self._jobs.results
         made = [plan.folder(results) / BLOCK_FILE for plan in self.blocks.values()]
         return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
 
     def block_of(self, wildcards: Mapping[str, str]) -> BlockPlan:
-        """Return the block that a job's wildcards name.
+        """Return the plan of the block that a job's wildcards name.
 
         Raises:
-            ConfigError: If it is not in this round.
+            ConfigError: If the block is not in this round.
         """
         path = BLOCK_PATTERN.format(**wildcards)
         if path not in self.blocks:
             raise ConfigError(
-                f"{path} is no block of this round; `snakemake verdict` runs those that are"
+                f"{path} is no block of this round; run `snakemake verdict` to run the blocks of this round"
             )
         return self.blocks[path]
 
     def settings_of(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """Return the settings of the block's strategies, by strategy."""
+        """Return the settings of a block's cells, by strategy."""
         settings = {name: self._jobs.settings_of(plan.cell(name)) for name in plan.order}
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
     def trained(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """Return the settings that a block shares with full runs: all but length, seed and profile.
+        """Return by strategy the settings that a block shares with full runs.
 
-        They are by strategy.
+        These are all settings except length, seed and profile.
         """
-        return {name: trained_with(self._jobs.settings_of(plan.cell(name))) for name in plan.order}
+        return {
+            name: remove_length_and_seed(self._jobs.settings_of(plan.cell(name)))
+            for name in plan.order
+        }
 
     def limit_s(self, plan: BlockPlan) -> float | None:
-        """Return the limit of each segment of a block, in seconds.
-
-        Return None for no limit.
-        """
+        """Return the time limit of each segment of a block in seconds, or None for no limit."""
         cell = plan.cell(plan.order[0])
         samples = self._study.dataset(plan.dataset).train_samples
         total = self._jobs.settings_of(cell).total_steps(samples) if samples else None
         longest = max(self._segment_steps(plan.cell(name), plan.steps) for name in plan.order)
-        return segment_limit_s(self._study.time_limit_s(cell), longest, total)
+        return compute_segment_limit_s(self._study.time_limit_s(cell), longest, total)
 
     def _segment_steps(self, cell: Cell, steps: int | None) -> int:
-        """Return the steps of a cell's segment that times `steps` steps, including the discarded ones."""
+        """Return how many steps a segment with `steps` timed steps has in all, discarded ones included."""
         timed, settings = steps or MAX_STEPS, self._jobs.settings_of(cell)
         strategy = make_strategy(settings.strategy, settings.options)
-        return sum(strategy.own_length(discarded_steps(timed), timed))
+        return sum(strategy.own_length(count_discarded_steps(timed), timed))
 
     def request_of(self, plan: BlockPlan) -> JobRequest:
-        """Return the scheduler request of a block: the maximum over its strategies."""
+        """Return the resources that a block requests from the scheduler: the maximum over its strategies."""
         cells = [plan.cell(name) for name in plan.order]
-        minutes = block_min(self.limit_s(plan), len(cells), self.config["cluster"])
+        minutes = compute_block_limit_minutes(
+            self.limit_s(plan), len(cells), self.config["cluster"]
+        )
         return largest_request(map(self._jobs.request_of, cells), minutes)
 
     def goes_on(self) -> bool:
-        """Return whether another round follows this one, which has made all its files.
+        """Return whether another round follows this one, now that all files of this one exist.
 
-        Raises ConfigError if that would be the same round: something prevents this one from counting.
+        Raises:
+            ConfigError: If the next round would be the same, because the files of this one are not used.
         """
-        following = self._ask()
+        following = self._compute_next_round()
         if following["done"]:
             return False
         if all(following[key] == self.content[key] for key in ("comparisons", "full_runs")):
             raise ConfigError(
-                "the round has made all its files, and would be the next one again: "
-                "`snakemake verdict` prints which of them it does not use, and why"
+                "all files of the verdict's round exist, but the next round would be the same again; run "
+                "`snakemake verdict`, which prints which of the files it does not use, and why"
             )
         return True
 
-    def _ask(self) -> dict[str, Any]:
-        """Return the next round as of now. Raises ConfigError with the command's message."""
+    def _compute_next_round(self) -> dict[str, Any]:
+        """Run the command that prints the next round. Raises ConfigError with its message if it fails."""
         command, text = [*self._command, "--config", "-"], json.dumps(self.config)
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise ConfigError(f"the next round of the verdict is unknown:\n{done.stderr.strip()}")
+            raise ConfigError(
+                f"the command that plans the verdict's next round failed:\n{done.stderr.strip()}"
+            )
         return json.loads(done.stdout)
 
     @cached_property
     def has_current_verdict(self) -> bool:
-        """Whether verdict.json exists for strategies whose settings have not changed since."""
+        """Whether verdict.json exists, and the settings of its strategies have not changed since."""
         try:
             comparisons = read_json(self.file.with_name("verdict.json"))["comparisons"]
             trained = {
@@ -199,19 +209,20 @@ class Round:
         )
         if not unchanged:
             print(
-                "the verdict is not used: its strategies were trained with other settings than the "
-                "config's; `snakemake verdict` makes another",
+                "verdict.json is not used: its strategies were trained with other settings than those in the "
+                "config; `snakemake verdict` makes a new one",
                 file=sys.stderr,
             )
         return unchanged
 
 
-def segment_limit_s(
+def compute_segment_limit_s(
     time_limit_s: float | None, steps: int, total_steps: int | None
 ) -> float | None:
-    """Return the limit of a segment: SEGMENT_ALLOWANCE_S, and its fraction of the cell's limit.
+    """Return a segment's time limit: SEGMENT_ALLOWANCE_S plus its share of the cell's limit.
 
-    A segment that reaches it belongs to a cell that would reach its own. None if the cell has no limit.
+    A segment that reaches this limit belongs to a cell that would reach its own limit. Return None if the
+    cell has no limit.
 
     Args:
         time_limit_s: Limit of the cell, if any.
@@ -224,11 +235,13 @@ def segment_limit_s(
     return SEGMENT_ALLOWANCE_S + share * time_limit_s
 
 
-def block_min(limit_s: float | None, strategies: int, cluster: Mapping[str, Any]) -> int:
-    """Return the scheduler's limit of a block, in minutes.
+def compute_block_limit_minutes(
+    limit_s: float | None, strategies: int, cluster: Mapping[str, Any]
+) -> int:
+    """Return the time limit that a block requests from the scheduler, in minutes.
 
-    Each strategy may take a third of `limit_s` for each of its segments, or all of it once; the burn-in may
-    take as much.
+    Each strategy may take a third of `limit_s` per segment, or all of `limit_s` in one segment. The burn-in
+    may also take `limit_s`.
 
     Args:
         limit_s: Limit of the block's segments, if any.

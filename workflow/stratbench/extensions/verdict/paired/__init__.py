@@ -1,1 +1,1 @@
-"""The verdict: which strategy is fastest, from short paired blocks instead of whole trainings."""
+"""Finds the fastest strategy from short paired blocks instead of whole trainings."""

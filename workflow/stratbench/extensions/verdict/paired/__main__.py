@@ -1,4 +1,4 @@
-"""`python -m stratbench.extensions.verdict.paired next` prints the next round, `tell` the verdict so far."""
+"""Command line: `next` prints the next round of a verdict as JSON, `tell` writes and prints the verdict."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ from pathlib import Path
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import folded
 from stratbench.extensions.verdict.paired.evidence import read_evidence
-from stratbench.extensions.verdict.paired.lines import verdict_lines
-from stratbench.extensions.verdict.paired.next_round import round_of
+from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
+from stratbench.extensions.verdict.paired.next_round import determine_next_round
 from stratbench.extensions.verdict.paired.rounds import Course
-from stratbench.extensions.verdict.paired.verdict import verdict_of
+from stratbench.extensions.verdict.paired.verdict import make_verdict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="stratbench.extensions.verdict.paired", description=__doc__
     )
     parser.add_argument(
-        "what", choices=["next", "tell"], help="the next round, or the verdict so far"
+        "what",
+        choices=["next", "tell"],
+        help="next: print the next round; tell: print the verdict so far",
     )
     parser.add_argument(
-        "--config", required=True, help="the validated config, as JSON; -: on stdin"
+        "--config", required=True, help="the validated config as JSON, or - to read it from stdin"
     )
     args = parser.parse_args(argv)
     config = json.loads(sys.stdin.read() if args.config == "-" else args.config)
     evidence, notes = read_evidence(config)
     analysis = Course(evidence)
-    next_round = round_of(analysis)
+    next_round = determine_next_round(analysis)
     if args.what == "next":
         print(json.dumps(next_round.as_dict(), indent=1, allow_nan=False))
         return 0
-    verdict = verdict_of(analysis, next_round, notes)
+    verdict = make_verdict(analysis, next_round, notes)
     out = Path(config["results"], evidence.study, "verdict", "verdict.json")
     write_atomic(out, json.dumps(verdict, indent=1, allow_nan=False) + "\n")
-    print(folded([*verdict_lines(verdict), f"{out} has it all."]), flush=True)
+    print(folded([*iter_verdict_lines(verdict), f"{out} has it all."]), flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Checks of a conclusion: contradicting full runs, copied blocks, different devices."""
+"""Checks of a verdict's conclusion: full runs that contradict it, copied blocks, mixed devices."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from stratbench.extensions.verdict.blocks import PairedBlock
 from stratbench.extensions.verdict.paired.evidence import PairedComparison, PairedEvidence
 from stratbench.statistics import moderated
 
-#: A strategy's step in a block and in its own full run differ by no more than this factor.
+#: Largest credible factor between a strategy's step time in a block and in its own full run.
 MAX_APART = 3.0
-#: Two measured blocks never have the same ratios to so many digits.
-SAME = 1e-6
+#: Two blocks whose log ratios differ by less than this are copies: measured blocks are never so equal.
+MAX_COPY_DIFFERENCE = 1e-6
 
 
 # ---------------------------------------------------------------- full runs
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Correction of a conclusion by contradicting full runs; logarithms."""
+class FullRunCorrection:
+    """Correction of a conclusion that full runs contradict. Bounds are natural logarithms."""
 
-    at_most: float  # upper bound on how much faster than the leader something may be
-    fastest: bool  # whether all alternatives are still slower
-    nearest: str  # the alternative that may be the fastest
+    #: Upper bound on the log ratio by which any strategy may be faster than the leader.
+    max_log_advantage: float
+    fastest: bool  # whether all alternatives are still shown to be slower than the leader
+    nearest: str  # the alternative with the lowest corrected bound
 
 
-def off_from_steps(
+def compute_full_run_deviations(
     evidence: PairedEvidence, comparison: PairedComparison, blocks: Sequence[PairedBlock]
 ) -> dict[str, list[float]]:
     """Return the log ratio of each full run's time to its predicted time, by strategy.
 
-    The prediction is its steps times the step time of `blocks`. It includes all runs that ended well.
+    The prediction is the run's number of steps times the mean step time in `blocks`. Failed runs are left
+    out.
 
     Args:
         evidence: Evidence of the verdict.
@@ -48,44 +50,44 @@ def off_from_steps(
     deviations: dict[str, list[float]] = {}
     for strategy in comparison.strategies:
         known = [log for block in blocks if math.isfinite(log := block.value(strategy))]
-        for run in evidence.runs_of(comparison, strategy):
+        for run in evidence.list_full_runs(comparison, strategy):
             if known and run.step_log is not None:
                 deviations.setdefault(strategy, []).append(run.step_log - statistics.fmean(known))
     return deviations
 
 
-def moved_by(
+def correct_by_full_runs(
     deviations: Mapping[str, Sequence[float]],
     leader: str,
     bounds: Mapping[str, float],
     blocks: int,
     level: tuple[float, int],
-) -> Moved | None:
-    """Return the correction of a conclusion by full runs.
+) -> FullRunCorrection | None:
+    """Return the correction of a conclusion if the leader's full runs contradict its blocks.
 
-    Return None if they agree with the blocks.
+    Return None if full runs and blocks agree.
 
     An alternative's bound is lowered if the leader's full runs are slower than predicted by more than MAX_OFF
-    beyond the alternative's. It is lowered by the difference, and by its possible chance part (95 %), since a
-    full run has another allocation. An alternative's own deviation counts if it exceeds MAX_OFF. One without
-    full runs takes that of the others, if they are slower.
+    beyond the alternative's. It is lowered by the difference, and by the half-width of its 95 % interval,
+    since a full run has another allocation. An alternative's own deviation counts if it exceeds MAX_OFF. An
+    alternative without full runs takes the mean deviation of the others if these are slower than predicted.
 
     Args:
-        deviations: Deviations from `off_from_steps`.
-        leader: The leader.
-        bounds: Lower bound of each alternative's log time over the leader's.
+        deviations: Deviations from `compute_full_run_deviations`.
+        leader: The fastest strategy by the blocks.
+        bounds: Lower bound of log(time / leader's time) of each alternative.
         blocks: Number of blocks.
-        level: Result of `level_scatter`.
+        level: Result of `estimate_allocation_sd`.
     """
     mean = {strategy: statistics.fmean(logs) for strategy, logs in deviations.items()}
     others = [log for strategy, logs in deviations.items() if strategy != leader for log in logs]
-    like_others = max(0.0, beyond_chance(statistics.fmean(others))) if others else 0.0
+    like_others = max(0.0, zero_small_deviation(statistics.fmean(others))) if others else 0.0
     own, scatter, dof = mean.get(leader, 0.0), *level
     corrected = {}
     for strategy, bound in bounds.items():
         if leader not in mean and strategy not in mean:
             continue
-        shift = own - (beyond_chance(mean[strategy]) if strategy in mean else like_others)
+        shift = own - (zero_small_deviation(mean[strategy]) if strategy in mean else like_others)
         if shift > MAX_OFF:
             runs = [len(deviations.get(leader, ())), len(deviations.get(strategy, others))]
             variance = scatter**2 * sum(1 / (n or blocks) for n in runs)
@@ -96,33 +98,33 @@ def moved_by(
     if not corrected:
         return None
     nearest = min(corrected, key=corrected.__getitem__)
-    return Moved(max(0.0, -corrected[nearest]), corrected[nearest] > 0, nearest)
+    return FullRunCorrection(max(0.0, -corrected[nearest]), corrected[nearest] > 0, nearest)
 
 
-def beyond_chance(deviation: float) -> float:
-    """Return the deviation of a full run, or 0 if allocations may explain it."""
+def zero_small_deviation(deviation: float) -> float:
+    """Return a full run's deviation, or 0 if differences between allocations may explain it."""
     return deviation if abs(deviation) > MAX_OFF else 0.0
 
 
-def check_scatter(runs: int, blocks: int, level: tuple[float, int]) -> float:
-    """Return the standard deviation of the mean deviation of full runs, if both agree.
+def compute_full_run_check_sd(runs: int, blocks: int, level: tuple[float, int]) -> float:
+    """Return the standard deviation of full runs' mean deviation from blocks, by chance alone.
 
     Args:
         runs: Number of full runs.
         blocks: Number of blocks.
-        level: Result of `level_scatter`.
+        level: Result of `estimate_allocation_sd`.
     """
     return level[0] * math.sqrt(1 / runs + 1 / blocks)
 
 
-def level_scatter(evidence: PairedEvidence) -> tuple[float, int]:
-    """Return the between-allocation standard deviation of blocks, common to all strategies.
+def estimate_allocation_sd(evidence: PairedEvidence) -> tuple[float, int]:
+    """Return the between-allocation standard deviation of blocks, and its degrees of freedom.
 
-    It is of logarithms, pooled over the comparisons, with its degrees of freedom.
+    All strategies share it. It is that of log step times, pooled over the comparisons.
     """
     squares, dof = 0.0, 0
     for comparison in evidence.comparisons:
-        blocks = evidence.blocks_of(comparison.place)
+        blocks = evidence.list_blocks(comparison.place)
         logs = np.array(
             [[block.value(strategy) for strategy in comparison.strategies] for block in blocks]
         )
@@ -133,10 +135,10 @@ def level_scatter(evidence: PairedEvidence) -> tuple[float, int]:
     return (math.sqrt(squares / dof), dof) if dof else (0.0, 0)
 
 
-def far_from_full_run(
+def iter_contradicting_strategies(
     evidence: PairedEvidence, comparison: PairedComparison, block: PairedBlock
 ) -> Iterator[tuple[str, float]]:
-    """Yield the strategies whose step in a block differs from their full run by MAX_APART, and how.
+    """Yield each strategy whose block contradicts its full run by over MAX_APART, with the factor.
 
     Args:
         evidence: Evidence of the verdict.
@@ -145,7 +147,9 @@ def far_from_full_run(
     """
     for strategy in comparison.strategies:
         logs = [
-            r.step_log for r in evidence.runs_of(comparison, strategy) if r.step_log is not None
+            r.step_log
+            for r in evidence.list_full_runs(comparison, strategy)
+            if r.step_log is not None
         ]
         value = block.value(strategy)
         if logs and math.isfinite(value):
@@ -157,13 +161,13 @@ def far_from_full_run(
 # ---------------------------------------------------------------- blocks
 
 
-def why_unusable(blocks: Sequence[PairedBlock]) -> Iterator[str]:
-    """Yield why the blocks of a comparison allow no conclusion: copies, and mixed devices."""
+def iter_unusable_reasons(blocks: Sequence[PairedBlock]) -> Iterator[str]:
+    """Yield why a comparison's blocks allow no conclusion: copied blocks, or mixed devices."""
     for one, other in combinations(blocks, 2):
         if is_copy(one, other):
             yield (
                 f"the ratios of blocks {one.number} and {other.number} are equal to six digits, so that one "
-                "is a copy: delete it, and it is measured again"
+                "block is a copy of the other: delete it, and it is measured again"
             )
             return
     kinds = sorted({block.device for block in blocks})
@@ -171,16 +175,20 @@ def why_unusable(blocks: Sequence[PairedBlock]) -> Iterator[str]:
     for devices in (kinds, names):
         if len(devices) > 1:
             yield (
-                f"its blocks ran on {' and on '.join(devices)}, whose times are not comparable: delete those "
-                "of all but one, and they are measured again"
+                f"its blocks ran on {' and on '.join(devices)}, whose times are not comparable: delete the "
+                "blocks of all devices but one, and they are measured again"
             )
             return
 
 
 def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
-    """Return whether two blocks have the same ratios, of all or at least three strategies."""
+    """Return whether two blocks have equal time ratios, so that one must be a copy of the other."""
     segments = [
-        {(s.strategy, s.in_pass): math.log(s.mean_step_s) for s in block.segments if s.mean_step_s}
+        {
+            (s.strategy, s.pass_name): math.log(s.mean_step_s)
+            for s in block.segments
+            if s.mean_step_s
+        }
         for block in (one, other)
     ]
     strategies = {strategy for strategy, _ in segments[0]}
@@ -188,9 +196,9 @@ def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
         {strategy: v for strategy in strategies if math.isfinite(v := b.value(strategy))}
         for b in (one, other)
     ]
-    return _same_ratios(*segments, least=4) or _same_ratios(*values, least=3)
+    return _have_same_ratios(*segments, least=4) or _have_same_ratios(*values, least=3)
 
 
-def _same_ratios(one: Mapping, other: Mapping, least: int) -> bool:
+def _have_same_ratios(one: Mapping, other: Mapping, least: int) -> bool:
     apart = [one[key] - other[key] for key in one.keys() & other.keys()]
-    return len(apart) >= least and max(apart) - min(apart) < SAME
+    return len(apart) >= least and max(apart) - min(apart) < MAX_COPY_DIFFERENCE

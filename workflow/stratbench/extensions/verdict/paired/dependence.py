@@ -1,7 +1,7 @@
-"""Blocks that depend on their predecessor: how much, and the widening of intervals.
+"""Measures how much a block depends on its predecessor, and widens intervals accordingly.
 
-A neighbour's job or a hot card that lasts for several blocks makes them similar, and their variance too
-small. Successive blocks then differ less than any two do: von Neumann's ratio (1941) is below 1.
+A neighbour's job or a hot GPU that lasts for several blocks makes these similar, and their variance too
+small. Successive blocks then differ less than two random blocks do: von Neumann's ratio (1941) is below 1.
 """
 
 from __future__ import annotations
@@ -10,24 +10,30 @@ from functools import cache
 
 import numpy as np
 
-#: By chance alone the ratio is this low in one comparison of five: no comparison ends early, nor drops a
-#: strategy, below.
+#: Standard deviations below 1 that independent blocks reach in one comparison of five. Beyond it no
+#: comparison ends early, and none drops a strategy.
 SUSPECT = 0.8416
-#: And in one of a hundred: a comparison that ends with so low a ratio has a caveat.
+#: Standard deviations below 1 that independent blocks reach in one comparison of a hundred. Beyond it the
+#: conclusion has a caveat.
 CERTAIN = 2.3263
-#: Amount by which a ratio is lowered, since it is estimated from a few blocks. By simulation.
+#: Amount by which the ratio is lowered because few blocks bias it; found by simulation.
 LEAN = 0.1
-#: Correlations of neighbouring blocks on a grid.
+#: Grid of correlations of successive blocks, for interpolation.
 CORRELATIONS = np.linspace(0.0, 0.95, 39)
 
 
-def neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return von Neumann's ratio of blocks, and its standard deviations below 1.
+def compute_neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return von Neumann's ratio of successive blocks, and how many standard deviations it is below 1.
 
-    It is half the mean square of successive differences over the variance: about 1 for independent blocks. It
-    is over all strategies together, without the means of blocks and strategies. `logs`, shape [...,
-    strategies, blocks]: NaN where a block does not count; `active`, shape [..., strategies]. Both results
-    have shape [...]; they are 1 and 0 with fewer than 3 blocks or 2 strategies.
+    The ratio is half the mean square of successive differences over the variance: about 1 for independent
+    blocks. It pools all strategies, after their means and the blocks' means are removed.
+
+    Args:
+        logs: Log step times, shape [..., strategies, blocks]; NaN where a block does not count.
+        active: Strategies in the comparison, shape [..., strategies].
+
+    Returns:
+        Both of shape [...]; 1 and 0 with fewer than 3 blocks or 2 strategies.
     """
     is_present = np.isfinite(logs) & active[..., None]
     n, k = is_present.any(-2).sum(-1), active.sum(-1)
@@ -35,7 +41,7 @@ def neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.
     rest = np.where(is_present, logs, 0.0)
     rest = np.where(is_present, rest - (rest.sum(-2) / strategies)[..., None, :], 0.0)
     rest = np.where(is_present, rest - (rest.sum(-1) / blocks)[..., None], 0.0)
-    # Blocks that do not count are between others if a strategy has come back: those that count are joined.
+    # A strategy that has come back leaves gaps between blocks: sorting moves the counting blocks together.
     order = np.argsort(~is_present.any(-2), axis=-1, kind="stable")[..., None, :]
     rest = np.take_along_axis(rest, np.broadcast_to(order, rest.shape), -1)
     both = np.arange(rest.shape[-1] - 1) < (n - 1)[..., None, None]
@@ -49,22 +55,22 @@ def neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.
     return np.where(enough, ratio, 1.0), np.where(enough, z, 0.0)
 
 
-def widening(ratio: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """Return the factor for intervals of correlated blocks, 1 for independent ones.
+def compute_interval_widening(ratio: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """Return the factor by which intervals of correlated blocks are wider, 1 for independent blocks.
 
-    For an autoregression of first order it is the root of the true variance of their mean over the expected
-    one.
+    For a first-order autoregression it is the square root of the mean's true variance over the variance that
+    independent blocks would have.
     """
     factor = np.ones(np.broadcast(ratio, blocks).shape)
     for n in (n for n in np.unique(blocks) if n >= 3):
-        ratios, factors = _autoregressive(int(n))
+        ratios, factors = _compute_autoregressive_factors(int(n))
         factor = np.where(blocks == n, np.interp(LEAN - ratio, -ratios, factors), factor)
     return factor
 
 
 @cache
-def _autoregressive(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the expected ratio of `n` blocks, and the factor, for each of CORRELATIONS."""
+def _compute_autoregressive_factors(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return von Neumann's expected ratio and the interval factor of `n` blocks per correlation."""
     lags = np.arange(1, n)
     powers = CORRELATIONS[:, None] ** lags
     inflated = 1 + 2 * ((1 - lags / n) * powers).sum(-1)  # n times the variance of the mean

@@ -1,4 +1,4 @@
-"""The evidence of a study: its comparisons, their complete blocks, and the full runs."""
+"""The evidence that a verdict is based on: comparisons, complete blocks and full runs of a study."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class PairedComparison:
     dataset: str
     strategies: tuple[str, ...]
     served: tuple[bool, ...]
-    #: Whether a strategy's arithmetic equals DDP's: such strategies share one score.
+    #: Per strategy: whether its arithmetic equals DDP's. Such strategies share one score.
     equal: tuple[bool, ...]
-    #: Comparisons with equal `arithmetic` share it, too.
+    #: Key of the arithmetic: comparisons with equal keys share the score of the strategies in `equal`.
     arithmetic: tuple[Any, ...]
     #: The traits of each strategy, as it declares them.
     traits: tuple[Traits, ...] = ()
-    #: The settings that each strategy is trained with, as a `trained_digest`.
+    #: Hash of each strategy's settings, from `trained_digest`.
     trained: tuple[str, ...] = ()
-    #: Steps of a full cell; None: not known before the data are read.
+    #: Number of steps of a full run, or None if not known before the data are read.
     full_steps: int | None = None
-    #: Whether full cells are evaluated.
+    #: Whether full runs are evaluated, and so have a score.
     scored: bool = True
 
 
@@ -56,7 +56,7 @@ class FullRun:
 
     status: str
     reason: str | None
-    score: float | None  # as shown: points of accuracy
+    score: float | None  # in the unit of the report, such as percentage points of accuracy
     better: str
     tolerance: float
     score_name: str
@@ -71,7 +71,7 @@ class FullRun:
 
     @property
     def step_log(self) -> float | None:
-        """The logarithm of the seconds that a step took.
+        """The logarithm of the run's mean seconds per step.
 
         None if the run did not end well.
         """
@@ -82,7 +82,7 @@ class FullRun:
 
 @dataclass(frozen=True)
 class PairedEvidence:
-    """Everything that a verdict rests on. It does not depend on the order of files."""
+    """All inputs of a verdict: comparisons, blocks, full runs and limits, in an order of their own."""
 
     study: str
     seed: int
@@ -91,7 +91,7 @@ class PairedEvidence:
     full_runs: Mapping[Cell, FullRun] = field(default_factory=dict)
     margin: float = 0.03
     budget_gpu_hours: float | None = None
-    #: Tolerated losses by the name of the score; scores not named here have their task's.
+    #: Tolerated loss by name of the score; a score that is not named has its task's tolerance.
     tolerances: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -101,8 +101,8 @@ class PairedEvidence:
             blocks.setdefault(key[0], []).append(self.blocks[key])
         return blocks
 
-    def blocks_of(self, key: ComparisonKey) -> list[PairedBlock]:
-        """Return the blocks of a comparison, in order."""
+    def list_blocks(self, key: ComparisonKey) -> list[PairedBlock]:
+        """Return the blocks of a comparison, ordered by number."""
         return self._blocks_by_place.get(key, [])
 
     def cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
@@ -115,15 +115,15 @@ class PairedEvidence:
         """
         return cell_of(self.study, comparison, strategy, repeat)
 
-    def runs_of(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
-        """Return the full runs of a strategy, by repeat."""
+    def list_full_runs(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
+        """Return the full runs of a strategy, ordered by repeat."""
         cells = (self.cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS))
         return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
 
-    def order(
+    def order_strategies(
         self, comparison: PairedComparison, block: int, strategies: Iterable[str]
     ) -> list[str]:
-        """Return the strategies in a block's order, which is by a hash and so always the same.
+        """Return strategies in the order of a block, a reproducible permutation by hash.
 
         Args:
             comparison: The comparison.
@@ -134,7 +134,7 @@ class PairedEvidence:
             strategies, key=lambda strategy: _hash(self.seed, comparison.place, block, strategy)
         )
 
-    def block_seed(self, comparison: PairedComparison, block: int) -> int:
+    def compute_block_seed(self, comparison: PairedComparison, block: int) -> int:
         """Return the seed that all segments of a block share."""
         return int(_hash(self.seed, comparison.place, block)[:8], 16) >> 1
 
@@ -159,31 +159,31 @@ def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int
 # ---------------------------------------------------------------- from files
 
 
-#: Why cells of many jobs, and those that a command trains, are in no comparison.
-JOBS_APART = "its workers are jobs of their own, and a block is one allocation"
-COMMAND = "a command of yours cannot be stopped and begun in segments"
+#: Reasons why cells whose workers are jobs, and cells that a user's command trains, are in no comparison.
+SEPARATE_JOBS_REASON = "its workers are separate jobs, and a block is one allocation"
+OWN_COMMAND_REASON = "it is trained by a command of yours, which cannot run in short segments"
 
 
-def not_compared(study: Study) -> dict[str, str]:
-    """Return paths of the cells that blocks cannot time, with the reason."""
+def find_cells_without_blocks(study: Study) -> dict[str, str]:
+    """Return the reason for each cell that blocks cannot time, by path of the cell."""
     apart = (cell.path for cell in study.cells if study.settings(cell).workers_are_jobs)
     own = (cell.path for cell in study.cells if study.strategy_kind(cell.strategy) == "own")
-    return dict.fromkeys(apart, JOBS_APART) | dict.fromkeys(own, COMMAND)
+    return dict.fromkeys(apart, SEPARATE_JOBS_REASON) | dict.fromkeys(own, OWN_COMMAND_REASON)
 
 
 def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]:
-    """Return the evidence of a config's study, and notes on what was not used. `config`: validated."""
+    """Read the evidence of a validated config's study, with notes on unused blocks and cells."""
     study = Study(config, config["study"])
     keys = config.get("verdict") or {}
     root = Path(config["results"])
-    skipped = Jobs(config, study).skipped | not_compared(study)
+    skipped = Jobs(config, study).skipped | find_cells_without_blocks(study)
     comparisons = tuple(comparisons_of(study, skipped))
     notes = [
         f"{path} is not compared: {reason}"
         for path, reason in skipped.items()
         if path.endswith("rep0")
     ]
-    blocks = {(b.place, b.number): b for b in _usable_blocks(study, comparisons, root, notes)}
+    blocks = {(b.place, b.number): b for b in _iter_usable_blocks(study, comparisons, root, notes)}
     runs = dict(_full_runs(study, comparisons, root, notes))
     samples = {}
     for cell, (_, train_samples) in runs.items():
@@ -192,7 +192,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
         study=study.name,
         seed=study.seed,
         comparisons=tuple(
-            with_full_steps(study, comparison, samples.get(comparison.dataset))
+            add_full_steps(study, comparison, samples.get(comparison.dataset))
             for comparison in comparisons
         ),
         blocks=blocks,
@@ -212,7 +212,7 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
     for key, cells in by_key.items():
         settings = [study.settings(cell) for cell in cells]
         known = MODELS.get(key.model)
-        # Whether the loss of a user's task adds up is not known yet.
+        # Whether a user's own loss is a mean over parts of the batch is not known before training.
         builtin = settings[0].own_task is None
         apart = known is None or known.batchnorm is not False or not builtin
         traits = tuple(
@@ -231,10 +231,10 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
         )
 
 
-def with_full_steps(
+def add_full_steps(
     study: Study, comparison: PairedComparison, train_samples: int | None
 ) -> PairedComparison:
-    """Return the comparison with the number of steps of its full cells, if it is known.
+    """Return the comparison with the number of steps of its full runs, if it is known.
 
     Args:
         study: The study.
@@ -248,10 +248,10 @@ def with_full_steps(
     return replace(comparison, full_steps=settings.total_steps(known or 0))
 
 
-def _usable_blocks(
+def _iter_usable_blocks(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[PairedBlock]:
-    """Yield those blocks of the comparisons whose strategies were all trained with the config's settings."""
+    """Yield the blocks whose strategies were all trained with the settings of the config."""
     wanted = {b.place: dict(zip(b.strategies, b.trained, strict=True)) for b in comparisons}
     for path in block_files(results, study.name):
         try:
@@ -261,13 +261,13 @@ def _usable_blocks(
             continue
         if block.place not in wanted:
             continue
-        # Segments of strategies that have been removed from the study since are not needed.
+        # Strategies that were removed from the study since may keep segments with any settings.
         strategies = wanted[block.place].keys() & block.trained.keys()
         now = wanted[block.place]
         if stale := sorted(a for a in strategies if now[a] != block.trained[a]):
             notes.append(
                 f"{block.place}, block {block.number} is not used: {', '.join(stale)} had other "
-                "settings than the config's"
+                "settings than those of the config"
             )
             continue
         yield block
@@ -295,11 +295,11 @@ def _full_runs(
                     notes.append(f"{cell} is not used: its settings are not the config's")
                     continue
                 samples = measured["data"]["train_samples"]
-                yield cell, (full_run_from(measured, wanted.total_steps(samples)), samples)
+                yield cell, (make_full_run(measured, wanted.total_steps(samples)), samples)
 
 
-def full_run_from(measured: record.Record, steps: int) -> FullRun:
-    """Return the full run that a record describes."""
+def make_full_run(measured: record.Record, steps: int) -> FullRun:
+    """Make the full run from the record of a cell that trained `steps` steps."""
     task, score = measured["task"], measured["score"]["final"]
     factor = 100 if task["unit"] == "share" else 1
     return FullRun(

@@ -1,8 +1,9 @@
-"""The verdict: evaluates the strategies of a comparison by its blocks, and stops it.
+"""Sequential analysis: evaluates each comparison after every few blocks, and decides when it ends.
 
 A comparison is an experiment, model and number of workers, with several strategies. All arrays have the axes
 [..., comparisons, strategies, blocks], [..., comparisons, strategies] or [..., comparisons], so that a
-simulation runs the same functions as a study. Times are natural logarithms of seconds per step.
+simulation runs the same functions as a study. Times are natural logarithms of seconds per step. A *look* is
+an evaluation of the blocks so far.
 """
 
 from __future__ import annotations
@@ -14,63 +15,69 @@ import numpy as np
 from stratbench.extensions.verdict.paired import dependence
 from stratbench.statistics import moderated
 
-#: Numbers of blocks at which a comparison is evaluated; nothing is decided at others.
+#: Numbers of blocks after which a comparison is evaluated (looks).
 LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
-#: No comparison is decided with fewer blocks, nor with fewer of those on nodes that come again.
+#: Fewest blocks for a decision: in general, and if the blocks ran repeatedly on the same few nodes.
 MIN_BLOCKS, MIN_ALIKE = 3, 6
-#: From so many node sets on they are the unit that repeats, and a claim is about all nodes of their kind.
+#: Fewest node sets that count as independent repeats, so that a conclusion is about all nodes of their kind.
 MIN_SETS = 3
-#: Two strategies are called equal if the reported interval lies within this share either way.
+#: Two strategies are called equal if their interval is within this share, slower or faster.
 EQUAL = 0.03
 
 
 class Look(NamedTuple):
-    """A judgement of every comparison. Ratios to the leader are logarithms, NaN or infinite where unknown.
+    """An evaluation of all comparisons. Ratios to the leader are logarithms, NaN or infinite if unknown.
 
-    Shape [..., comparisons, strategies] from `mean` to `rivals`, [..., comparisons] of the others.
+    Fields from `mean` to `rivals` have shape [..., comparisons, strategies], the others [..., comparisons].
     """
 
     leader: np.ndarray  # index of the fastest strategy that may be chosen
-    blocks: np.ndarray  # number of blocks that count: all strategies in the comparison are in them
-    sets: np.ndarray  # number of node sets that they ran on
-    alike: np.ndarray  # whether they are on fewer than MIN_SETS, and one of these came again
-    unlike: np.ndarray  # standard deviations by which neighbouring blocks are too similar
+    blocks: np.ndarray  # number of blocks that contain all strategies in the comparison
+    sets: np.ndarray  # number of node sets that these blocks ran on
+    reuses_few_nodes: (
+        np.ndarray
+    )  # whether they are on fewer than MIN_SETS, and one of these came again
+    excess_similarity_sds: (
+        np.ndarray
+    )  # standard deviations by which neighbouring blocks are too similar
     mean: np.ndarray
-    bound: np.ndarray  # lower bound of the strategy's ratio, which decides
-    low: np.ndarray  # of the interval that is reported
+    bound: np.ndarray  # lower bound of the strategy's ratio, on which decisions are based
+    low: np.ndarray  # lower end of the reported interval of the ratio
     high: np.ndarray
     slower: np.ndarray  # strategies shown to be slower than the leader
     rivals: np.ndarray  # strategies in the comparison, except the leader
-    at_most: np.ndarray  # upper bound on how much faster than the leader something may be
+    at_most: (
+        np.ndarray
+    )  # upper bound on the log ratio by which any strategy may be faster than the leader
     decided: np.ndarray
 
     @property
     def fastest(self) -> np.ndarray:
-        """Whether every alternative is slower than the leader, shape [..., comparisons]."""
+        """Whether every alternative is shown to be slower than the leader, shape [..., comparisons]."""
         return ~(self.rivals & ~self.slower).any(-1)
 
     @property
     def equal(self) -> np.ndarray:
-        """Whether a strategy takes as long as the leader, within EQUAL either way."""
+        """Whether a strategy's whole interval is within the share EQUAL of the leader's time."""
         near = np.log1p(EQUAL)
         return self.rivals & (self.low >= -near) & (self.high <= near)
 
 
-def index_of_fastest(means: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """The index of the lowest mean among the strategies of the mask, shape [...].
+def find_fastest_index(means: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """Return the index of the lowest mean among the strategies of the mask `among`, shape [...].
 
-    0 if there is none.
+    The index is 0 if no strategy is in the mask.
     """
     return np.argmin(np.where(among & np.isfinite(means), means, np.inf), axis=-1)
 
 
-def at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return the value of one strategy in each comparison, shape [..., comparisons]."""
+def select_by_index(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return the value of the strategy at `index` in each comparison, shape [..., comparisons]."""
     return np.take_along_axis(values, index[..., None], -1)[..., 0]
 
 
-def in_common(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """Return the logs of the blocks that contain all active strategies; NaN elsewhere.
+def mask_incomplete_blocks(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
+    """Return the log times of blocks that contain all active strategies, and NaN for other blocks.
 
     Allocation effects cancel in such blocks. Only a strategy that has come back to the comparison lacks
     blocks that others have.
@@ -79,23 +86,31 @@ def in_common(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
     return np.where(whole & active[..., None], logs, np.nan)
 
 
-def mean_logs(logs: np.ndarray) -> np.ndarray:
-    """The mean of each strategy over its blocks, shape [..., comparisons, strategies].
+def average_log_times(logs: np.ndarray) -> np.ndarray:
+    """Return the mean log time of each strategy over its blocks, shape [..., comparisons, strategies].
 
-    NaN for a strategy without blocks.
+    It is NaN for a strategy without blocks.
     """
     is_present = np.isfinite(logs)
     with np.errstate(invalid="ignore"):
         return np.where(is_present, logs, 0.0).sum(-1) / is_present.sum(-1)
 
 
-def by_node_set(logs: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the repeated values, the number of node sets, and whether few were reused.
+def group_by_node_set(
+    logs: np.ndarray, nodes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Average blocks on the same nodes if they ran on enough node sets to count these as repeats.
 
-    Strategies differ by several percent between nodes, so blocks on the same nodes are no two repeats of a
-    conclusion about others. From MIN_SETS node sets on, the values are the means of each. With fewer, they
-    are the blocks, and the conclusion is about their nodes alone. `nodes`, shape [..., comparisons, blocks]:
-    a number from 0 for each node set.
+    Ratios of strategies differ by several percent between nodes. So blocks on the same nodes are not
+    independent repeats of a conclusion about other nodes. With fewer than MIN_SETS node sets, blocks are not
+    averaged, and the conclusion is about their nodes alone.
+
+    Args:
+        logs: Log step times, shape [..., comparisons, strategies, blocks].
+        nodes: Index of each block's node set, shape [..., comparisons, blocks].
+
+    Returns:
+        The mean per node set or the blocks, the number of node sets, and whether few sets ran several blocks.
     """
     is_present = np.isfinite(logs).any(-2)
     nodes = np.where(is_present, nodes, -1)
@@ -114,7 +129,7 @@ def by_node_set(logs: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.where(many[..., None, None], means, blocks), sets, again & ~many
 
 
-def judge(
+def judge_comparisons(
     logs: np.ndarray,
     active: np.ndarray,
     admissible: np.ndarray,
@@ -126,42 +141,44 @@ def judge(
     nodes: np.ndarray,
     doubtful: np.ndarray | bool = False,
 ) -> Look:
-    """Evaluate every comparison of the mask `judged` by its blocks so far.
+    """Evaluate the comparisons of the mask `judged` by their blocks so far.
 
-    If few nodes were reused, blocks may depend on their predecessor, and a conclusion is about these nodes
-    and hours. So it takes MIN_ALIKE blocks, only strategies beyond the margin are distinguished, and
-    intervals are widened according to the dependence (dependence.py).
+    If the same few nodes ran all blocks, a block may depend on its predecessor. Then a decision takes
+    MIN_ALIKE blocks, only strategies beyond the margin count as slower, and intervals are widened
+    (dependence.py).
 
     Args:
-        logs: NaN where a strategy was not in a block.
-        active: Strategies in the comparison.
-        admissible: Strategies that may lead because their score is known to be good.
+        logs: Log step times; NaN where a strategy was not in a block.
+        active: Strategies that are still in the comparison.
+        admissible: Strategies that may lead, because their score is known to be good enough.
         served: Strategies with a parameter server.
         started: Number of strategies with which the comparison began.
         judged: Comparisons to evaluate.
         margin: A comparison is decided when nothing may be faster than its leader by more than this
             fraction.
-        screen: Log ratio from which one block shows a strategy slower.
-        nodes: Node set of each block (by_node_set).
-        doubtful: Strategies with a suspect block, which are not called slower.
+        screen: Log ratio above which a single block shows that a strategy is slower.
+        nodes: Node set of each block (group_by_node_set).
+        doubtful: Strategies with a block that contradicts their full run; they are not called slower.
     """
-    logs = in_common(logs, active)
+    logs = mask_incomplete_blocks(logs, active)
     blocks = np.isfinite(logs).any(-2).sum(-1)
-    logs, sets, reused = by_node_set(logs, nodes)
-    means = mean_logs(logs)
-    ahead = index_of_fastest(means, active)  # whether or not it may be chosen
+    logs, sets, reused = group_by_node_set(logs, nodes)
+    means = average_log_times(logs)
+    ahead = find_fastest_index(means, active)  # the fastest, even if its score does not let it lead
     may_lead = active & admissible
-    leader = np.where(may_lead.any(-1), index_of_fastest(means, may_lead), ahead)
+    leader = np.where(may_lead.any(-1), find_fastest_index(means, may_lead), ahead)
     rivals = active & (np.arange(logs.shape[-2]) != leader[..., None])
     first = np.take_along_axis(logs, leader[..., None, None], axis=-2)
     differences = moderated.paired_differences(logs, first)
     mean = np.where(rivals, differences.mean, np.nan)
     counted = rivals & judged[..., None]
     differences = differences._replace(repeats=np.where(counted, differences.repeats, 0))
-    variance, dof = _moderated(differences, served | at(served, leader)[..., None])
-    ratio, unlike = dependence.neumann_ratio(logs, active)
-    wider = np.where(reused, dependence.widening(ratio, blocks), 1.0)[..., None]
-    tails = moderated.tail_of(rivals.sum(-1))[..., None], reported_tail(started)[..., None]
+    variance, dof = _moderate_variances(
+        differences, served | select_by_index(served, leader)[..., None]
+    )
+    ratio, unlike = dependence.compute_neumann_ratio(logs, active)
+    wider = np.where(reused, dependence.compute_interval_widening(ratio, blocks), 1.0)[..., None]
+    tails = moderated.tail_of(rivals.sum(-1))[..., None], compute_reported_tail(started)[..., None]
     half, reported = (
         wider * moderated.half_widths(variance, dof, differences.repeats, tail) for tail in tails
     )
@@ -175,8 +192,8 @@ def judge(
         (blocks >= MIN_BLOCKS)
         & ~waits
         & (at_most <= np.log1p(margin) + 1e-12)
-        & at(admissible, leader)
-        & at(admissible, ahead)
+        & select_by_index(admissible, leader)
+        & select_by_index(admissible, ahead)
     )
     low, high = mean - reported, mean + reported
     return Look(
@@ -184,10 +201,10 @@ def judge(
     )  # fmt: skip
 
 
-def _moderated(
+def _moderate_variances(
     differences: moderated.Differences, kinds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Variances moderated over all comparisons of a study, and their degrees of freedom."""
+    """Return variances moderated over all comparisons of a study, and their degrees of freedom."""
     shape = differences.mean.shape
     flat = (*shape[:-2], -1)
     joined = moderated.Differences(*(part.reshape(flat) for part in differences))
@@ -195,50 +212,50 @@ def _moderated(
     return variance.reshape(shape), dof.reshape(shape)
 
 
-def reported_tail(started: np.ndarray) -> np.ndarray:
-    """Return the probability that the reported intervals of a comparison leave out on each side.
+def compute_reported_tail(started: np.ndarray) -> np.ndarray:
+    """Return the error probability on each side of a reported interval.
 
-    All intervals of a comparison that began with `started` strategies hold together with 95 %, at all looks,
-    including those of dropped strategies. The same blocks chose the leader, so every pair of strategies
-    counts.
+    All intervals of a comparison that began with `started` strategies hold jointly with 95 % at all looks,
+    including those of dropped strategies. Every pair of strategies counts, because the same blocks chose the
+    leader.
     """
     return moderated.ALPHA / (moderated.REPEATED_LOOKS * np.maximum(2, started * (started - 1)))
 
 
 def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
-    """Return the strategies that leave the comparison after a look, because they are slower.
+    """Return a mask of strategies that leave the comparison after a look because they are slower.
 
-    A decided comparison keeps them, for their intervals. Below MIN_BLOCKS the nearest alternative stays, so
-    that the next blocks still have something to compare.
+    A decided comparison keeps them, so that their intervals are reported. Below MIN_BLOCKS blocks the fastest
+    alternative stays, so that the next blocks still compare two strategies.
     """
-    near = index_of_fastest(look.mean, look.rivals)
+    near = find_fastest_index(look.mean, look.rivals)
     alone = (look.rivals & ~look.slower).sum(-1) == 0
     nearest = (look.blocks < MIN_BLOCKS) & alone
     stays = nearest[..., None] & (np.arange(look.mean.shape[-1]) == near[..., None])
     return look.slower & ~stays & ~decided[..., None]
 
 
-def next_look(blocks: int) -> int | None:
+def get_next_look(blocks: int) -> int | None:
     """Return the number of blocks at the look after the one at `blocks`.
 
-    Return None after the last.
+    Return None after the last look.
     """
     return next((n for n in LOOKS if n > blocks), None)
 
 
 class InterimResult(NamedTuple):
-    """The result of one round: a look at each open comparison, and its consequences."""
+    """The result of one round: a look at each open comparison, and which strategies and comparisons ended."""
 
     look: Look
     judged: np.ndarray  # comparisons that were open, shape [..., comparisons]
     # strategies shown to be slower, which left the comparison, shape [..., comparisons, strategies]
     dropped: np.ndarray
-    failed: np.ndarray  # strategies that did not end a segment, the same shape
+    failed: np.ndarray  # strategies with a failed segment, shape [..., comparisons, strategies]
     ended: np.ndarray  # comparisons that ended, shape [..., comparisons]
 
 
 class SequentialAnalysis:
-    """The state of a study's comparisons between rounds, each of which adds blocks."""
+    """The state of all comparisons of a study between rounds; each round adds blocks."""
 
     def __init__(
         self, served: np.ndarray, equal: np.ndarray, there: np.ndarray, margin: float
@@ -250,21 +267,22 @@ class SequentialAnalysis:
         Args:
             served: Strategies with a parameter server.
             equal: Strategies whose arithmetic equals DDP's.
-            there: Strategies of the comparison; others only pad the array.
-            margin: See `judge`.
+            there: Mask of a comparison's strategies; other places only pad the array.
+            margin: As in `judge_comparisons`.
         """
         self.served, self.margin = served, margin
         self.active = there.copy()
         self.admissible = equal & there
         self.started = there.sum(-1)
         self.open = self.started > 1
-        #: Comparisons reopened by a score; they are evaluated on the blocks already collected.
+        #: Comparisons that a score has reopened; they are evaluated again on the blocks so far.
         self.again = np.zeros(self.open.shape, dtype=bool)
         self.logs = np.empty((*there.shape, 0))
         self.nodes = np.empty((*self.open.shape, 0), dtype=int)
-        #: Blocks so far, and the leader at the last look, shape [..., comparisons].
+        #: Number of blocks so far, and index of the leader at the last look, shape [..., comparisons].
         self.blocks, self.leader = np.zeros((2, *self.open.shape), dtype=int)
-        #: The leader that a strategy was dropped against, -1 for none, shape [..., comparisons, strategies].
+        #: Index of the leader that a dropped strategy was slower than, else -1, shape [..., comparisons,
+        #: strategies].
         self.against = np.full(there.shape, -1)
 
     def advance(
@@ -275,7 +293,7 @@ class SequentialAnalysis:
         disagreement: np.ndarray | float = 0.0,
         doubtful: np.ndarray | bool = False,
     ) -> InterimResult:
-        """Evaluate the open comparisons after their next blocks.
+        """Add new blocks to the open comparisons, and evaluate these.
 
         Args:
             values: Shape [..., comparisons, strategies, blocks]; NaN beyond the `new` blocks of a
@@ -283,15 +301,15 @@ class SequentialAnalysis:
             new: Number of new blocks of each comparison.
             nodes: Node set of each of these blocks, shape [..., comparisons, blocks], with the same
                 number for the same nodes in all calls.
-            disagreement: Difference from which two segments of one strategy in a first block disagree; no
+            disagreement: Difference above which two segments of a strategy in a first block disagree; no
                 screen is below it.
-            doubtful: As in `judge`.
+            doubtful: As in `judge_comparisons`.
         """
         judged = self.open.copy()
         count = np.isfinite(values).sum(-1)
         failed = self.active & (count < new[..., None]) & judged[..., None]
         self.blocks = self.blocks + new
-        self._put_out(failed)
+        self._remove_strategies(failed)
         if not self.logs.shape[-1]:
             self.started = self.active.sum(-1)
         self.logs = np.concatenate([self.logs, values], axis=-1)
@@ -299,7 +317,7 @@ class SequentialAnalysis:
             [self.nodes, np.broadcast_to(nodes, (*self.open.shape, values.shape[-1]))], axis=-1
         )
         screen = np.maximum(np.log(moderated.SCREEN), disagreement)
-        look = judge(
+        look = judge_comparisons(
             self.logs, self.active, self.admissible, self.served, self.started, judged, self.margin,
             screen, self.nodes, doubtful,
         )  # fmt: skip
@@ -313,10 +331,10 @@ class SequentialAnalysis:
         self.again &= False
         return InterimResult(look, judged, left, failed, ended)
 
-    def _put_out(self, strategies: np.ndarray) -> np.ndarray:
-        """Takes strategies out of the comparison, and returns the strategies that come back.
+    def _remove_strategies(self, strategies: np.ndarray) -> np.ndarray:
+        """Remove strategies from the comparison, and return a mask of the strategies that come back.
 
-        A strategy comes back if it was dropped for being slower than one of those taken out.
+        A strategy comes back if it was dropped for being slower than a strategy that is now removed.
         """
         beaten = (self.against >= 0) & np.take_along_axis(
             strategies, np.maximum(self.against, 0), -1
@@ -326,19 +344,19 @@ class SequentialAnalysis:
         return beaten
 
     @property
-    def unknown(self) -> np.ndarray:
-        """The fastest strategy of each open comparison, if its score is unknown.
+    def leaders_without_score(self) -> np.ndarray:
+        """Mask of the fastest strategy of each open comparison, if its score is unknown.
 
-        Its score may change the answer.
+        A full run of it may change the answer.
         """
-        means = mean_logs(in_common(self.logs, self.active))
-        ahead = np.arange(means.shape[-1]) == index_of_fastest(means, self.active)[..., None]
+        means = average_log_times(mask_incomplete_blocks(self.logs, self.active))
+        ahead = np.arange(means.shape[-1]) == find_fastest_index(means, self.active)[..., None]
         known = np.isfinite(means) & self.active
         return ahead & known & ~self.admissible & self.open[..., None]
 
-    def learn(self, good: np.ndarray, bad: np.ndarray) -> None:
-        """Records scores: strategies that lose too much are out; shape [..., comparisons, strategies]."""
+    def apply_scores(self, good: np.ndarray, bad: np.ndarray) -> None:
+        """Apply scores, as masks of shape [..., comparisons, strategies]: `bad` strategies are removed."""
         self.admissible = (self.admissible | good) & ~bad
-        changed = self._put_out(bad).any(-1) | at(bad, self.leader)
+        changed = self._remove_strategies(bad).any(-1) | select_by_index(bad, self.leader)
         self.again = ~self.open & (self.blocks > 0) & changed & self.active.any(-1)
         self.open |= self.again

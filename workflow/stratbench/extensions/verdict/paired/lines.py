@@ -1,4 +1,4 @@
-"""Texts of the verdict: decided and open comparisons, spent cost, cost of the next round."""
+"""Lines that print a verdict: decided and open comparisons, cost so far, and the next round."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 from stratbench.cell.text.words import counted
 
 
-def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines for a terminal, from the content of verdict.json."""
+def iter_verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
+    """Yield the verdict as lines for a terminal, from the content of verdict.json."""
     titles: dict[str, list[dict[str, Any]]] = {"Decided": [], "Ended undecided": [], "Open": []}
     for comparison in verdict["comparisons"]:
-        titles[title_of(comparison)].append(comparison)
+        titles[get_title(comparison)].append(comparison)
     for title, comparisons in titles.items():
         if comparisons:
             yield f"{title}:"
             for comparison in comparisons:
-                yield from comparison_lines(comparison)
-    yield from cost_lines(verdict)
+                yield from iter_comparison_lines(comparison)
+    yield from iter_cost_lines(verdict)
     yield f"Noise: {verdict['noise']['text']}."
     yield from (f"Note: {note}" for note in verdict["notes"])
-    yield from next_lines(verdict)
+    yield from iter_next_round_lines(verdict)
 
 
-def title_of(comparison: dict[str, Any]) -> str:
+def get_title(comparison: dict[str, Any]) -> str:
     """Return the title of a comparison: open, decided, or ended without a conclusion."""
     if comparison["open"]:
         return "Open"
     return "Decided" if comparison["claim"] in ("fastest", "within", "only") else "Ended undecided"
 
 
-def comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
+def iter_comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a comparison: its conclusion, confidence, and each strategy's ratio."""
     yield (
         f"  {comparison['model']} on {comparison['workers']} ({comparison['experiment']}): "
@@ -40,34 +40,34 @@ def comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
     if comparison["claimed"]:
         yield f"    Confidence: {comparison['confidence']}. {comparison['confidence_reason']}"
     for ratio in comparison["ratios"]:
-        if ratio["state"] != "leader" and (text := rival_words(ratio)):
+        if ratio["state"] != "leader" and (text := describe_rival(ratio)):
             yield f"    {ratio['strategy']}: {text}"
 
 
-def rival_words(ratio: dict[str, Any]) -> str:
-    """Return a few words on a strategy against the leader; empty if nothing is known."""
+def describe_rival(ratio: dict[str, Any]) -> str:
+    """Describe a strategy's time relative to the leader's, or return an empty text if it is unknown."""
     figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
     if ratio["reason"]:
         return "; ".join(filter(None, (f"{ratio['words']}: {ratio['reason']}", figures)))
     return figures and f"{figures}: {ratio['words']}"
 
 
-def cost_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines on the cost so far, against the full matrix."""
+def iter_cost_lines(verdict: dict[str, Any]) -> Iterator[str]:
+    """Yield a line on the cost so far, relative to the full matrix."""
     spent, matrix = verdict["spent_gpu_hours"], verdict["matrix_gpu_hours"]
     text = f"Cost so far: {spent:.3g} {verdict['hours']}"
     if matrix:
         text += (
             f"; the full matrix of {verdict['matrix_repeats']} repeats would take about {matrix:.3g}: "
-            f"{spent / matrix:.1%} of it"
+            f"the cost so far is {spent / matrix:.1%} of that"
         )
         if spent < matrix:
             text += f", {matrix - spent:.3g} saved"
     yield f"{text}."
 
 
-def next_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines on the next round."""
+def iter_next_round_lines(verdict: dict[str, Any]) -> Iterator[str]:
+    """Yield a line on the next round, or on why there is none."""
     if verdict["done"]:
         yield f"Done: {verdict['reason']}."
         return
@@ -79,8 +79,8 @@ def next_lines(verdict: dict[str, Any]) -> Iterator[str]:
         parts.append(
             f"{counted(len(after['full_runs']), 'full run')} ({'; '.join(after['full_runs'])})"
         )
-    cost = "its cost is not known before the first block"
+    cost = "its cost is unknown before the first block"
     if expected is not None:
         cost = f"about {expected:.3g} {verdict['hours']}"
-    more = f"{counted(after['may_follow'], 'round')} of blocks may follow it at most"
+    more = f"at most {counted(after['may_follow'], 'round')} of blocks may follow"
     yield f"Next round: {' and '.join(parts)}; {cost}; {more}."

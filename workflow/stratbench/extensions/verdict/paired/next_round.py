@@ -8,19 +8,19 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import counted
-from stratbench.extensions.verdict.block_rules import discarded_steps
+from stratbench.extensions.verdict.block_rules import count_discarded_steps
 from stratbench.extensions.verdict.paired import judging
 from stratbench.extensions.verdict.paired.costs import Costs
 from stratbench.extensions.verdict.paired.evidence import PairedEvidence
 from stratbench.extensions.verdict.paired.rounds import Course
-from stratbench.extensions.verdict.paired.state import State
+from stratbench.extensions.verdict.paired.state import ComparisonState
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
 class NextRound:
-    """The next round to run; `done`: there is none, for the `reason`."""
+    """The blocks and full runs to run next. With `done`, nothing is left to run, for the `reason`."""
 
     number: int
     blocks: tuple[dict[str, Any], ...]
@@ -29,20 +29,20 @@ class NextRound:
     reason: str
     spent_gpu_hours: float
     expected_gpu_hours: float | None
-    #: Rounds of blocks that may follow this one at most.
-    may_follow: int
+    #: Largest number of rounds of blocks that may follow this one.
+    max_following_rounds: int
 
     @property
     def outlook(self) -> str:
-        """A sentence on the maximum cost and number of further rounds."""
+        """A sentence on the cost of this round and the number of further rounds."""
         if self.done:
             return f"Nothing more is to run: {self.reason}."
-        cost = "No cost is known before the first block"
+        cost = "The cost is unknown before the first block"
         if self.expected_gpu_hours is not None:
             cost = f"This round takes about {self.expected_gpu_hours:.3g} GPU-hours (worker-hours on CPUs)"
         return (
-            f"{cost}; {counted(self.may_follow, 'round')} of blocks may follow at most, and rounds of full "
-            "runs where these may change the answer."
+            f"{cost}; at most {counted(self.max_following_rounds, 'round')} of blocks may follow, and rounds "
+            "of full runs if these may change the answer."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,28 +60,31 @@ class NextRound:
         }
 
 
-def next_round(evidence: PairedEvidence) -> NextRound:
-    """Return the next round to run, from the evidence alone."""
-    return round_of(Course(evidence))
+def find_next_round(evidence: PairedEvidence) -> NextRound:
+    """Return the next round that the evidence of a study requires."""
+    return determine_next_round(Course(evidence))
 
 
-def round_of(analysis: Course) -> NextRound:
-    """Return the next round of a replayed analysis."""
+def determine_next_round(analysis: Course) -> NextRound:
+    """Return the round that follows a replay of all rounds so far."""
     evidence = analysis.evidence
     costs = Costs(analysis)
-    spent_s = costs.spent_s
+    spent_s = costs.spent_gpu_seconds
     pending = (*analysis.missing_blocks, *analysis.missing_runs)
-    expected_s = costs.expected_s if pending else 0.0
+    expected_s = costs.expected_gpu_seconds if pending else 0.0
     known = expected_s is not None
     budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
     over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
-    # The cost of an unmeasured round is unknown: it is rejected only once the budget is spent.
+    # The cost of an unmeasured round is unknown, so that it is rejected only once the budget is spent.
     paired = any(state.looks for state in analysis.states)
     reason = "everything is decided" if paired else "there is nothing to compare"
-    if not pending and not all(decided(analysis, s) for s in analysis.states if s.last):
-        reason = f"the verdict is over: {judging.LOOKS[-1]} blocks are the most"
-        if all(s.last is None or s.last.at_most <= most_allowed(evidence) for s in analysis.states):
-            reason = "the verdict is over: full runs contradict blocks"
+    if not pending and not all(is_decided(analysis, s) for s in analysis.states if s.last):
+        reason = f"the verdict has ended: it has the largest number of blocks, {judging.LOOKS[-1]}"
+        if all(
+            s.last is None or s.last.max_log_advantage <= compute_max_log_advantage(evidence)
+            for s in analysis.states
+        ):
+            reason = "the verdict has ended: full runs contradict its blocks"
     elif over:
         reason = (
             f"the next round would exceed the budget of {evidence.budget_gpu_hours:g} GPU-hours"
@@ -91,28 +94,35 @@ def round_of(analysis: Course) -> NextRound:
     done = not pending or bool(over)
     return NextRound(
         number=analysis.round + (0 if done else 1),
-        blocks=() if done else tuple(entry(analysis, s, n) for s, n in analysis.missing_blocks),
+        blocks=()
+        if done
+        else tuple(make_block_entry(analysis, s, n) for s, n in analysis.missing_blocks),
         full_runs=() if done else tuple(analysis.missing_runs),
         done=done,
         reason=reason,
         spent_gpu_hours=spent_s / 3600,
         expected_gpu_hours=expected_s / 3600 if known else None,
-        may_follow=0 if done else analysis.may_follow,
+        max_following_rounds=0 if done else analysis.max_following_rounds,
     )
 
 
-def decided(analysis: Course, state: State) -> bool:
-    """Return whether a comparison has ended with the requested conclusion."""
-    last = analysis.claimed(state)
-    return last is not None and not state.open and last.at_most <= most_allowed(analysis.evidence)
+def is_decided(analysis: Course, state: ComparisonState) -> bool:
+    """Return whether a comparison has ended with a leader within the margin of the fastest."""
+    last = analysis.get_corrected_look(state)
+    return (
+        last is not None
+        and not state.open
+        and last.max_log_advantage <= compute_max_log_advantage(analysis.evidence)
+    )
 
 
-def most_allowed(evidence: PairedEvidence) -> float:
+def compute_max_log_advantage(evidence: PairedEvidence) -> float:
+    """Return the log ratio by which another strategy may be faster than a decided leader."""
     return math.log1p(evidence.margin) + 1e-9
 
 
-def entry(analysis: Course, state: State, number: int) -> dict[str, Any]:
-    """Return a block of round.json.
+def make_block_entry(analysis: Course, state: ComparisonState, number: int) -> dict[str, Any]:
+    """Return the entry of one block in round.json.
 
     Args:
         analysis: The analysis.
@@ -128,11 +138,13 @@ def entry(analysis: Course, state: State, number: int) -> dict[str, Any]:
         "dataset": state.comparison.dataset,
         "gpus": key.gpus,
         "block": number,
-        "strategies": evidence.order(state.comparison, number, state.active),
+        "strategies": evidence.order_strategies(state.comparison, number, state.active),
         "settings": {
             "steps": steps,
-            "discard": None if steps is None else discarded_steps(steps),
-            "disagreement": analysis.disagreement(state.last.blocks if state.last else 0),
+            "discard": None if steps is None else count_discarded_steps(steps),
+            "disagreement": analysis.estimate_disagreement_limit(
+                state.last.blocks if state.last else 0
+            ),
         },
-        "seed": evidence.block_seed(state.comparison, number),
+        "seed": evidence.compute_block_seed(state.comparison, number),
     }

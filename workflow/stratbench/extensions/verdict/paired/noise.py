@@ -1,7 +1,7 @@
-"""Noise of a cluster's own blocks, by the method of moments, and the blocks it requires.
+"""Estimates the noise of blocks by the method of moments, and how many blocks a conclusion needs.
 
-The model of a segment's log time: strategy + allocation + strategy x allocation + trend over the block +
-start of the process + within the segment. All values are standard deviations on the log scale.
+A segment's log time is modelled as strategy + allocation + strategy x allocation + trend over the block +
+start of the process + variation within the segment. All values are standard deviations of logarithms.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Noise:
     #: Degrees of freedom of `ratio`.
     dof: int
 
-    def blocks_for(self, margin: float, rivals: int) -> int | None:
-        """Return the blocks until equally fast strategies are within `margin`.
+    def count_blocks_for_margin(self, margin: float, rivals: int) -> int | None:
+        """Return how many blocks show that equally fast strategies are within `margin` of each other.
 
-        None if that takes more than a verdict has, or if the noise is unknown.
+        None if that takes more blocks than a verdict runs, or if the noise is unknown.
         """
         if self.ratio is None:
             return None
@@ -52,20 +52,25 @@ class Noise:
         return None
 
 
-def noise_of(blocks: Iterable[PairedBlock]) -> Noise:
-    """Return the components of noise, pooled over the comparisons of `blocks`."""
+def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
+    """Estimate the components of noise, pooled over the comparisons of `blocks`."""
     by_place: dict[object, list[PairedBlock]] = {}
     for block in blocks:
         by_place.setdefault(block.place, []).append(block)
-    segment, trend, between, allocation = _Mean(), _Mean(), _Mean(), _Mean()
-    within = _Mean()
+    segment, trend, between, allocation = (
+        _WeightedMean(),
+        _WeightedMean(),
+        _WeightedMean(),
+        _WeightedMean(),
+    )
+    within = _WeightedMean()
     for compared in by_place.values():
         for block in compared:
-            _add_differences(block, segment, trend)
+            _add_mirror_differences(block, segment, trend)
             for s in block.segments:
                 if s.status == "ok" and s.step_cv is not None:
                     within.add(s.step_cv**2 * CORRELATED / block.steps, 1)
-        _add_blocks(compared, between, allocation)
+        _add_block_differences(compared, between, allocation)
     of_segment = segment.value
     # A mean of two segments has half the variance of one.
     interaction = None
@@ -75,24 +80,24 @@ def noise_of(blocks: Iterable[PairedBlock]) -> Noise:
     if of_segment is not None and within.value is not None:
         process = max(0.0, of_segment - within.value)
     return Noise(
-        allocation=_root(allocation.value),
-        strategy_in_allocation=_root(interaction),
-        process=_root(process),
-        within=_root(within.value),
-        segment=_root(of_segment),
-        drift=_root(trend.value),
+        allocation=_sqrt_or_none(allocation.value),
+        strategy_in_allocation=_sqrt_or_none(interaction),
+        process=_sqrt_or_none(process),
+        within=_sqrt_or_none(within.value),
+        segment=_sqrt_or_none(of_segment),
+        drift=_sqrt_or_none(trend.value),
         ratio=None if between.value is None else math.sqrt(2 * between.value),
         blocks=sum(map(len, by_place.values())),
         dof=round(between.weight),
     )
 
 
-#: Variance of a mean of steps whose neighbours correlate by 0.3, over that of independent steps.
+#: Factor on the variance of a mean of steps if successive steps correlate by 0.3, over independent steps.
 CORRELATED = (1 + 0.3) / (1 - 0.3)
 
 
-class _Mean:
-    """A weighted mean of estimated variances."""
+class _WeightedMean:
+    """A running weighted mean of estimated variances."""
 
     def __init__(self) -> None:
         self.sum = self.weight = 0.0
@@ -103,16 +108,18 @@ class _Mean:
 
     @property
     def value(self) -> float | None:
-        """The mean, not below 0, or None without any."""
+        """The weighted mean, at least 0, or None without any value."""
         return max(0.0, self.sum / self.weight) if self.weight else None
 
 
-def _root(variance: float | None) -> float | None:
+def _sqrt_or_none(variance: float | None) -> float | None:
     return None if variance is None else math.sqrt(variance)
 
 
-def _add_differences(block: PairedBlock, segment: _Mean, trend: _Mean) -> None:
-    """Add a block's mirror: mirror minus first pass is the trend times the slots between."""
+def _add_mirror_differences(
+    block: PairedBlock, segment: _WeightedMean, trend: _WeightedMean
+) -> None:
+    """Add a block's differences between mirror and first pass to the noise of segments and of the trend."""
     rows = []
     for strategy in dict.fromkeys(s.strategy for s in block.segments):
         pair = block.of(strategy)
@@ -129,8 +136,10 @@ def _add_differences(block: PairedBlock, segment: _Mean, trend: _Mean) -> None:
     trend.add((slope**2 - 2 * variance / squares) * half**2, 1)
 
 
-def _add_blocks(blocks: list[PairedBlock], between: _Mean, allocation: _Mean) -> None:
-    """Add several blocks of a comparison, for the strategies in all of them."""
+def _add_block_differences(
+    blocks: list[PairedBlock], between: _WeightedMean, allocation: _WeightedMean
+) -> None:
+    """Add a comparison's differences between blocks, for the strategies that all blocks contain."""
     strategies = [
         strategy
         for strategy in dict.fromkeys(s.strategy for s in blocks[0].segments)

@@ -1,8 +1,7 @@
-"""Rounds: replays the decisions from the evidence, and determines the next round.
+"""Replays a verdict's rounds from the evidence, and finds what the next round needs.
 
-This is a pure function of the evidence: a round is evaluated once all its blocks and full runs exist, and by
-those alone. So neither the order of files nor of their arrival matters, and a killed run resumes where it
-was.
+The replay depends on the evidence alone: a round is evaluated once all its blocks and full runs exist. So the
+order in which files arrive does not matter, and a killed run resumes where it was.
 """
 
 from __future__ import annotations
@@ -15,45 +14,57 @@ from dataclasses import replace
 import numpy as np
 
 from stratbench.cell.coordinates import Cell
-from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS, MAX_OFF, disagreement_limit
+from stratbench.extensions.verdict.block_rules import (
+    MATRIX_REPEATS,
+    MAX_OFF,
+    compute_disagreement_limit,
+)
 from stratbench.extensions.verdict.paired import checks, judging
 from stratbench.extensions.verdict.paired.evidence import PairedEvidence
 from stratbench.extensions.verdict.paired.scores import FullRunScores
-from stratbench.extensions.verdict.paired.state import Drop, Judged, Ratio, State
+from stratbench.extensions.verdict.paired.state import (
+    ComparisonLook,
+    ComparisonState,
+    DroppedStrategy,
+    Ratio,
+)
 from stratbench.statistics import moderated
 
 
 class Course:
-    """The replay of a study's rounds, as far as its evidence goes."""
+    """The replay of a study's rounds, up to the first one with missing blocks or full runs."""
 
     def __init__(self, evidence: PairedEvidence) -> None:
         self.evidence = evidence
         self.states = [
-            State(comparison, active=list(comparison.strategies))
+            ComparisonState(comparison, active=list(comparison.strategies))
             for comparison in evidence.comparisons
         ]
-        #: The requested full runs, in order of request, and their scores.
-        self.asked: dict[Cell, None] = {}
-        self.scores = FullRunScores(evidence, self.asked)
+        #: The requested full runs in order of request; `scores` reads these alone.
+        self.requested_runs: dict[Cell, None] = {}
+        self.scores = FullRunScores(evidence, self.requested_runs)
         self.round = 0
-        self.missing_blocks: list[tuple[State, int]] = []
+        self.missing_blocks: list[tuple[ComparisonState, int]] = []
         self.missing_runs: list[Cell] = []
         self._limits: dict[int, float | None] = {}
-        self._level = checks.level_scatter(evidence)
+        self._level = checks.estimate_allocation_sd(evidence)
         self._strategies = max(
             (len(comparison.strategies) for comparison in evidence.comparisons), default=0
         )
         self._analysis = judging.SequentialAnalysis(
-            self._array("served"), self._array("equal"), self._array("strategies"), evidence.margin
+            self._make_strategy_mask("served"),
+            self._make_strategy_mask("equal"),
+            self._make_strategy_mask("strategies"),
+            evidence.margin,
         )
-        while self.states and self._advance():
+        while self.states and self._replay_round():
             pass
 
-    def disagreement(self, blocks: int) -> float | None:
-        """Return the difference from which two segments of one strategy disagree.
+    def estimate_disagreement_limit(self, blocks: int) -> float | None:
+        """Return the difference of two segments above which a strategy runs a third one.
 
-        Estimated from the first `blocks` blocks of each comparison; None if no strategy ended two segments in
-        them.
+        It is estimated from the first `blocks` blocks of each comparison. None if no strategy completed two
+        segments in these.
         """
         if blocks not in self._limits:
             apart = [
@@ -63,13 +74,13 @@ class Course:
                 for strategy in {s.strategy for s in block.segments}
                 if (logs := block.logs(strategy))
             ]
-            self._limits[blocks] = disagreement_limit(apart) if apart else None
+            self._limits[blocks] = compute_disagreement_limit(apart) if apart else None
         return self._limits[blocks]
 
-    def _array(self, name: str) -> np.ndarray:
-        """Return a property of the strategies, False for strategies that a comparison does not have.
+    def _make_strategy_mask(self, name: str) -> np.ndarray:
+        """Return attribute `name` of the comparisons as a mask, shape [comparisons, strategies].
 
-        Shape [comparisons, strategies].
+        Places beyond a comparison's number of strategies are False.
         """
         array = np.zeros((len(self.states), self._strategies), dtype=bool)
         for row, state in zip(array, self.states, strict=True):
@@ -77,42 +88,45 @@ class Course:
             row[: len(values)] = [bool(value) for value in values]
         return array
 
-    def _advance(self) -> bool:
-        """Replays a round.
+    def _replay_round(self) -> bool:
+        """Replay one round, and return whether another may follow.
 
-        False if a part of it is missing, or nothing is left to do.
+        Return False if a block or full run is missing, or if nothing is left to do.
         """
-        self.missing_blocks = self._blocks_to_come()
-        self.missing_runs = [cell for cell in self.asked if cell not in self.evidence.full_runs]
+        self.missing_blocks = self._list_missing_blocks()
+        self.missing_runs = [
+            cell for cell in self.requested_runs if cell not in self.evidence.full_runs
+        ]
         if self.missing_blocks or self.missing_runs:
             return False
-        self._learn()
+        self._apply_scores()
         if not self._analysis.open.any():
-            return self._ask_for_leaders()
-        if self._blocks_to_come():
-            return True  # a comparison that a score has opened again may need one more block
+            return self._request_runs_of_leaders()
+        if self._list_missing_blocks():
+            return True  # a comparison that a score has reopened may need another block first
         self.round += 1
-        blocks, targets = self._analysis.blocks, self._targets()
+        blocks, targets = self._analysis.blocks, self._count_blocks_at_next_looks()
         new = np.array(targets) - blocks
         max_blocks = max(int(new.max()), 1)
         step = self._analysis.advance(
-            self._values(blocks, targets, max_blocks),
+            self._collect_new_values(blocks, targets, max_blocks),
             new,
-            self._nodes(blocks, targets, max_blocks),
-            self.disagreement(1) or 0.0,
-            self._doubtful(targets),
+            self._number_node_sets(blocks, targets, max_blocks),
+            self.estimate_disagreement_limit(1) or 0.0,
+            self._find_doubtful_strategies(targets),
         )
-        self._note(step)
-        self._ask(step)
+        self._record_looks_and_drops(step)
+        self._request_full_runs(step)
         return True
 
-    def _blocks_to_come(self) -> list[tuple[State, int]]:
-        """Return the blocks that are missing up to each comparison's next look.
+    def _list_missing_blocks(self) -> list[tuple[ComparisonState, int]]:
+        """Return the blocks that are missing for each comparison's next look, as state and number.
 
-        A block without a strategy that is in the comparison is missing, too: the strategy may be new in the
-        study.
+        A block that lacks an active strategy counts as missing: the strategy may be new in the study.
         """
-        ends = zip(self.states, self._analysis.blocks, self._targets(), strict=True)
+        ends = zip(
+            self.states, self._analysis.blocks, self._count_blocks_at_next_looks(), strict=True
+        )
         return [
             (state, number)
             for state, at, target in ends
@@ -121,28 +135,31 @@ class Course:
             or not set(state.active) <= {s.strategy for s in block.segments}
         ]
 
-    def _targets(self) -> list[int]:
-        """The number of blocks at each comparison's next look.
+    def _count_blocks_at_next_looks(self) -> list[int]:
+        """Return the number of blocks at each comparison's next look.
 
-        Its present number if none is to come.
+        This is the present number of blocks if no look follows.
         """
         waiting = self._analysis.open & ~self._analysis.again
         return [
-            (judging.next_look(int(at)) or int(at)) if waits else int(at)
+            (judging.get_next_look(int(at)) or int(at)) if waits else int(at)
             for at, waits in zip(self._analysis.blocks, waiting, strict=True)
         ]
 
     @property
-    def may_follow(self) -> int:
-        """The most rounds of blocks that may follow the next one."""
-        ends = zip(self._targets(), self._analysis.open, strict=True)
+    def max_following_rounds(self) -> int:
+        """Largest number of rounds of blocks that may follow the next round."""
+        ends = zip(self._count_blocks_at_next_looks(), self._analysis.open, strict=True)
         return max(
             (sum(n > end for n in judging.LOOKS) for end, is_open in ends if is_open), default=0
         )
 
-    def _values(self, blocks: np.ndarray, targets: list[int], max_blocks: int) -> np.ndarray:
-        """The new blocks' values, NaN for strategies out of the comparison; shape [comparisons, strategies,
-        most].
+    def _collect_new_values(
+        self, blocks: np.ndarray, targets: list[int], max_blocks: int
+    ) -> np.ndarray:
+        """Return the log step times of new blocks, shape [comparisons, strategies, max_blocks].
+
+        Strategies that have left the comparison have NaN.
         """
         values = np.full((len(self.states), self._strategies, max_blocks), np.nan)
         for i, state in enumerate(self.states):
@@ -153,8 +170,10 @@ class Course:
                         values[i, j, k] = block.value(strategy)
         return values
 
-    def _nodes(self, blocks: np.ndarray, targets: list[int], max_blocks: int) -> np.ndarray:
-        """Return a number for the node set of each new block; shape [comparisons, most]."""
+    def _number_node_sets(
+        self, blocks: np.ndarray, targets: list[int], max_blocks: int
+    ) -> np.ndarray:
+        """Return the index of each new block's node set, shape [comparisons, max_blocks]."""
         nodes = np.zeros((len(self.states), max_blocks), dtype=int)
         for i, state in enumerate(self.states):
             seen: dict[tuple[str, ...], int] = {}
@@ -165,20 +184,22 @@ class Course:
                     nodes[i, number - 1 - int(blocks[i])] = label
         return nodes
 
-    def _doubtful(self, targets: list[int]) -> np.ndarray:
-        """Return the strategies with a block that contradicts their own full run.
+    def _find_doubtful_strategies(self, targets: list[int]) -> np.ndarray:
+        """Return a mask of strategies with a block that contradicts their own full run.
 
-        Shape [comparisons, strategies].
+        The mask has shape [comparisons, strategies].
         """
         suspect = np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
-            for block in self.evidence.blocks_of(state.comparison.place)[: targets[i]]:
-                for strategy, _ in checks.far_from_full_run(self.evidence, state.comparison, block):
+            for block in self.evidence.list_blocks(state.comparison.place)[: targets[i]]:
+                for strategy, _ in checks.iter_contradicting_strategies(
+                    self.evidence, state.comparison, block
+                ):
                     suspect[i, state.comparison.strategies.index(strategy)] = True
         return suspect
 
-    def _note(self, step: judging.InterimResult) -> None:
-        """Records a round's looks and drops in words."""
+    def _record_looks_and_drops(self, step: judging.InterimResult) -> None:
+        """Append a round's looks and dropped strategies to the comparisons' states."""
         look = step.look
         for i, state in enumerate(self.states):
             if not step.judged[i]:
@@ -193,67 +214,78 @@ class Course:
             leader = strategies[int(look.leader[i])]
             for j, strategy in enumerate(strategies):
                 if step.failed[i, j]:
-                    status = self._why_without_value(state, strategy, blocks)
-                    state.drops.append(Drop(strategy, blocks, status, FAILURES.get(status, status)))
+                    status = self._find_failure_status(state, strategy, blocks)
+                    state.drops.append(
+                        DroppedStrategy(strategy, blocks, status, FAILURES.get(status, status))
+                    )
                 elif step.dropped[i, j] and look.blocks[i] == 1:
                     reason = f"more than {moderated.SCREEN:g} times as slow in the first block"
                     state.drops.append(
-                        Drop(strategy, blocks, "much slower", reason, ratios[strategy], leader)
+                        DroppedStrategy(
+                            strategy, blocks, "much slower", reason, ratios[strategy], leader
+                        )
                     )
                 elif step.dropped[i, j]:
                     reason = f"slower than {leader}"
                     state.drops.append(
-                        Drop(strategy, blocks, "slower", reason, ratios[strategy], leader)
+                        DroppedStrategy(
+                            strategy, blocks, "slower", reason, ratios[strategy], leader
+                        )
                     )
             state.looks.append(
-                Judged(
+                ComparisonLook(
                     blocks=blocks,
-                    counted=int(look.blocks[i]),
-                    alike=bool(look.alike[i]),
-                    unlike=float(look.unlike[i]),
+                    common_blocks=int(look.blocks[i]),
+                    reuses_few_nodes=bool(look.reuses_few_nodes[i]),
+                    excess_similarity_sds=float(look.excess_similarity_sds[i]),
                     leader=leader,
-                    at_most=float(look.at_most[i]),
+                    max_log_advantage=float(look.at_most[i]),
                     fastest=bool(look.fastest[i]),
                     ratios=ratios,
                     slower=tuple(a for j, a in enumerate(strategies) if look.slower[i, j]),
                     equal=tuple(a for j, a in enumerate(strategies) if look.equal[i, j]),
                 )
             )
-            self._refresh(i)
+            self._copy_state(i)
 
-    def _refresh(self, i: int) -> None:
-        """Copy a comparison's state from the verdict."""
+    def _copy_state(self, i: int) -> None:
+        """Copy whether comparison `i` is open, and its active strategies, from the sequential analysis."""
         state = self.states[i]
         state.active = [
             a for j, a in enumerate(state.comparison.strategies) if self._analysis.active[i, j]
         ]
         state.open = bool(self._analysis.open[i])
-        # Strategies that were slower than a strategy that is now out have come back.
+        # A strategy comes back if the one that it was slower than is excluded itself.
         state.drops = [drop for drop in state.drops if drop.strategy not in state.active]
 
-    def _why_without_value(self, state: State, strategy: str, blocks: int) -> str:
-        seen = self.evidence.blocks_of(state.comparison.place)[:blocks]
+    def _find_failure_status(self, state: ComparisonState, strategy: str, blocks: int) -> str:
+        seen = self.evidence.list_blocks(state.comparison.place)[:blocks]
         return next(filter(None, (block.status(strategy) for block in seen)), "missing")
 
     # ------------------------------------------------------------ full runs
 
-    def _ask(self, step: judging.InterimResult) -> None:
-        """Request full runs that may change the answer, of the fastest strategies without a score.
+    def _request_full_runs(self, step: judging.InterimResult) -> None:
+        """Request full runs of the fastest strategies whose score is unknown and may change the answer.
 
-        Once the first look has given strategies' times, also request one run of each equal arithmetic.
+        After the first look, also request one full run per group of strategies with equal arithmetic.
         """
-        for comparison, strategy in np.argwhere(self._analysis.unknown):
+        for comparison, strategy in np.argwhere(self._analysis.leaders_without_score):
             state = self.states[comparison]
             if state.comparison.scored:
-                self.asked.setdefault(
+                self.requested_runs.setdefault(
                     self.evidence.cell(state.comparison, state.comparison.strategies[strategy])
                 )
         if self.round == 1:
-            for state, strategy in self._references(step.look):
-                self.asked.setdefault(self.evidence.cell(state.comparison, strategy))
+            for state, strategy in self._iter_reference_strategies(step.look):
+                self.requested_runs.setdefault(self.evidence.cell(state.comparison, strategy))
 
-    def _references(self, look: judging.Look) -> Iterator[tuple[State, str]]:
-        """Yield the fastest strategy in the smallest comparison of each equal arithmetic."""
+    def _iter_reference_strategies(
+        self, look: judging.Look
+    ) -> Iterator[tuple[ComparisonState, str]]:
+        """Yield the strategy whose full run is the reference score, per group of equal arithmetic.
+
+        It is the fastest strategy in the comparison with the fewest workers.
+        """
         seen = set()
         for i, state in sorted(enumerate(self.states), key=lambda s: s[1].comparison.place.gpus):
             comparison = state.comparison
@@ -270,8 +302,8 @@ class Course:
                 fastest = min(equal, key=lambda j: (j != leader, look.mean[i, j]))
                 yield state, comparison.strategies[fastest]
 
-    def _learn(self) -> None:
-        """Passes the requested scores to the comparison: strategies that lose too much are out."""
+    def _apply_scores(self) -> None:
+        """Apply the scores of full runs: strategies whose score is too much worse leave the comparison."""
         good, bad = np.zeros_like(self._analysis.active), np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
             for j, strategy in enumerate(state.comparison.strategies):
@@ -279,61 +311,71 @@ class Course:
                     continue
                 if not state.comparison.scored:
                     good[i, j] = True
-                elif self.scores.runs_of(state.comparison, strategy):
-                    reason = self.scores.why_failed(state.comparison, strategy)
+                elif self.scores.list_full_runs(state.comparison, strategy):
+                    reason = self.scores.find_exclusion_reason(state.comparison, strategy)
                     good[i, j], bad[i, j] = reason is None, reason is not None
                     if reason is not None:
                         blocks = int(self._analysis.blocks[i])
-                        state.drops.append(Drop(strategy, blocks, "score", reason))
-        self._analysis.learn(good, bad)
+                        state.drops.append(DroppedStrategy(strategy, blocks, "score", reason))
+        self._analysis.apply_scores(good, bad)
         for i in range(len(self.states)):
-            self._refresh(i)
+            self._copy_state(i)
 
-    def _ask_for_leaders(self) -> bool:
-        """Request a full run, or another seed, of each leader with an uncertain score.
+    def _request_runs_of_leaders(self) -> bool:
+        """Request a full run, or one with another seed, of each leader whose score or time is uncertain.
 
-        Return whether there was any.
+        Return whether any was requested.
         """
-        before = len(self.asked)
+        before = len(self.requested_runs)
         for state in self.states:
             if not state.last or not state.comparison.scored or state.compared < 2:
                 continue
             comparison, leader = state.comparison, state.last.leader
             if leader not in state.active:
                 continue
-            runs = len(self.scores.runs_of(comparison, leader))
-            correction, deviations = self.moved(state), self.off_from_steps(state)
+            runs = len(self.scores.list_full_runs(comparison, leader))
+            correction, deviations = (
+                self.correct_conclusion(state),
+                self.compute_full_run_deviations(state),
+            )
             mean = {strategy: statistics.fmean(logs) for strategy, logs in deviations.items()}
             own = mean.pop(leader, 0.0)
             equal = comparison.equal[comparison.strategies.index(leader)]
-            loss = None if equal else self.scores.loss_of(comparison, leader)
+            loss = None if equal else self.scores.estimate_loss(comparison, leader)
             near = correction is None and own <= MAX_OFF / 2
             certain = near and (loss is None or loss.settled)
             if not runs or (not certain and runs < MATRIX_REPEATS):
-                self.asked.setdefault(self.evidence.cell(comparison, leader, runs))
-            # The alternative that compensates for the leader's full runs, or does not.
+                self.requested_runs.setdefault(self.evidence.cell(comparison, leader, runs))
+            # If the leader's full runs are slower than predicted, the nearest alternative's may be so, too.
             rival = max(mean, key=mean.__getitem__, default=None)
             if correction and (correction.nearest in mean or not mean):
                 rival = correction.nearest
             done = len(deviations.get(rival, ()))
             if rival and (correction or own > MAX_OFF) and done < MATRIX_REPEATS:
-                self.asked.setdefault(self.evidence.cell(comparison, rival, done))
-        return len(self.asked) > before
+                self.requested_runs.setdefault(self.evidence.cell(comparison, rival, done))
+        return len(self.requested_runs) > before
 
-    def off_from_steps(self, state: State) -> dict[str, list[float]]:
-        """Return the deviations of a comparison's full runs from its blocks, by strategy."""
-        blocks = self.evidence.blocks_of(state.comparison.place)[
+    def compute_full_run_deviations(self, state: ComparisonState) -> dict[str, list[float]]:
+        """Return log(measured / predicted time) of a comparison's full runs, by strategy."""
+        blocks = self.evidence.list_blocks(state.comparison.place)[
             : state.last.blocks if state.last else None
         ]
-        return checks.off_from_steps(self.evidence, state.comparison, blocks)
+        return checks.compute_full_run_deviations(self.evidence, state.comparison, blocks)
 
-    def checked(self, state: State) -> bool:
-        """Return whether the leader's full runs could be compared with its steps, to about MAX_OFF."""
-        runs = len(self.off_from_steps(state).get(state.last.leader, ())) if state.last else 0
-        return runs > 0 and checks.check_scatter(runs, state.last.blocks, self._level) <= MAX_OFF
+    def is_confirmed_by_full_runs(self, state: ComparisonState) -> bool:
+        """Return whether the leader's full runs confirm its step time with a precision of MAX_OFF."""
+        runs = (
+            len(self.compute_full_run_deviations(state).get(state.last.leader, ()))
+            if state.last
+            else 0
+        )
+        return (
+            runs > 0
+            and checks.compute_full_run_check_sd(runs, state.last.blocks, self._level) <= MAX_OFF
+        )
 
-    def moved(self, state: State) -> checks.Moved | None:
-        """Return the correction of a comparison's conclusion by full runs, or None."""
+    def correct_conclusion(self, state: ComparisonState) -> checks.FullRunCorrection | None:
+        """Return the correction of a conclusion that full runs contradict, or None if they agree."""
         last = state.last
         if last is None or last.leader not in state.active:
             return None
@@ -342,19 +384,21 @@ class Course:
             if drop.ratio is not None:
                 bound = drop.ratio.bound if drop.kind == "slower" else math.log(moderated.SCREEN)
                 bounds[drop.strategy] = bound
-        deviations = self.off_from_steps(state)
-        return checks.moved_by(deviations, last.leader, bounds, last.blocks, self._level)
+        deviations = self.compute_full_run_deviations(state)
+        return checks.correct_by_full_runs(
+            deviations, last.leader, bounds, last.blocks, self._level
+        )
 
-    def claimed(self, state: State) -> Judged | None:
-        """Return the latest look, corrected by full runs: the basis of a conclusion."""
-        last, correction = state.last, self.moved(state)
+    def get_corrected_look(self, state: ComparisonState) -> ComparisonLook | None:
+        """Return the latest look corrected by full runs, on which a conclusion is based."""
+        last, correction = state.last, self.correct_conclusion(state)
         if last is None or correction is None:
             return last
-        at_most = max(last.at_most, correction.at_most)
-        return replace(last, at_most=at_most, fastest=last.fastest and correction.fastest)
+        bound = max(last.max_log_advantage, correction.max_log_advantage)
+        return replace(last, max_log_advantage=bound, fastest=last.fastest and correction.fastest)
 
 
-#: Why a strategy left the comparison in a block, as text.
+#: Reason why a strategy left the comparison in a block, by status of its segment.
 FAILURES = {
     "oom": "does not fit: out of memory",
     "timeout": "did not end within its time limit",

@@ -1,4 +1,4 @@
-"""The state of a verdict: what it has evaluated, dropped and still needs."""
+"""The state of a comparison: its looks so far, dropped strategies and remaining strategies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratbench.extensions.verdict.paired.evidence import PairedComparison
 
 
 class Ratio(NamedTuple):
-    """Time of a strategy over the leader's, as logarithms, like those in judging.Look."""
+    """Logarithm of a strategy's time over the leader's: estimate, reported interval and bound."""
 
     mean: float
     low: float  # of the interval that is reported
@@ -18,15 +18,15 @@ class Ratio(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A comparison at one look: what its blocks show of each strategy."""
+class ComparisonLook:
+    """The evaluation of one comparison at one look, after some number of blocks."""
 
     blocks: int
-    counted: int  # blocks that all strategies in the comparison are in
-    alike: bool  # whether these are few, and came again
-    unlike: float  # standard deviations by which neighbouring blocks are too similar
+    common_blocks: int  # blocks that contain all strategies still in the comparison
+    reuses_few_nodes: bool  # whether the blocks ran repeatedly on the same few node sets
+    excess_similarity_sds: float  # standard deviations by which successive blocks are too similar
     leader: str
-    at_most: float
+    max_log_advantage: float
     fastest: bool
     ratios: dict[str, Ratio]  # of each rival
     slower: tuple[str, ...]
@@ -34,30 +34,30 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Drop:
-    """A strategy that left the comparison: when, the reason, and its ratio then."""
+class DroppedStrategy:
+    """A strategy that left the comparison: after how many blocks, why, and its time ratio then."""
 
     strategy: str
     blocks: int
     kind: str  # slower, much slower, oom, timeout, diverged, unsupported, score
     reason: str
     ratio: Ratio | None = None
-    against: str | None = None  # the leader that it is slower than
+    against: str | None = None  # the leader at that time, if the strategy was slower
 
 
 @dataclass
-class State:
+class ComparisonState:
     """The state of a comparison in its sequential analysis."""
 
     comparison: PairedComparison
-    looks: list[Judged] = field(default_factory=list)
-    drops: list[Drop] = field(default_factory=list)
+    looks: list[ComparisonLook] = field(default_factory=list)
+    drops: list[DroppedStrategy] = field(default_factory=list)
     active: list[str] = field(default_factory=list)
     open: bool = True
 
     @property
-    def last(self) -> Judged | None:
-        """The latest look, which is the one that counts, or None before the first."""
+    def last(self) -> ComparisonLook | None:
+        """The latest look, or None before the first."""
         return self.looks[-1] if self.looks else None
 
     @property

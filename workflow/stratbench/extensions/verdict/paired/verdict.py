@@ -1,4 +1,4 @@
-"""The verdict of a study as values for verdict.json: claims, intervals, drops, costs and noise."""
+"""Makes the content of verdict.json: conclusions, intervals, dropped strategies, costs and noise."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from typing import Any
 from stratbench.cell.files import finite
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS, MAX_OFF
-from stratbench.extensions.verdict.blocks import VERDICT_VERSION, PairedBlock, with_seal
+from stratbench.extensions.verdict.blocks import VERDICT_VERSION, PairedBlock, add_digest
 from stratbench.extensions.verdict.paired import checks, dependence, judging
 from stratbench.extensions.verdict.paired.costs import Costs
-from stratbench.extensions.verdict.paired.next_round import NextRound, decided
-from stratbench.extensions.verdict.paired.noise import Noise, noise_of
+from stratbench.extensions.verdict.paired.next_round import NextRound, is_decided
+from stratbench.extensions.verdict.paired.noise import Noise, estimate_noise
 from stratbench.extensions.verdict.paired.rounds import Course
-from stratbench.extensions.verdict.paired.state import Drop, Judged, State
+from stratbench.extensions.verdict.paired.state import (
+    ComparisonLook,
+    ComparisonState,
+    DroppedStrategy,
+)
 from stratbench.statistics.moderated import ROUGH
 
-#: Above this bound, "at most so much slower than the fastest" is no useful claim.
+#: Largest share in a conclusion "at most … slower than the fastest"; above it nothing is claimed.
 MUCH = 1.0
-#: Kinds of claims that name a fast strategy, with an interval.
+#: Kinds of conclusions that name a fast strategy with an interval.
 CLAIMS = ("fastest", "within", "at most")
 
 
-def verdict_of(analysis: Course, next_round: NextRound, notes: list[str]) -> dict[str, Any]:
+def make_verdict(analysis: Course, next_round: NextRound, notes: list[str]) -> dict[str, Any]:
     """Return the content of verdict.json.
 
     Args:
@@ -33,11 +37,11 @@ def verdict_of(analysis: Course, next_round: NextRound, notes: list[str]) -> dic
         notes: Notes on unused evidence.
     """
     costs = Costs(analysis)
-    # In one order, so that sums have the same last digit whatever the order of files.
+    # Sorted blocks make floating-point sums independent of the order of files.
     blocks = [analysis.evidence.blocks[key] for key in sorted(analysis.evidence.blocks)]
-    noise, margin = noise_of(blocks), analysis.evidence.margin
+    noise, margin = estimate_noise(blocks), analysis.evidence.margin
     rivals = max((len(s.comparison.strategies) - 1 for s in analysis.states), default=1)
-    comparisons = [comparison_values(analysis, costs, state) for state in analysis.states]
+    comparisons = [make_comparison_entry(analysis, costs, state) for state in analysis.states]
     unusable = [f"{b['experiment']}, {b['model']} on {b['gpus']}: {b['unusable']}"
                 for b in comparisons if b["unusable"]]  # fmt: skip
     matrix = [
@@ -45,7 +49,7 @@ def verdict_of(analysis: Course, next_round: NextRound, notes: list[str]) -> dic
         for comparison in comparisons
         if len(comparison["strategies"]) > 1
     ]
-    return with_seal({
+    return add_digest({
         "schema_version": VERDICT_VERSION,
         "study": analysis.evidence.study,
         "margin": margin,
@@ -61,32 +65,32 @@ def verdict_of(analysis: Course, next_round: NextRound, notes: list[str]) -> dic
         "next": {
             "blocks": len(next_round.blocks),
             "full_runs": [str(c) for c in next_round.full_runs],
-            "may_follow": next_round.may_follow,
+            "may_follow": next_round.max_following_rounds,
         },
         "comparisons": comparisons,
-        "noise": vars(noise) | {"text": noise_text(noise, margin, rivals)},
+        "noise": vars(noise) | {"text": describe_noise(noise, margin, rivals)},
         "notes": [*notes, *unusable],
     })  # fmt: skip
 
 
-def comparison_values(analysis: Course, costs: Costs, state: State) -> dict[str, Any]:
-    """Return the entry of a comparison.
+def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState) -> dict[str, Any]:
+    """Return the entry of a comparison in verdict.json.
 
     Args:
         analysis: The analysis.
         costs: Its costs.
         state: State of the comparison.
     """
-    last, comparison = analysis.claimed(state), state.comparison
+    last, comparison = analysis.get_corrected_look(state), state.comparison
     # A block that was in no look yet supports no conclusion.
-    blocks = analysis.evidence.blocks_of(comparison.place)[: last.blocks if last else None]
-    unusable = next(checks.why_unusable(blocks), None)
-    claim, text = claim_of(analysis, state, blocks)
+    blocks = analysis.evidence.list_blocks(comparison.place)[: last.blocks if last else None]
+    unusable = next(checks.iter_unusable_reasons(blocks), None)
+    claim, text = make_claim(analysis, state, blocks)
     if unusable and claim != "only":
         claim, text = "none", f"Nothing is claimed: {unusable}."
-    matrix_s = costs.matrix_s(state)
-    doubts = list(doubts_on(analysis, state, blocks))
-    level, reason = confidence_in(analysis, state, blocks, claim, doubts)
+    matrix_s = costs.estimate_matrix_gpu_seconds(state)
+    doubts = list(iter_doubts(analysis, state, blocks))
+    level, reason = assess_confidence(analysis, state, blocks, claim, doubts)
     return {
         "experiment": comparison.place.experiment,
         "model": comparison.place.model,
@@ -106,70 +110,78 @@ def comparison_values(analysis: Course, costs: Costs, state: State) -> dict[str,
         "node_sets": len({block.hosts for block in blocks}),
         "blocks": last.blocks if last else len(blocks),
         "unusable": unusable,
-        "checked": analysis.checked(state),
+        "checked": analysis.is_confirmed_by_full_runs(state),
         "steps": blocks[0].steps if blocks else None,
         "open": is_open(state),
         "claim": claim,
         "claimed": claim in CLAIMS,
         "text": text,
         "leader": last.leader if last else None,
-        "at_most": ratio_minus_one(last.at_most) if last else None,
+        "at_most": convert_log_to_excess(last.max_log_advantage) if last else None,
         "confidence": level,
         "confidence_reason": reason,
         "doubts": doubts,
-        "ratios": [ratio_values(state, strategy) for strategy in comparison.strategies],
-        "looks": [look_values(look) for look in state.looks],
+        "ratios": [make_ratio_entry(state, strategy) for strategy in comparison.strategies],
+        "looks": [make_look_entry(look) for look in state.looks],
         "step_s": {
             strategy: [finite(math.exp(b.value(strategy))) for b in blocks]
             for strategy in comparison.strategies
         },
         "full_steps": comparison.full_steps,
         "scores": {
-            strategy: score_state(analysis, state, strategy) for strategy in comparison.strategies
+            strategy: classify_score(analysis, state, strategy)
+            for strategy in comparison.strategies
         },
-        "block_gpu_hours": costs.blocks_s(state) / 3600,
-        "full_run_gpu_hours": costs.runs_s(state) / 3600,
+        "block_gpu_hours": costs.sum_block_gpu_seconds(state) / 3600,
+        "full_run_gpu_hours": costs.sum_full_run_gpu_seconds(state) / 3600,
         "matrix_gpu_hours": None if matrix_s is None else matrix_s / 3600,
     }
 
 
-def doubts_on(analysis: Course, state: State, blocks: Sequence[PairedBlock]) -> Iterator[str]:
-    """Yield sentences against a comparison's blocks.
+def iter_doubts(
+    analysis: Course, state: ComparisonState, blocks: Sequence[PairedBlock]
+) -> Iterator[str]:
+    """Yield sentences on evidence that casts doubt on a comparison's blocks.
 
     Args:
         analysis: The analysis.
         state: State of the comparison.
         blocks: Its blocks.
     """
-    for strategy, logs in analysis.off_from_steps(state).items():
+    for strategy, logs in analysis.compute_full_run_deviations(state).items():
         logs_apart = sorted(log for log in logs if abs(log) > MAX_OFF)
         if logs_apart:
             ends = " to ".join(
                 f"{math.expm1(log):+.1%}" for log in dict.fromkeys(logs_apart[:1] + logs_apart[-1:])
             )
             yield (
-                f"{counted(len(logs_apart), 'full run')} of {strategy} took {ends} against the steps "
-                "times the blocks' step time"
+                f"{counted(len(logs_apart), 'full run')} of {strategy} took {ends} relative to their number "
+                "of steps times the blocks' step time"
             )
-    if (correction := analysis.moved(state)) and (before := share_of(state.last.at_most)) < MUCH:
+    if (correction := analysis.correct_conclusion(state)) and (
+        before := convert_log_to_share(state.last.max_log_advantage)
+    ) < MUCH:
         yield (
-            f"by the blocks alone nothing would be faster than {state.last.leader} by more than "
-            f"{before:.1%}; the full runs let {correction.nearest} be"
+            f"by the blocks alone no strategy is more than {before:.1%} faster than {state.last.leader}; by "
+            f"the full runs {correction.nearest} may be"
         )
     for block in blocks:
-        for strategy, factor in checks.far_from_full_run(
+        for strategy, factor in checks.iter_contradicting_strategies(
             analysis.evidence, state.comparison, block
         ):
             times = f"{factor:.0f} times" if factor > 1 else f"1/{1 / factor:.0f} of"
-            yield f"a step of {strategy} in block {block.number} takes {times} that of its own full run"
+            yield (
+                f"a step of {strategy} in block {block.number} takes {times} the step time of its own full "
+                "run"
+            )
     last = state.last
-    if last and last.unlike > dependence.CERTAIN:
-        wider = ", so that the intervals are wider" if last.alike else ""
-        yield f"blocks are more like the one before them than chance makes them{wider}"
+    if last and last.excess_similarity_sds > dependence.CERTAIN:
+        wider = ", so that the intervals are widened" if last.reuses_few_nodes else ""
+        yield f"successive blocks are more similar than chance explains{wider}"
 
 
-def noise_text(noise: Noise, margin: float, rivals: int) -> str:
-    """Return a sentence on the noise of the blocks, and what the next study needs.
+def describe_noise(noise: Noise, margin: float, rivals: int) -> str:
+    """Describe the noise of the blocks, and how many blocks a next study needs.
 
     Args:
         noise: The noise.
@@ -177,26 +189,28 @@ def noise_text(noise: Noise, margin: float, rivals: int) -> str:
         rivals: Number of alternatives.
     """
     if noise.ratio is None:
-        return "two blocks of a model and worker count are the fewest that tell of noise"
-    needed = noise.blocks_for(margin, rivals)
-    takes = "needs more blocks than the verdict has here"
+        return "the noise is unknown: it takes two blocks of one model and worker count"
+    needed = noise.count_blocks_for_margin(margin, rivals)
+    takes = "takes more blocks than a verdict runs"
     if needed is not None:
         takes = f"takes about {counted(needed, 'block')}"
     return (
-        f"two strategies' ratio scatters by {noise.ratio:.1%} from block to block; among {rivals + 1} "
-        f"equally fast ones a margin of {100 * margin:.3g} % {takes}"
+        f"the time ratio of two strategies has a standard deviation of {noise.ratio:.1%} between blocks; a "
+        f"conclusion within {100 * margin:.3g} % among {rivals + 1} equally fast strategies {takes}"
     )
 
 
-def is_open(state: State) -> bool:
-    """Return whether a comparison of several strategies has not ended."""
+def is_open(state: ComparisonState) -> bool:
+    """Return whether a comparison has several strategies and no conclusion yet."""
     return state.open and len(state.comparison.strategies) > 1
 
 
 # ---------------------------------------------------------------- claims
 
 
-def claim_of(analysis: Course, state: State, blocks: list[PairedBlock]) -> tuple[str, str]:
+def make_claim(
+    analysis: Course, state: ComparisonState, blocks: list[PairedBlock]
+) -> tuple[str, str]:
     """Return the kind of the conclusion (one of CLAIMS, `only` or `none`), and its sentence.
 
     Args:
@@ -204,68 +218,68 @@ def claim_of(analysis: Course, state: State, blocks: list[PairedBlock]) -> tuple
         state: State of the comparison.
         blocks: Its blocks.
     """
-    last, margin = analysis.claimed(state), analysis.evidence.margin
+    last, margin = analysis.get_corrected_look(state), analysis.evidence.margin
     if len(state.comparison.strategies) == 1:
         return (
             "only",
             f"{state.comparison.strategies[0]} is the only strategy here: there is nothing to compare.",
         )
     if last is None:
-        return "none", "Nothing is known yet: no block was judged."
-    where, sure = on_node(blocks), f"(95 %{of_how_many(blocks)})"
-    if not analysis.checked(state):
-        where = f" by its steps{where}"  # no full run could confirm whole trainings
+        return "none", "Nothing is known yet: no block has been evaluated."
+    where, sure = describe_nodes(blocks), f"(95 %{describe_node_count(blocks)})"
+    if not analysis.is_confirmed_by_full_runs(state):
+        where = f" by its steps{where}"  # no full run has confirmed the time of whole trainings
     if not state.active:
         return (
             "none",
             f"No strategy is left: {'; '.join(f'{d.strategy} {d.reason}' for d in state.drops)}.",
         )
-    few = last.counted < judging.MIN_BLOCKS
+    few = last.common_blocks < judging.MIN_BLOCKS
     if state.compared == 1 or (len(state.active) == 1 and few):
         return "only", f"{state.active[0]} is the only strategy left{where}."
     if not set(state.active) <= {last.leader, *last.ratios} or last.leader not in state.active:
         out = next(d for d in reversed(state.drops) if d.against is None)
-        return "none", f"{out.strategy} is out ({out.reason}); the others are judged next."
+        return "none", f"{out.strategy} is excluded ({out.reason}); the others are evaluated next."
     if few:
         return "none", (
-            f"{last.leader} leads after {counted(last.counted, 'block')}; nothing is claimed before "
-            f"{judging.MIN_BLOCKS}."
+            f"{last.leader} is fastest after {counted(last.common_blocks, 'block')}; a conclusion takes "
+            f"at least {judging.MIN_BLOCKS}."
         )
     if last.fastest:
         return "fastest", f"{last.leader} is the fastest of {state.compared}{where} {sure}."
-    shown = share_of(last.at_most)
-    if decided(analysis, state):
+    shown = convert_log_to_share(last.max_log_advantage)
+    if is_decided(analysis, state):
         return (
             "within",
             f"{last.leader} is within {100 * margin:.3g} % of the fastest{where} {sure}.",
         )
     if shown > MUCH:
         return "none", (
-            f"{last.leader} leads after {counted(last.counted, 'block')}{where}, and nothing is claimed: "
-            "by these blocks something may be more than twice as fast."
+            f"{last.leader} is fastest after {counted(last.common_blocks, 'block')}{where}, but nothing is "
+            "claimed: another strategy may still be more than twice as fast."
         )
     return "at most", f"{last.leader} is at most {shown:.1%} slower than the fastest{where} {sure}."
 
 
-def on_node(blocks: list[PairedBlock]) -> str:
-    """Return `` on node X`` if blocks ran on few node sets, which limits the conclusion."""
+def describe_nodes(blocks: list[PairedBlock]) -> str:
+    """Return a text such as `` on node X`` if blocks ran on few node sets, else an empty text."""
     sets = sorted({block.hosts for block in blocks})
     if not 0 < len(sets) < judging.MIN_SETS:
         return ""
     if len(sets) == 1:
         return f" on {'node' if len(sets[0]) == 1 else 'nodes'} {', '.join(sets[0])}"
     named = " and ".join(", ".join(hosts) for hosts in sets)
-    return f" on {node_sets(len(sets), sets)} alone, {named}"
+    return f" on {count_node_sets(len(sets), sets)} alone, {named}"
 
 
-def of_how_many(blocks: Sequence[PairedBlock]) -> str:
-    """Return ``, on 4 nodes`` of a conclusion that is about more than its own nodes."""
+def describe_node_count(blocks: Sequence[PairedBlock]) -> str:
+    """Return a text such as ``, on 4 nodes`` if the blocks ran on many node sets, else an empty text."""
     sets = {block.hosts for block in blocks}
-    return f", on {node_sets(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
+    return f", on {count_node_sets(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
 
 
-def node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
-    """`2 nodes`, or `2 sets of nodes` where a block takes several."""
+def count_node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
+    """Return `2 nodes`, or `2 sets of nodes` if a block takes several nodes."""
     return (
         f"{count} sets of nodes"
         if any(len(hosts) > 1 for hosts in sets)
@@ -273,13 +287,15 @@ def node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
     )
 
 
-def ratio_values(state: State, strategy: str) -> dict[str, Any]:
-    """Return values of a strategy against the leader.
+def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
+    """Return the entry of a strategy in verdict.json: its time relative to the leader's, and its state.
 
-    A dropped strategy has the values of that time.
+    A dropped strategy has the ratio of the time when it was dropped.
     """
     last = state.last
-    drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == strategy), None)
+    drop: DroppedStrategy | None = next(
+        (d for d in reversed(state.drops) if d.strategy == strategy), None
+    )
     values: dict[str, Any] = {
         "strategy": strategy, "state": "open", "against": None, "ratio": None, "low": None, "high": None,
         "at_least": None, "blocks": last.blocks if last else 0, "reason": "",
@@ -298,22 +314,22 @@ def ratio_values(state: State, strategy: str) -> dict[str, Any]:
         ratio = last.ratios[strategy]
     if ratio is not None:
         names = ("ratio", "low", "high", "at_least")
-        values |= {n: ratio_from(v) for n, v in zip(names, ratio, strict=True)}
+        values |= {n: convert_log_to_ratio(v) for n, v in zip(names, ratio, strict=True)}
         if values["low"] is None or values["high"] is None or values["low"] == 0:
             values |= {"low": None, "high": None, "at_least": None}
-    return values | {"text": ratio_text(values), "words": standing_words(values)}
+    return values | {"text": format_ratio_with_bound(values), "words": describe_standing(values)}
 
 
-def standing_words(ratio: dict[str, Any]) -> str:
-    """Return a strategy's result against the leader, as text."""
+def describe_standing(ratio: dict[str, Any]) -> str:
+    """Describe how a strategy compares with the leader, such as `not told apart`."""
     if ratio["reason"]:
         return f"dropped after {counted(ratio['blocks'], 'block')}"
     words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
     return words.get(ratio["state"], ratio["state"])
 
 
-def ratio_text(ratio: dict[str, Any]) -> str:
-    """Return a ratio with the bound that decides: `1.105 (at least 1.072)`."""
+def format_ratio_with_bound(ratio: dict[str, Any]) -> str:
+    """Format a time ratio with its lower bound, such as `1.105 (at least 1.072)`."""
     if ratio["ratio"] is None:
         return ""
     if ratio["at_least"] is None:
@@ -322,51 +338,52 @@ def ratio_text(ratio: dict[str, Any]) -> str:
     return f"{ratio['ratio']:.3f} ({least})"
 
 
-def ratio_from(log: float) -> float | None:
-    """Return a ratio from its logarithm.
+def convert_log_to_ratio(log: float) -> float | None:
+    """Return the ratio that a logarithm stands for.
 
-    Return None if it is not known, or too large or small to print.
+    Return None if it is not finite, or too large or small to print.
     """
     return math.exp(log) if math.isfinite(log) and abs(log) < 50 else None
 
 
-def look_values(look: Judged) -> dict[str, Any]:
-    """Return a look as JSON keeps it; `intervals`: ratio, low, high and the lower bound."""
+def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
+    """Return the entry of a look in verdict.json. `intervals` has ratio, low end, high end and bound."""
     intervals = {
-        strategy: [ratio_from(v) for v in values] for strategy, values in look.ratios.items()
+        strategy: [convert_log_to_ratio(v) for v in values]
+        for strategy, values in look.ratios.items()
     }
     return {
         "blocks": look.blocks,
         "leader": look.leader,
-        "at_most": ratio_minus_one(look.at_most),
+        "at_most": convert_log_to_excess(look.max_log_advantage),
         "intervals": intervals,
         "slower": list(look.slower),
     }
 
 
-def ratio_minus_one(log: float) -> float | None:
+def convert_log_to_excess(log: float) -> float | None:
     """Return the share by which a ratio exceeds 1, from its logarithm.
 
     Return None if it is not known.
     """
-    ratio = ratio_from(log)
+    ratio = convert_log_to_ratio(log)
     return None if ratio is None else ratio - 1
 
 
-def share_of(log: float) -> float:
+def convert_log_to_share(log: float) -> float:
     """Return the share by which a ratio exceeds 1, from its logarithm.
 
     Infinite if it is not known.
     """
-    share = ratio_minus_one(log)
+    share = convert_log_to_excess(log)
     return math.inf if share is None else share
 
 
 # ---------------------------------------------------------------- how sure
 
 
-def score_state(analysis: Course, state: State, strategy: str) -> str:
-    """Return the state of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`.
+def classify_score(analysis: Course, state: ComparisonState, strategy: str) -> str:
+    """Classify a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`.
 
     Args:
         analysis: The analysis.
@@ -377,15 +394,19 @@ def score_state(analysis: Course, state: State, strategy: str) -> str:
         return "no score"
     if state.comparison.equal[state.comparison.strategies.index(strategy)]:
         return "equal"
-    if not analysis.scores.runs_of(state.comparison, strategy):
+    if not analysis.scores.list_full_runs(state.comparison, strategy):
         return "not measured"
-    return "worse" if analysis.scores.why_failed(state.comparison, strategy) else "good"
+    return "worse" if analysis.scores.find_exclusion_reason(state.comparison, strategy) else "good"
 
 
-def confidence_in(
-    analysis: Course, state: State, blocks: list[PairedBlock], claim: str, doubts: list[str]
+def assess_confidence(
+    analysis: Course,
+    state: ComparisonState,
+    blocks: list[PairedBlock],
+    claim: str,
+    doubts: list[str],
 ) -> tuple[str, str]:
-    """Return the confidence (`high`, `medium` or `low`), and the reason; docs/verdict.md has the rules.
+    """Return the confidence (`high`, `medium` or `low`) and its reasons, by the rules in docs/verdict.md.
 
     Args:
         analysis: The analysis.
@@ -394,54 +415,61 @@ def confidence_in(
         claim: Kind of the conclusion.
         doubts: Sentences against its blocks.
     """
-    last = analysis.claimed(state)
+    last = analysis.get_corrected_look(state)
     if last is None or claim not in CLAIMS:
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
     reasons, sure = [], True
     hosts = {host for block in blocks for host in block.hosts}
     if (sets := len({block.hosts for block in blocks})) < judging.MIN_SETS:
         sure = False
-        which = "" if sets == 1 else f", and {judging.MIN_SETS} are the fewest that tell of others"
+        which = (
+            ""
+            if sets == 1
+            else f"; conclusions on other nodes take {judging.MIN_SETS} sets of nodes"
+        )
         reasons.append(
-            f"All blocks ran on {', '.join(sorted(hosts))}: other nodes may order them differently{which}."
+            f"All blocks ran on {', '.join(sorted(hosts))}: on other nodes the order of strategies may "
+            f"differ{which}."
         )
     if any(block.device == "cpu" for block in blocks):
         sure = False
         reasons.append(f"It holds for {plural(worker_noun(['cpu']))} and says nothing of GPUs.")
-    if open_score := unsettled_score(analysis, state):
+    if open_score := find_score_doubt(analysis, state):
         sure = False
         reasons.append(open_score)
-    if not analysis.checked(state):
+    if not analysis.is_confirmed_by_full_runs(state):
         sure = False
-        if last.leader not in analysis.off_from_steps(state):
-            reasons.append("No full run of it has checked the step times yet.")
+        if last.leader not in analysis.compute_full_run_deviations(state):
+            reasons.append("No full run of the leader has confirmed its step time yet.")
         else:
-            reasons.append("Allocations differ too much for its full runs to check the step times.")
+            reasons.append(
+                "Allocations differ too much for full runs to confirm the leader's step time."
+            )
     if doubts:
         sure = False
         reasons.append(f"Doubts: {'; '.join(doubts)}.")
-    at_most = share_of(last.at_most)
+    at_most = convert_log_to_share(last.max_log_advantage)
     narrow = last.fastest or at_most <= judging.EQUAL + 1e-9
     if not narrow:
         by = f"up to {at_most:.1%}" if at_most <= MUCH else "much"
-        reasons.insert(0, f"Something may be {by} faster.")
+        reasons.insert(0, f"Another strategy may be {by} faster.")
     near = last.fastest or at_most <= ROUGH
     level = "high" if sure and narrow else "medium" if near else "low"
-    over = f"Over {counted(last.counted, 'block')} on {counted(len(hosts), 'host')}."
+    over = f"Over {counted(last.common_blocks, 'block')} on {counted(len(hosts), 'host')}."
     return level, " ".join([over, *reasons])
 
 
-def unsettled_score(analysis: Course, state: State) -> str | None:
-    """Return why the leader's score may not be good enough, or None."""
+def find_score_doubt(analysis: Course, state: ComparisonState) -> str | None:
+    """Return why the leader's score may not be good enough, or None if it is."""
     leader = state.last.leader
     if not state.comparison.scored:
-        return "No score was measured (steps): equal scores are assumed."
+        return "No score was measured, because `steps` is set: equal scores are assumed."
     scores = analysis.scores
     if state.comparison.equal[state.comparison.strategies.index(leader)]:
-        if any(run.status == "ok" for run in scores.reference(state.comparison)):
+        if any(run.status == "ok" for run in scores.list_reference_runs(state.comparison)):
             return None
-        return "No full run of its arithmetic has ended well yet."
-    loss = scores.loss_of(state.comparison, leader)
+        return "No full run of a strategy with DDP's arithmetic has ended well yet."
+    loss = scores.estimate_loss(state.comparison, leader)
     if loss is None:
         return f"The score of {leader} is not known."
     if loss.settled:
@@ -450,6 +478,6 @@ def unsettled_score(analysis: Course, state: State) -> str | None:
     text = (
         f"Over {counted(loss.seeds, 'seed')} its {loss.score_name} is {differs} than the reference"
     )
-    if not math.isfinite(loss.at_most):
-        return f"{text}; one seed does not say by how much it may be worse ({loss.tolerance:g} allowed)."
-    return f"{text} and may be {loss.at_most:.2g} worse (95 %, {loss.tolerance:g} allowed)."
+    if not math.isfinite(loss.max_loss):
+        return f"{text}; with one seed no bound on the difference is known ({loss.tolerance:g} allowed)."
+    return f"{text} and may be {loss.max_loss:.2g} worse (95 %, {loss.tolerance:g} allowed)."
