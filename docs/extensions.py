@@ -51,6 +51,7 @@ MODULES = {
     "paper": ("extensions.paper", "extensions.paper.section", "extensions.paper.numbered"),
     "splitting": ("extensions.splitting",),
     "local": ("extensions.local",),
+    "libraries": ("extensions.libraries",),
     "deepspeed": ("extensions.deepspeed.strategy",),
     "explore": ("extensions.explore.explore",),
 }

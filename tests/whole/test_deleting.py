@@ -173,6 +173,19 @@ def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, traine
 
 
 @pytest.mark.slow
+def test_without_libraries_an_entry_of_one_is_refused_in_a_sentence(tmp_path):
+    copy_without({"libraries"}, tmp_path)
+    config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
+    demo = {"demo": config["studies"]["demo"]}
+    config |= {"studies": demo, "models": {"mine": {"transformers": "LlamaForCausalLM"}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    assert load(tmp_path) == {
+        "demo": "config: models.mine.transformers = 'LlamaForCausalLM': needs the extension `libraries`, "
+        "which was deleted here; put it back, or give `call`"
+    }
+
+
+@pytest.mark.slow
 def test_without_any_extension_the_demo_is_planned_and_reported(tmp_path):
     copy_without(set(installed()), tmp_path)
     config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))

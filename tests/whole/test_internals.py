@@ -172,7 +172,7 @@ OTHERS = {
         "_partition_all_parameters",
         "_post_step",
     },
-    "workload/network/hugging_face.py": {"_model_mapping", "_pp_plan", "_tp_plan"},
+    "extensions/libraries/hugging_face.py": {"_model_mapping", "_pp_plan", "_tp_plan"},
     "workload/network/torchvisions.py": {"_process_input"},
 }
 #: Documented although they begin with an underscore: of Python.

@@ -21,6 +21,7 @@ MAXIMUM = {
     "extensions/deepspeed": 24,
     "extensions/elastic": 31,
     "extensions/emit": 2,
+    "extensions/libraries": 8,
     "extensions/links": 4,
     "extensions/local": 21,
     "extensions/paper": 10,
@@ -36,7 +37,7 @@ MAXIMUM = {
     "study": 9,
     "telemetry": 8,
     "train": 35,
-    "workload": 90,
+    "workload": 80,
 }
 
 

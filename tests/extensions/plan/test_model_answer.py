@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
-from importlib import util
 
 import pytest
 import torch
@@ -185,21 +184,6 @@ def test_a_mistake_in_the_question_ends_with_code_one(capsys, tmp_path):
     options = ["--model", "gpt-compact", "--gpus", "2", "--gpu", "H1"]
     assert plan_main(["--config", json.dumps(CONFIG), *options]) == 1
     assert capsys.readouterr().err.startswith("error: --gpu = 'H1'")
-
-
-@pytest.mark.skipif(util.find_spec("transformers") is None, reason="pip install transformers")
-@pytest.mark.parametrize(
-    ("entry", "vocabulary"),
-    [
-        ({"transformers": "LlamaForCausalLM", "arguments": {"vocab_size": 300}}, 300),
-        ({"transformers": "GPT2LMHeadModel"}, 50257),
-    ],
-)
-def test_a_model_of_transformers_is_planned_on_texts_of_its_own_vocabulary(entry, vocabulary):
-    _, study, _ = one_network.study_of({"models": {"mine": entry}}, "mine", sequence=16)
-    (name,) = study.datasets
-    assert study.dataset(name).shape == (16,)
-    assert study.dataset(name).classes == vocabulary
 
 
 # --- stratbench.estimate --------------------------------------------------------------------------

@@ -24,6 +24,8 @@ class Extension:
     needs: tuple[str, ...] = ()
     #: Strategies by name: the class, or a function that makes the class of the name.
     strategies: Mapping[str, str] = field(default_factory=dict)
+    #: Libraries of models by their packages: `workload.network.libraries.Library`.
+    libraries: Mapping[str, str] = field(default_factory=dict)
     #: Classes of `cell.settings.Keys` by their place in config.yaml: `experiment`, `top`, or the name of a
     #: block of the top level.
     keys: Mapping[str, str] = field(default_factory=dict)

@@ -20,5 +20,6 @@ NAMES = (
     "commands",
     "splitting",
     "local",
+    "libraries",
     "explore",
 )

@@ -25,7 +25,8 @@ from stratbench.extensions.plan.footprint.request import RESHARDING, Request
 from stratbench.extensions.plan.needs import Subject, subject_of
 from stratbench.strategies import acceptance, strategy_class
 from stratbench.study.config.config import Study
-from stratbench.workload.network import libraries, models
+from stratbench.workload.network import models
+from stratbench.workload.network.libraries import library_of
 from stratbench.workload.task_trial import NO_SUM
 from stratbench.workload.users_code import ModelError, error_text
 
@@ -255,13 +256,15 @@ def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, Chec
         n: min(each, key=lambda r: (r.by_command, bool(r.settings.activation_checkpointing)))
         for n, each in sharing.items()
     }
+    own = (r.settings.own_model for r in firsts.values())
+    builders = {library_of(spec["call"]).built_by for spec in own if spec}
     return results_of(
         "networks to check: {}",
         CheckResult,
         check_network,
         {n: CachedJob(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
         folder,
-        imported=[libraries.HERE] if any('"transformers:' in n.own_model for n in firsts) else [],
+        imported=sorted(filter(None, builders)),
     )
 
 

@@ -29,7 +29,8 @@ from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.own_data import is_own
-from stratbench.workload.network import libraries, models
+from stratbench.workload.network import models
+from stratbench.workload.network.libraries import library_of
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Study:
     def _with_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         if key not in self._own_code:
             self._own_code[key] = spec and spec | users_code.fingerprint(
-                spec["call"], self._folders, libraries.packages_beside(spec)
+                spec["call"], self._folders, library_of(spec["call"]).packages_beside(spec)
             )
         return self._own_code[key]
 
@@ -186,9 +187,9 @@ class Study:
             ):
                 named = f"{what} ({spec['call']})" if spec else ""
                 if spec and named not in faults:
-                    faults[named] = libraries.fault_of_library(spec) or users_code.fault_of_code(
-                        spec["call"], self._folders
-                    )
+                    call = spec["call"]
+                    fault = library_of(call).find_fault(spec)
+                    faults[named] = fault or users_code.fault_of_code(call, self._folders)
         return [f"{named}: {fault}" for named, fault in faults.items() if fault]
 
     def dataset(self, name: str) -> Dataset:

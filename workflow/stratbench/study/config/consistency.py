@@ -446,11 +446,11 @@ def _model_faults(
 
 
 def _head_fault(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | None:
-    """Return why a class of transformers has a head for another task.
+    """Return why a class of a library has a head for another task.
 
     Return None if it fits.
     """
-    learns = libraries.tasks_of_head(call)
+    learns = libraries.library_of(call).tasks_of_head(call)
     task = block["task"] or dataset.task or (dataset.shape and tasks.natural_task(dataset.shape))
     if not learns or task not in tasks.TASKS or task in learns:
         return None

@@ -9,15 +9,15 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib import import_module, util
+from functools import cache
+from importlib import util
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.workload.data.dataset import kind_of
-from stratbench.workload.network import libraries
-from stratbench.workload.users_code import ModelError, Unsuitable, callable_of, error_text, top_of
+from stratbench.workload.network.libraries import library_of
+from stratbench.workload.users_code import ModelError, Unsuitable, callable_of, error_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,8 +119,8 @@ def with_facts(value: Any, facts: Mapping[str, Any]) -> Any:
 def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
     """Return the arguments of the call: those configured, and values of the data that it takes by name.
 
-    A callable that only passes keywords on (torchvision's, timm's) gets `num_classes`; timm's `in_chans`,
-    too.
+    A callable that only passes keywords on (torchvision's, timm's) gets `num_classes`, and what its library
+    adds.
 
     Args:
         own: The specification.
@@ -147,25 +147,21 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
         if key in takes and key not in kwargs
     }
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        top = top_of(own.call)
         if not takes.intersection(ROLES["classes"] + ROLES["vocabulary"]):
             filled.setdefault("num_classes", classes)
-        if top == "timm" and "channels" in facts:
-            filled |= _for_timm(kwargs.get("model_name"), facts)
+        filled |= library_of(own.call).more_arguments(kwargs, facts)
     return filled | _for_torchvision(own, shape) | kwargs
 
 
 def _maker(own: OwnModel) -> Callable[..., Any]:
-    """Return the callable that makes the model, which for transformers adds the config.
+    """Return the callable that makes the model, to which a library may add the config.
 
     ModelError if it cannot be imported, or if a library's files show that it cannot be built.
     """
-    if fault := libraries.fault_of_library({"call": own.call, "kwargs": own.kwargs}):
+    library = library_of(own.call)
+    if fault := library.find_fault({"call": own.call, "kwargs": own.kwargs}):
         raise ModelError(f"{own}: {fault}")
-    named = callable_of(own)
-    if top_of(own.call) == "transformers" and isinstance(named, type):
-        return partial(import_module(libraries.HERE).network, named)
-    return named
+    return library.find_builder(callable_of(own))
 
 
 def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
@@ -178,15 +174,6 @@ def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
     if name in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": True}
     return {}
-
-
-def _for_timm(name: str | None, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return further arguments of a timm model for images: their size if it is fixed."""
-    import timm
-
-    config = timm.get_pretrained_cfg(name, allow_unregistered=True) if name else None
-    fixed = config is not None and config.fixed_input_size
-    return {"in_chans": facts["channels"]} | ({"img_size": facts["size"]} if fixed else {})
 
 
 # --- the network ---------------------------------------------------------------------------------

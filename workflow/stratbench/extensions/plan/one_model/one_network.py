@@ -12,7 +12,8 @@ import yaml
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError, did_you_mean
 from stratbench.workload.data.datasets import DATASETS
-from stratbench.workload.network import libraries, models
+from stratbench.workload.network import models
+from stratbench.workload.network.libraries import library_of_entry
 from stratbench.workload.network.own import torchvision_names
 
 TEMPLATE = Path(__file__).parent / "templates" / "one_network.yaml"
@@ -58,7 +59,8 @@ def study_of(
             f"--model {model}: takes images or texts, and no experiment of config.yaml has it; name its "
             f"data by --dataset, one of {', '.join(known)}"
         )
-    if vocabulary := libraries.stated_vocabulary((config.get("models") or {}).get(model) or {}):
+    entry = (config.get("models") or {}).get(model) or {}
+    if vocabulary := library_of_entry(entry).vocabulary_of_entry(entry):
         for usual in overrides["trained_on"].values():
             if "vocabulary" in (values := whole["datasets"][usual["dataset"]]):
                 values["vocabulary"] = vocabulary
@@ -126,7 +128,8 @@ def _trained_on(
                 if model in block["models"]:
                     return {key: block[key] for key in OF_AN_EXPERIMENT if key in block}
     try:
-        task = libraries.task_of_entry(own.get(model) or {})
+        entry = own.get(model) or {}
+        task = library_of_entry(entry).task_of_entry(entry)
     except ValueError as error:
         raise ConfigError(f"config: models.{model}{error}") from None
     if task is not None:

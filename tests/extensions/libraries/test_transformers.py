@@ -22,13 +22,15 @@ from torch import Tensor, nn
 
 from launching import LIMIT_S, settings
 from stratbench.cell.settings import Settings
+from stratbench.extensions.libraries import package_files, transformers_models
+from stratbench.extensions.plan.one_model import one_network
 from stratbench.strategies import mesh_of, option_defaults
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
 from stratbench.workload.data import own_files
 from stratbench.workload.data.device_data import DeviceData, Texts, Waveforms
-from stratbench.workload.network import libraries, models
+from stratbench.workload.network import models
 from stratbench.workload.users_code import ModelError
 
 with_timm = pytest.mark.skipif(util.find_spec("timm") is None, reason="pip install timm")
@@ -376,7 +378,7 @@ def test_workers_that_do_not_divide_its_heads_are_refused_with_the_config():
 
 @with_transformers
 def test_a_plan_that_says_what_tensor_does_not_do_is_refused(monkeypatch):
-    from stratbench.workload.network import hugging_face
+    from stratbench.extensions.libraries import hugging_face
 
     built = built_from(LLAMA)
     assert hugging_face.tensor_plan(built)["network.model.layers.*.self_attn.q_proj"] == "colwise"
@@ -533,7 +535,7 @@ def faults_of(entry: dict[str, Any]) -> list[str]:
 
 
 def test_a_package_that_is_missing_is_told_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setattr(libraries, "_folder_of", lambda _: None)
+    monkeypatch.setattr(transformers_models, "find_folder", lambda _: None)
     (fault,) = faults_of(LLAMA)
     assert fault == (
         "model 'mine' (transformers:LlamaForCausalLM): the package transformers is not installed here; pip "
@@ -566,12 +568,13 @@ def test_files_show_the_keys_that_a_config_has():
     """They are read without importing transformers."""
     import transformers
 
-    folder = libraries._folder_of("transformers")
+    folder = package_files.find_folder("transformers")
     implementations = {"attn_implementation", "experts_implementation"}
     for name in KINDS:
         kind = getattr(transformers, name).config_class
         keys = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
-        found = libraries._keys_of_config(folder, libraries._file_of_class(folder, name), name)
+        file = transformers_models._file_of_class(folder, name)
+        found = transformers_models._keys_of_config(folder, file, name)
         assert keys <= found, name
         assert {key for key in found if not hasattr(kind(), key)} <= implementations
 
@@ -597,3 +600,18 @@ def test_adapters_are_made_by_peft_whose_version_counts_and_whose_options_are_kn
     assert faults_of(adapted) == []
     (fault,) = faults_of(LLAMA | {"lora": {"lora_rank": 2}})
     assert "lora.lora_rank: peft's LoraConfig has no 'lora_rank'; did you mean" in fault
+
+
+@with_transformers
+@pytest.mark.parametrize(
+    ("entry", "vocabulary"),
+    [
+        ({"transformers": "LlamaForCausalLM", "arguments": {"vocab_size": 300}}, 300),
+        ({"transformers": "GPT2LMHeadModel"}, 50257),
+    ],
+)
+def test_a_model_of_transformers_is_planned_on_texts_of_its_own_vocabulary(entry, vocabulary):
+    _, study, _ = one_network.study_of({"models": {"mine": entry}}, "mine", sequence=16)
+    (name,) = study.datasets
+    assert study.dataset(name).shape == (16,)
+    assert study.dataset(name).classes == vocabulary

@@ -1,0 +1,65 @@
+"""Models of timm, by their names there. The Snakefile imports this: timm's files are read alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from stratbench.extensions.libraries.package_files import (
+    find_folder,
+    missing_reason,
+    suggest_name,
+)
+from stratbench.workload.network.libraries import Library
+
+CALL = "timm:create_model"
+
+
+class Timm(Library):
+    """timm: an entry names a model of its registry."""
+
+    def make_call(self, spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
+        """Return the call of create_model with the name and its arguments."""
+        for key in ("weights", "lora"):
+            if key in spec:
+                raise ValueError(f".{key}: belongs to a model of transformers; remove it")
+        return {"call": CALL, "kwargs": {"model_name": spec["timm"], **spec.get("arguments", {})}}
+
+    def find_fault(self, spec: Mapping[str, Any]) -> str | None:
+        """Return why timm cannot make the model, by its files, or None."""
+        folder = find_folder("timm")
+        if folder is None:
+            return missing_reason("timm")
+        name = spec["kwargs"].get("model_name") if spec["call"] == CALL else None
+        if not isinstance(name, str):
+            return None
+        known = _read_names(folder)
+        network = name.partition(".")[0]  # what follows names weights
+        if not known or network in known or ":" in name:
+            return None
+        return f"timm has no {network!r}{suggest_name(network, known)}"
+
+    def task_of_entry(self, spec: Mapping[str, Any]) -> str | None:
+        """Return the task of every model of timm."""
+        return "classification"
+
+    def more_arguments(self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the channels of images, and their size where the model's is fixed."""
+        if "channels" not in facts:
+            return {}
+        import timm
+
+        name = kwargs.get("model_name")
+        config = timm.get_pretrained_cfg(name, allow_unregistered=True) if name else None
+        is_fixed = config is not None and config.fixed_input_size
+        return {"in_chans": facts["channels"]} | ({"img_size": facts["size"]} if is_fixed else {})
+
+
+@cache
+def _read_names(folder: Path) -> frozenset[str]:
+    texts = (p.read_text(encoding="utf-8") for p in folder.glob("models/*.py"))
+    pattern = re.compile(r"^@register_model\n(?:@.*\n)*def (\w+)", re.M)
+    return frozenset(name for text in texts for name in pattern.findall(text))
