@@ -124,7 +124,7 @@ def promised_repeats() -> Iterator[list[str]]:
         for share in (0.05, 0.10, 0.20):
             cells = []
             for k in (2, 3, 5, 8):
-                n = RankingNoise(sd, k, others=k - 2).repeats_for(share)
+                n = RankingNoise(sd, k, prior_dof_per_repeat=k - 2).compute_needed_repeats(share)
                 if n is None:
                     cells.append("more than 40")
                     continue

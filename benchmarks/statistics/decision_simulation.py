@@ -91,8 +91,8 @@ def judged(
     """
     studies, models, k = true.shape
     means = logs.mean(-1)
-    chosen = ranking.index_of_choice(means, preference + np.zeros(true.shape), MARGIN)
-    found = ranking.differences_from_chosen(logs, chosen)
+    chosen = ranking.find_choice_index(means, preference + np.zeros(true.shape), MARGIN)
+    found = ranking.compute_differences_from_choice(logs, chosen)
     flat = (studies, models * k)
     first = (chosen + k * np.arange(models))[..., None] + np.zeros(true.shape, dtype=int)
     variance, dof = (
@@ -104,14 +104,14 @@ def judged(
             first.reshape(flat),
         )
     )
-    stood = ranking.standings_against_chosen(
+    stood = ranking.compare_with_choice(
         found, chosen, means, variance, dof, moderated.tail_among(k, looks), MARGIN
     )
     gaps = true - np.take_along_axis(true, chosen[..., None], -1)
     others = np.arange(k) != chosen[..., None]
     winner = (stood.slower | ~others).all(-1)
     return {
-        "false": (stood.slower & (gaps <= 1e-12)).any(-1) | (-gaps.min(-1) > stood.at_most + 1e-9),
+        "false": (stood.slower & (gaps <= 1e-12)).any(-1) | (-gaps.min(-1) > stood.max_lead + 1e-9),
         "winner": winner,
         "found": winner & (gaps.min(-1) >= -1e-12),
         "held": (~others | ((stood.low <= gaps) & (gaps <= stood.high))).all(-1),
@@ -135,7 +135,7 @@ def scores_judged(
     """
     means = scores.mean(-1)
     best = means.argmax(-1)
-    widths = tolerance.loss_widths(scores, best)
+    widths = tolerance.compute_loss_half_widths(scores, best)
     lost = np.take_along_axis(means, best[:, None], -1) - means
     truly = np.take_along_axis(true, best[:, None], -1) - true
     excluded = lost - widths > allowed

@@ -3,13 +3,13 @@
 import json
 from dataclasses import asdict
 
-from stratbench.analysis.decision.short import Short
+from stratbench.analysis.decision.short import ShortAnswer
 from stratbench.analysis.report import brief
 
-FIRST = Short(
+FIRST = ShortAnswer(
     "ddp", 4, "Fastest, in one run each.", "one run", "214 s", reason="one run each: may be chance"
 )
-SECOND = Short(None, None, "Every cell failed.", "none", reason="2 of 2 failed")
+SECOND = ShortAnswer(None, None, "Every cell failed.", "none", reason="2 of 2 failed")
 ANSWERS = [
     {"model": "vgg16", "experiment": "main", "short": asdict(FIRST), "confidence": "low"},
     {"model": "gpt", "experiment": "texts", "short": asdict(SECOND), "confidence": "none"},

@@ -76,7 +76,7 @@ def test_an_uncorrected_interval_would_decide_falsely(monkeypatch):
 
 @pytest.mark.parametrize(("sd", "share", "k"), [(0.01, 0.05, 3), (0.03, 0.1, 3), (0.02, 0.1, 8)])
 def test_the_repeats_that_an_answer_asks_for_tell_a_rival_apart(sd, share, k):
-    n = ranking.RankingNoise(sd, k, others=k - 2).repeats_for(share)
+    n = ranking.RankingNoise(sd, k, prior_dof_per_repeat=k - 2).compute_needed_repeats(share)
     true = ahead_by(share, (STUDIES, 1, k))
     true[..., 2:] = 1.0
     logs = true[..., None] + normal(sd)(np.random.default_rng(n), (*true.shape, n))
@@ -94,15 +94,16 @@ def test_the_ranking_of_candidates_is_what_is_simulated():
          for i, t in enumerate(pd.Series(np.exp(one)) for one in of_model)]
         for of_model in logs[0]
     ]  # fmt: skip
-    found = ranking.rankings_of_comparisons(comparisons, simulated.MARGIN)
+    found = ranking.rank_comparisons(comparisons, simulated.MARGIN)
     is_so = judged(true, logs, preference=np.arange(4.0))
     for model, r in enumerate(found):
         assert r.is_clear == is_so["winner"][0, model]
-        assert {c.repeats for c in r.compared} == {4}
+        assert {c.repeats for c in r.comparisons} == {4}
     comparisons[0][3].repeats_fixed = False
-    looser = ranking.rankings_of_comparisons(comparisons, simulated.MARGIN)
+    looser = ranking.rank_comparisons(comparisons, simulated.MARGIN)
     widths = [
-        np.log(r.compared[0].ratio.high / r.compared[0].ratio.low) for r in (found[0], looser[0])
+        np.log(r.comparisons[0].ratio.high / r.comparisons[0].ratio.low)
+        for r in (found[0], looser[0])
     ]
     assert widths[1] > widths[0]
 

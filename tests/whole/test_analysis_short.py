@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from test_analysis_decide import MIB, cell, decided, failed, finding, repeats
 
-from stratbench.analysis.decision.claim import share
-from stratbench.analysis.decision.decide import named_answers
-from stratbench.analysis.decision.short import Short, duration, lead_of
+from stratbench.analysis.decision.claim import format_percentage
+from stratbench.analysis.decision.decide import name_answers
+from stratbench.analysis.decision.short import ShortAnswer, format_duration, format_lead
 from stratbench.analysis.report.answer_rows import answer_rows, at
 
 NOISE = (1.0, 1.01, 0.99, 1.005, 0.995)
@@ -107,7 +107,7 @@ def test_a_time_has_an_interval_from_five_runs_on_and_a_range_below():
     assert five.value_note == f"{low:.0f}–{high:.0f} s (95 %)"
     assert three.value_note == "198–202 s in 3 runs"
     assert decided([cell("ddp", 3.5)]).short.value_note == "one run"
-    assert [duration(s) for s in (0.8123, 12.34, 1870.0, 9000.0)] == [
+    assert [format_duration(s) for s in (0.8123, 12.34, 1870.0, 9000.0)] == [
         "0.812 s", "12.3 s", "1\u2009870 s", "2.5 h",
     ]  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_where_nothing_fits_the_least_need_and_what_to_try_are_said():
 
 
 def test_a_share_too_small_for_its_digits_is_not_nothing():
-    assert [share(part) for part in (0.0001, 0.004, 0.02, 0.271)] == [
+    assert [format_percentage(part) for part in (0.0001, 0.004, 0.02, 0.271)] == [
         "less than 0.1 %", "0.4 %", "2 %", "27 %",
     ]  # fmt: skip
 
@@ -151,11 +151,11 @@ def test_a_sure_answer_says_by_how_much_and_which_rival_needs_less_memory():
     decision = decided(rows)
     assert decision.short.runner_up == "fsdp × 4 takes 40 % longer, with 40 % less memory"
     assert decision.short.memory_note.endswith("fsdp × 4: 40 % less")
-    assert "ddp × 4 for vgg16 (fsdp × 4 takes 40 % longer, with" in lead_of(
-        named_answers([decision])
+    assert "ddp × 4 for vgg16 (fsdp × 4 takes 40 % longer, with" in format_lead(
+        name_answers([decision])
     )
     others = [decision, replace(decision, experiment="other")]
-    assert [name for name, _ in named_answers(others)] == ["vgg16 in e", "vgg16 in other"]
+    assert [name for name, _ in name_answers(others)] == ["vgg16 in e", "vgg16 in other"]
 
 
 def test_memory_is_weighed_only_against_rivals_that_are_told_apart():
@@ -181,17 +181,25 @@ def test_an_answer_on_text_has_tokens_per_second_in_total_and_per_worker():
 
 
 def test_one_line_says_how_many_answers_are_sure():
-    sure, tie = Short("ddp", 8, "Fastest.", "sure"), Short("zero1", 8, "As fast.", "condition")
-    one, none = Short("fsdp", 4, "Fastest.", "one run"), Short(None, None, "None.", "none")
+    sure, tie = (
+        ShortAnswer("ddp", 8, "Fastest.", "sure"),
+        ShortAnswer("zero1", 8, "As fast.", "condition"),
+    )
+    one, none = (
+        ShortAnswer("fsdp", 4, "Fastest.", "one run"),
+        ShortAnswer(None, None, "None.", "none"),
+    )
     lines = [
-        lead_of([("a", sure), ("b", tie), ("c", one), ("d", none)]),
-        lead_of([("resnet50", one)]),
-        lead_of([("a", Short("ddp", 2, "Not significantly faster than x.", "apart"))] * 2),
-        lead_of([("a", tie)] * 3),
-        lead_of([("a", one), ("b", tie)]),
-        lead_of([("a", sure)]),
-        lead_of([("a", sure), ("b", sure), ("c", sure)]),
-        lead_of([("a", sure), ("b", replace(tie, strategy="ddp")), ("c", sure)]),
+        format_lead([("a", sure), ("b", tie), ("c", one), ("d", none)]),
+        format_lead([("resnet50", one)]),
+        format_lead(
+            [("a", ShortAnswer("ddp", 2, "Not significantly faster than x.", "apart"))] * 2
+        ),
+        format_lead([("a", tie)] * 3),
+        format_lead([("a", one), ("b", tie)]),
+        format_lead([("a", sure)]),
+        format_lead([("a", sure), ("b", sure), ("c", sure)]),
+        format_lead([("a", sure), ("b", replace(tie, strategy="ddp")), ("c", sure)]),
     ]
     assert lines == [
         "One answer is sure: ddp × 8 for a. One holds with a condition, one rests on one run of each "

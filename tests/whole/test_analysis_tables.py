@@ -295,7 +295,7 @@ def test_tables_decision_and_claims_go_by_the_same_peak(tmp_path, device, taken)
     assert pick(summary, "memory", "ddp", 4, "value") == pytest.approx(ddp / 2**20)
     assert pick(summary, "memory_reduction", "fsdp", 4, "value") == pytest.approx(ddp / fsdp)
     groups = Repeats(found)
-    of_ddp = candidates.measured_candidate(groups, next(iter(groups.all)), Constraints())
+    of_ddp = candidates.build_measured_candidate(groups, next(iter(groups.all)), Constraints())
     assert of_ddp.memory_bytes == ddp
     (ratio,) = METRICS[MEMORY_RATIO](groups)
     assert ratio.value == pytest.approx(ddp / fsdp)

@@ -1,4 +1,4 @@
-"""An answer as a line of a terminal, from answers.json; imports nothing that is slow."""
+"""Formats an answer of answers.json as a line for a terminal, without slow imports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def answer_line(answer: Mapping[str, Any]) -> str:
-    """Return an answer: `vgg16 (main): ddp × 4, 214 s. Fastest, in one run each. Confidence: low (...)`."""
+def format_answer_line(answer: Mapping[str, Any]) -> str:
+    """Return an answer as a line: `vgg16 (main): ddp × 4, 214 s. Fastest, ... Confidence: low (...)`."""
     short = answer["short"]
     choice = []
     if short["strategy"]:

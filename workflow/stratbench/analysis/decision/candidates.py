@@ -20,7 +20,7 @@ from stratbench.strategies.base import Traits
 
 #: The audit's rule for scores which show that training did not work.
 FLOOR_RULE = "score-below-floor"
-#: Kind of exclusion by the status of a cell that did not end well.
+#: Kinds of exclusion by the status of a cell that is not `ok`.
 KIND_OF_STATUS = EXCLUDED | {
     "infeasible": "does not fit",
     "incomparable": "other work",
@@ -45,7 +45,7 @@ def candidates_among(
     groups = Repeats(rows)
     candidates = []
     for key, on_it in findings_by_group(findings, groups.all):
-        candidate = measured_candidate(groups, key, constraints)
+        candidate = build_measured_candidate(groups, key, constraints)
         for one in evidence:
             one.measure(candidate, groups, key)
         exclude_by_records(candidate, groups.all[key], on_it, constraints)
@@ -61,12 +61,12 @@ def candidates_among(
     return candidates
 
 
-def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) -> Candidate:
-    """Return a candidate from a group of repeats.
+def build_measured_candidate(groups: Repeats, group: Group, constraints: Constraints) -> Candidate:
+    """Return the candidate that a group of repeats measures.
 
     Args:
         groups: All repeats.
-        group: Its group.
+        group: The candidate's group.
         constraints: Constraints of the decision.
     """
     frame = groups.all[group]
@@ -87,24 +87,25 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
     return Candidate(
         strategy=group.strategy,
         gpus=int(group.gpus),
-        traits=traits_of_group(frame),
+        traits=read_traits(frame),
         times=times,
         time_s=float(np.exp(np.log(times).mean())) if len(times) else None,
         score=score,
         scores=score.factor * pd.Series(groups.values(group, "score_final"), dtype=float),
         score_error=None if error is None else score.factor * error,
-        unscored=bool(frame["steps"].notna().any()),
+        skips_evaluation=bool(frame["steps"].notna().any()),
         test_samples=most("test_samples"),
         tokens_per_s=middle("throughput_samples_per_s", score.counts_per_sample)
         if score.counts == "tokens"
         else None,
         mfu=middle("mfu"),
         memory_bytes=most("peak_memory_bytes"),
-        states_bytes=most("model_states_bytes"),
-        card_bytes=None if on_cpu else min(cards, default=None),
+        model_states_bytes=most("model_states_bytes"),
+        gpu_memory_bytes=None if on_cpu else min(cards, default=None),
         on_cpu=on_cpu,
         served=groups.are_served([group]),
-        counts_apart=not says_no(ok["batchnorm"]) or says_no(ok["loss_adds_up"]),
+        score_depends_on_workers=not is_ever_false(ok["batchnorm"])
+        or is_ever_false(ok["loss_adds_up"]),
         global_batch=most("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
@@ -112,22 +113,22 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
     )
 
 
-def says_no(flags: pd.Series) -> bool:
-    """Return whether a record has the value false."""
+def is_ever_false(flags: pd.Series) -> bool:
+    """Return whether any record has the value false."""
     return bool((flags.dropna().astype(str) == "False").any())
 
 
 def has_planned_repeats(frame: pd.DataFrame) -> bool:
-    """Return whether every record of a group has the present number of repeats as planned.
+    """Return whether every record of a group states the present number of repeats as planned.
 
-    A record has the number that the config had when its cell was trained. So a repeat that was added later
-    has another number than those before it. If some repeats are still missing, there are too few.
+    A record states the number in the config when its cell was trained. A repeat that was added later
+    states another number than the earlier repeats. The numbers also differ while repeats are missing.
     """
     return set(frame["planned_repeats"]) == {len(frame)}
 
 
-def traits_of_group(frame: pd.DataFrame) -> Traits:
-    """Return the traits in the records of a group, with cautious defaults."""
+def read_traits(frame: pd.DataFrame) -> Traits:
+    """Return the strategy's traits from the records of a group, with cautious defaults."""
     recorded = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})
 
@@ -138,9 +139,7 @@ def exclude_by_records(
     findings: Iterable[dict[str, Any]],
     constraints: Constraints,
 ) -> None:
-    """Exclude a candidate that did not finish or is unusable by the audit.
-
-    Add other caveats.
+    """Exclude a candidate that did not finish or is unusable by the audit; else add caveats.
 
     Args:
         candidate: The candidate, changed in place.
@@ -167,8 +166,8 @@ def exclude_by_records(
         candidate.exclude("not measured", untimed)
     for finding in findings:
         if finding["affects"] == "memory" and constraints.gpu_memory_gib is None:
-            if finding["severity"] != "note" and finding["rule"] not in candidate.memory_doubts:
-                candidate.memory_doubts.append(finding["rule"])
+            if finding["severity"] != "note" and finding["rule"] not in candidate.memory_caveats:
+                candidate.memory_caveats.append(finding["rule"])
         elif finding["severity"] == "unusable":
             text = f"the audit: {finding['rule']} ({finding['figures']})"
             candidate.exclude(UNUSABLE, text)
@@ -181,7 +180,7 @@ def exclude_by_records(
 
 
 def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> None:
-    """Exclude a candidate that the constraints rule out."""
+    """Exclude a candidate that violates the constraints on workers, memory or time."""
     if constraints.gpus is not None and candidate.gpus > constraints.gpus:
         candidate.exclude(
             "needs more workers", f"{candidate.gpus}, but {constraints.gpus} are available"
@@ -190,7 +189,7 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
         exclude_by_memory(candidate, constraints.gpu_memory_gib * GIB, constraints.memory_margin)
     time_s = candidate.time_s
     if constraints.deadline_s is not None and time_s is not None:
-        most_s = candidate.reach[1]
+        most_s = candidate.time_range_s[1]
         if time_s > constraints.deadline_s:
             candidate.exclude("too slow", compare_with_limit(time_s, constraints.deadline_s, "s"))
         elif most_s > constraints.deadline_s:
@@ -203,17 +202,17 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
 
 
 def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -> None:
-    """Exclude a candidate whose memory and reserve exceed the limit, or add a caveat if unknown.
+    """Exclude a candidate whose peak memory plus reserve exceeds the limit.
 
-    The reserve is the plan's: a peak leaves out the memory of the driver, of the libraries and of a
-    fragmented allocator.
+    Add a caveat if the memory is unknown. A peak excludes the memory of the driver, the libraries and the
+    allocator's fragmentation, for which the plan has a reserve, too.
 
     Args:
         candidate: The candidate, changed in place.
         limit_bytes: Memory of a worker.
         margin: Reserve as a fraction of the peak.
     """
-    held = candidate.states_bytes if candidate.on_cpu else candidate.memory_bytes
+    held = candidate.model_states_bytes if candidate.on_cpu else candidate.memory_bytes
     what = "model states alone" if candidate.on_cpu else "peak"
     if held is not None and held * (1 + margin) > limit_bytes:
         reserve = f" plus a reserve of {100 * margin:g} %" if held <= limit_bytes else ""

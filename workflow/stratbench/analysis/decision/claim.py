@@ -1,6 +1,6 @@
-"""The conclusion of an answer as a sentence: a winner, a tie, no difference, one run, projected.
+"""The conclusion of an answer as a sentence, such as a winner, a tie or no significant difference.
 
-Each sentence has one number with its unit, and the alternative last; `ddp × 2` is ddp on 2 workers.
+Each sentence has one number with its unit, and names the alternative last. `ddp × 2` is ddp on 2 workers.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.ranking import AgainstRival, Ranking
+from stratbench.analysis.decision.ranking import Ranking, RivalComparison
 from stratbench.cell.text.words import bytes_text, counted, joined_with_and, names_text
 
 
 def is_count_known(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
-    """Return whether anything is known of the requested number of workers, if there is one."""
+    """Return whether there are results for the requested number of workers, if there is one."""
     return constraints.gpus is None or any(c.gpus == constraints.gpus for c in candidates)
 
 
-def unanswered(
+def iter_unanswered_constraints(
     candidates: Sequence[Candidate],
     first: Candidate,
     noun: str,
     constraints: Constraints,
     slowed: bool,
 ) -> Iterator[str]:
-    """Yield constraints that no record can answer.
+    """Yield sentences on constraints that no record can answer.
 
     Args:
         candidates: Candidates.
@@ -44,7 +44,7 @@ def unanswered(
 
 @dataclass(frozen=True)
 class Claim:
-    """Conclusion of an answer: its kind and its sentence."""
+    """The conclusion of an answer."""
 
     #: `projected`, `alone`, `one run`, `winner`, `tie` or `apart` (no significant difference).
     kind: str
@@ -55,10 +55,10 @@ class Claim:
 REMAINING_HAVE = {"worse score": "an acceptable {score}", "does not fit": "enough memory"}
 
 
-def kept_out(
+def find_better_excluded(
     candidates: Iterable[Candidate], first: Candidate | None, kinds: Iterable[str]
 ) -> dict[str, Candidate]:
-    """Return the best excluded candidate by kind of exclusion, if it is better than the first.
+    """Return the best excluded candidate by kind of exclusion, if it is better than the choice.
 
     Args:
         candidates: Candidates.
@@ -74,10 +74,10 @@ def kept_out(
     return best
 
 
-def claim_of(
+def compute_claim(
     candidates: Sequence[Candidate], ranking: Ranking, constraints: Constraints, score_open: bool
 ) -> Claim:
-    """Return the conclusion on the recommendation that the records allow, and no more.
+    """Return the strongest conclusion on the choice that the records allow.
 
     Args:
         candidates: Candidates.
@@ -86,70 +86,67 @@ def claim_of(
         score_open: Whether the score may be worse than allowed.
     """
     first = ranking.first
-    quick = "cheap" if first.by_cost else "fast"
+    quick = "cheap" if first.is_ranked_by_cost else "fast"
     they_have = [
         REMAINING_HAVE[kind].format(score=first.score.name)
-        for kind in kept_out(candidates, first, REMAINING_HAVE)
+        for kind in find_better_excluded(candidates, first, REMAINING_HAVE)
     ]
     remaining = f" of the candidates with {' and '.join(they_have)}" if they_have else ""
     best = f"{quick.capitalize()}est{remaining}"
     but = f", but its {first.score.name} may be worse than allowed" if score_open else ""
     margin = f"{100 * constraints.equivalence_margin:g} %"
-    ties = [c for c in ranking.compared if c.stand == "tied"]
+    ties = [c for c in ranking.comparisons if c.standing == "tied"]
     if first.projected:
         not_faster = f"Not significantly {quick}er than {ties[0].rival.name}" if ties else ""
         workers = counted(first.gpus, "worker")
         text = f"{not_faster or best} by projection; nothing was measured on {workers}."
         return Claim("projected", text)
-    if not ranking.compared:
+    if not ranking.comparisons:
         return Claim("alone", f"The only candidate that is not excluded{but}.")
     if len(first.times) < 2:
         one = f"in one {first.run} each"
-        if any(c.ratio.value < 1 for c in ranking.compared):
+        if any(c.ratio.value < 1 for c in ranking.comparisons):
             return Claim("one run", f"Within {margin} of the {quick}est, {one}{but}.")
         return Claim("one run", f"{best}, {one}{but}.")
     if not ties:
-        text = f"{best}{but}." if but else f"{best}: {behind(ranking.compared[0])}."
+        text = f"{best}{but}." if but else f"{best}: {describe_distance(ranking.comparisons[0])}."
         return Claim("winner", text)
     names = [c.rival.name for c in ties]
     named = joined_with_and(names) if len(ties) == 2 else names_text(names, 1)
     most = constraints.equivalence_margin + 1e-12
-    known_equal = ranking.at_most is not None and ranking.at_most <= most
+    known_equal = ranking.max_lead is not None and ranking.max_lead <= most
     if known_equal and all(c.ratio.value <= 1 + most for c in ties):
         return Claim(
             "tie",
             f"As {quick} as {named} within {margin}"
-            f"{advantage(first, [c.rival for c in ties])}{but}.",
+            f"{describe_advantage(first, [c.rival for c in ties])}{but}.",
         )
     return Claim("apart", f"Not significantly {quick}er than {named}{but}.")
 
 
-def behind(c: AgainstRival, rival: str = "the next") -> str:
-    """Return how much longer an alternative takes: `the next takes 9 % longer`."""
-    ratio, by_cost = c.ratio.value, c.rival.by_cost
+def describe_distance(c: RivalComparison, rival: str = "the next") -> str:
+    """Return how much longer an alternative takes or how much more it costs: `the next takes 9 % longer`."""
+    ratio, by_cost = c.ratio.value, c.rival.is_ranked_by_cost
     if ratio >= 2:
         many = f"{ratio:.1f} times as"
         return f"{rival} costs {many} much" if by_cost else f"{rival} takes {many} long"
-    more = share(ratio - 1)
+    more = format_percentage(ratio - 1)
     return f"{rival} costs {more} more" if by_cost else f"{rival} takes {more} longer"
 
 
-def share(part: float) -> str:
-    """Return a fraction as text: `9 %` or `0.4 %`.
-
-    Callers write 2 or more as a factor.
-    """
+def format_percentage(part: float) -> str:
+    """Return a fraction below 2 as a percentage: `9 %` or `0.4 %`."""
     if part < 0.0005:
         return "less than 0.1 %"
     return f"{100 * part:.0f} %" if part >= 0.0095 else f"{100 * part:.1f} %"
 
 
-def advantage(first: Candidate, ties: Sequence[Candidate]) -> str:
-    """Return the advantage of the choice over equally fast ones: fewer workers, or less memory."""
+def describe_advantage(first: Candidate, ties: Sequence[Candidate]) -> str:
+    """Return the advantage of the choice over equally fast candidates: fewer workers, or less memory."""
     if all(first.gpus < c.gpus for c in ties):
         return ", on fewer workers"
-    known = [c.sound_memory_bytes for c in ties if c.sound_memory_bytes is not None]
-    own = first.sound_memory_bytes
+    known = [c.trusted_memory_bytes for c in ties if c.trusted_memory_bytes is not None]
+    own = first.trusted_memory_bytes
     if own and len(known) == len(ties):
         saved = min(known) - own
         if saved >= 0.03 * own:

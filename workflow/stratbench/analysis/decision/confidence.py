@@ -1,4 +1,4 @@
-"""The confidence in a decision: what the repeats allow to conclude, and what lowers it."""
+"""Computes the confidence of a decision from its repeats and its caveats."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.claim import share
+from stratbench.analysis.decision.claim import format_percentage
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
-from stratbench.analysis.decision.tolerance import chance_difference
+from stratbench.analysis.decision.tolerance import compute_chance_difference
 from stratbench.cell.text.words import counted, names_text
 from stratbench.statistics.moderated import ROUGH
 
 LEVELS = ("low", "medium", "high")
-#: Text if the intervals are corrected for several looks.
+#: Sentence if the intervals are corrected for repeated looks at the data.
 LOOKED_AGAIN = (
     "Some records state another planned number of repeats than there are, so the intervals are wider, to "
     "correct for repeated looks."
@@ -23,36 +23,36 @@ LOOKED_AGAIN = (
 
 @dataclass(frozen=True)
 class Confidence:
-    """Confidence of a decision: its level, the main reason in short, and all reasons as sentences."""
+    """Confidence of a decision: its level, a short main reason, and all reasons as sentences."""
 
     #: `high`, `medium` or `low`.
     level: str
     reason: str
-    sure: tuple[str, ...]
+    sentences: tuple[str, ...]
 
 
-def confidence_in(
+def compute_confidence(
     ranking: Ranking,
     constraints: Constraints,
     slowed: Sequence[str],
     score_open: bool,
     count_known: bool = True,
 ) -> Confidence:
-    """Return the confidence; docs/decision.md has the rules.
+    """Return the confidence by the rules of docs/decision.md.
 
-    Every limitation has a maximum level that it allows, and a short text.
+    Every limitation has a short text and the maximum level that it allows.
 
     Args:
         ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
         slowed: How workers were slowed down on purpose.
         score_open: Whether the score may be worse than allowed.
-        count_known: Whether anything is known of the requested number of workers.
+        count_known: Whether there are results for the requested number of workers.
     """
-    first, rivals = ranking.first, [c.rival for c in ranking.compared]
+    first, rivals = ranking.first, [c.rival for c in ranking.comparisons]
     runs = counted(ranking.repeats, first.run)
     sentences = [] if first.basis == "measured" else [f"{first.basis[0].upper()}{first.basis[1:]}."]
-    level, claim = level_and_claim(ranking)
+    level, claim = compute_level_and_conclusion(ranking)
     sentences.append(claim)
     limits = []
     if not constraints.homogeneous and not slowed:
@@ -61,40 +61,41 @@ def confidence_in(
         limits.append((0, f"there are no results for {constraints.gpus} workers"))
     if first.claim is not None:
         sentences.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
-        # The verdict counts the blocks of all strategies, and knows nodes, full runs and dependence.
+        # The verdict's confidence already considers blocks, nodes, full runs and their dependence.
         by_verdict = LEVELS.index(first.claim[1])
-        level = by_verdict if rests_on_verdict(ranking) else min(level, by_verdict)
+        level = by_verdict if is_confirmed_by_verdict(ranking) else min(level, by_verdict)
     elif first.unit == "block":
         level = min(level, 1)
         sentences.append(
             f"The verdict on {counted(first.gpus, 'worker')} makes no claim for the choice."
         )
-    elif ranking.looked_again:
+    elif ranking.corrects_repeated_looks:
         sentences.append(LOOKED_AGAIN)
-    limits.append((level, what_repeats_leave_open(ranking, constraints, level)))
+    limits.append((level, describe_repeats_limit(ranking, constraints, level)))
     if score_open:
         limits.append((1, f"{runs}: the score is not certain"))
-    losable = first.score_loss_upper is None or first.score_loss_upper > constraints.tolerance_of(
+    losable = first.score_loss_upper is None or first.score_loss_upper > constraints.find_tolerance(
         first.score
     )
     if losable and not score_open:
         limits.append(
-            (1, "equal scores are assumed" if first.unscored else "the score is not known")
+            (1, "equal scores are assumed" if first.skips_evaluation else "the score is not known")
         )
-    limits += [(1, words) for words in doubts_in_short(ranking)]
+    limits += [(1, words) for words in iter_short_caveats(ranking)]
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     if min(len(c.hosts) for c in (first, *rivals)) < 2:
         on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
         but = "other hosts may rank the strategies differently"
-        if is_beyond_hosts(ranking, hosts):
-            but = f"only a host whose time ratios differ by over {share(ROUGH)} may rank them differently"
+        if is_robust_to_hosts(ranking, hosts):
+            change = format_percentage(ROUGH)
+            but = f"only a host whose time ratios differ by over {change} may rank them differently"
         else:
             limits.append((1, f"{runs} on one host"))
         sentences.append(f"All {first.unit}s ran on {on}; {but}." if hosts else "")
-    if presence := unequal_presence(ranking, constraints.equivalence_margin):
+    if presence := describe_unequal_worker_counts(ranking, constraints.equivalence_margin):
         limits.append((0, "the mean number of workers differs between strategies"))
         sentences.append(presence)
-    sentences += [*score_caveats(first, constraints), *sentences_on_doubts(ranking)]
+    sentences += [*iter_score_caveats(first, constraints), *iter_caveat_sentences(ranking)]
     if first.on_cpu:
         sentences.append("The answer holds for CPU processes on this machine, not for GPUs.")
     if slowed and constraints.homogeneous:
@@ -112,16 +113,16 @@ def confidence_in(
     return Confidence(LEVELS[lowest], reason, tuple(filter(None, sentences)))
 
 
-def is_beyond_hosts(ranking: Ranking, hosts: set[str]) -> bool:
-    """Return whether all ran on one host, and all alternatives are slower by over ROUGH."""
-    lows = [c.ratio.low for c in ranking.compared]
+def is_robust_to_hosts(ranking: Ranking, hosts: set[str]) -> bool:
+    """Return whether all repeats ran on one host, and every alternative is slower by more than ROUGH."""
+    lows = [c.ratio.low for c in ranking.comparisons]
     return (
         len(hosts) == 1 and bool(lows) and all(low is not None and low > 1 + ROUGH for low in lows)
     )
 
 
-def what_repeats_leave_open(ranking: Ranking, constraints: Constraints, level: int) -> str:
-    """Return a short text on what the repeats leave open, or an empty one.
+def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: int) -> str:
+    """Return a short text on the uncertainty that the repeats leave, or an empty text.
 
     Args:
         ranking: Ranking of the candidates.
@@ -132,61 +133,60 @@ def what_repeats_leave_open(ranking: Ranking, constraints: Constraints, level: i
     runs = counted(ranking.repeats, first.run)
     if first.projected:
         return "projected, not measured"
-    if not ranking.compared:
+    if not ranking.comparisons:
         return f"{runs}, without a rival"
-    if ranking.at_most is None:
+    if ranking.max_lead is None:
         once = f"one {first.run} each" if len(first.times) < 2 else "some were measured once"
         return f"{once}: may be chance"
-    if level and (ranking.is_clear or ranking.at_most <= constraints.equivalence_margin):
+    if level and (ranking.is_clear or ranking.max_lead <= constraints.equivalence_margin):
         return f"{runs} each" if ranking.is_clear and ranking.repeats < 3 else ""
-    lows = [(c.ratio.low, c.rival) for c in ranking.compared if c.ratio.low is not None]
+    lows = [(c.ratio.low, c.rival) for c in ranking.comparisons if c.ratio.low is not None]
     low, quickest = min(lows, key=lambda pair: pair[0], default=(1.0, None))
     if quickest is None or low >= 1:
         return ""
     least = 1 - low
-    less = "much less" if least > ROUGH * 5 else f"{share(least)} less"
+    less = "much less" if least > ROUGH * 5 else f"{format_percentage(least)} less"
     return f"{quickest.name} may {'cost' if first.cost is not None else 'take'} {less}"
 
 
-def doubts_in_short(ranking: Ranking) -> Iterator[str]:
-    """Yield short caveats of the audit on the choice, or an alternative in its reason."""
+def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
+    """Yield short caveats on the choice and on the alternatives that its reason names."""
     first = ranking.first
     if first.doubts:
-        yield f"{whose(first.doubts[0])}{names_text(first.doubts, 1)}"
-    for c, others in doubted_rivals(ranking):
-        by = whose(others[0])
+        yield f"{caveat_prefix(first.doubts[0])}{names_text(first.doubts, 1)}"
+    for c, others in iter_rival_caveats(ranking):
+        by = caveat_prefix(others[0])
         yield f"{c.name} is {by}{others[0]}" if by else f"{c.name}: {others[0]}"
 
 
-def whose(doubt: str) -> str:
-    """Return the text before a caveat that is the name of an audit rule.
-
-    Others are sentences.
-    """
+def caveat_prefix(doubt: str) -> str:
+    """Return the text before a caveat that is a rule's name; empty if the caveat is a sentence."""
     return "" if " " in doubt else "doubted by the audit: "
 
 
-def sentences_on_doubts(ranking: Ranking) -> Iterator[str]:
-    """Yield the caveats on the choice, and on the alternatives in its reason."""
+def iter_caveat_sentences(ranking: Ranking) -> Iterator[str]:
+    """Yield a sentence with the caveats on the choice, and one per alternative in its reason."""
     if ranking.first.doubts:
         yield f"Caveats on the choice: {', '.join(ranking.first.doubts)}."
-    for c, others in doubted_rivals(ranking):
+    for c, others in iter_rival_caveats(ranking):
         yield f"Caveats on {c.strategy} on {counted(c.gpus, 'worker')}: {', '.join(others)}."
 
 
-def doubted_rivals(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
-    """Yield the alternatives in the reason, with caveats that the choice does not share."""
-    for c in (candidates.rival for candidates in ranking.nearest):
+def iter_rival_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
+    """Yield each alternative in the reason, with its caveats that the choice does not share."""
+    for c in (candidates.rival for candidates in ranking.nearest_rivals):
         if others := [doubt for doubt in c.doubts if doubt not in ranking.first.doubts]:
             yield c, others
 
 
-def unequal_presence(ranking: Ranking, margin: float) -> str:
-    """Return a sentence on the mean number of workers if it differs by more than `margin`, else empty.
+def describe_unequal_worker_counts(ranking: Ranking, margin: float) -> str:
+    """Return a sentence on the mean numbers of workers if they differ by more than `margin`, else empty.
 
-    It is for cells whose workers are jobs of their own, whose time depends on when they came.
+    They differ for elastic cells, whose workers are separate jobs that start at different times.
     """
-    with_presence = [c for c in (ranking.first, *(c.rival for c in ranking.nearest)) if c.present]
+    with_presence = [
+        c for c in (ranking.first, *(c.rival for c in ranking.nearest_rivals)) if c.present
+    ]
     shares = [c.present / c.gpus for c in with_presence if c.present]
     if not shares or max(shares) <= (1 + margin) * min(shares):
         return ""
@@ -194,14 +194,14 @@ def unequal_presence(ranking: Ranking, margin: float) -> str:
     return f"Workers joined and left, so the mean number of present workers differs: {numbers}."
 
 
-def rests_on_verdict(ranking: Ranking) -> bool:
-    """Return whether the choice leads its comparison, and clearly leads on all other worker counts."""
-    others = (c for c in ranking.compared if c.rival.gpus != ranking.first.gpus)
-    return ranking.first.claim is not None and all(c.stand == "slower" for c in others)
+def is_confirmed_by_verdict(ranking: Ranking) -> bool:
+    """Return whether the choice leads its verdict, and is clearly faster than all other worker counts."""
+    others = (c for c in ranking.comparisons if c.rival.gpus != ranking.first.gpus)
+    return ranking.first.claim is not None and all(c.standing == "slower" for c in others)
 
 
-def level_and_claim(ranking: Ranking) -> tuple[int, str]:
-    """Return the highest confidence level that the repeats allow, and the conclusion."""
+def compute_level_and_conclusion(ranking: Ranking) -> tuple[int, str]:
+    """Return the index of the highest level that the repeats allow, and the conclusion as a sentence."""
     first, repeats = ranking.first, ranking.repeats
     if first.projected:
         return (
@@ -209,48 +209,53 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
             f"The time of the choice on {counted(first.gpus, 'worker')} is projected (80 % interval), "
             "not measured.",
         )
-    if measured := [c for c in ranking.compared if not c.rival.projected]:
-        at_most = max((0.0, *(1 / c.ratio.low - 1 for c in measured if c.ratio.low)))
+    if measured := [c for c in ranking.comparisons if not c.rival.projected]:
+        max_lead = max((0.0, *(1 / c.ratio.low - 1 for c in measured if c.ratio.low)))
         known = all(c.ratio.low is not None for c in measured)
-        if len(measured) < len(ranking.compared):
-            ranking = replace(ranking, compared=tuple(measured), at_most=at_most if known else None)
-    elif ranking.compared:
+        if len(measured) < len(ranking.comparisons):
+            ranking = replace(
+                ranking, comparisons=tuple(measured), max_lead=max_lead if known else None
+            )
+    elif ranking.comparisons:
         return 0, "All rivals of the choice are projected, with 80 % intervals."
-    if not ranking.compared:
+    if not ranking.comparisons:
         text = f"The choice was measured in {counted(repeats, first.unit)} and has no rival."
         return (1 if repeats > 1 else 0), text
-    if ranking.at_most is None:
-        return 0, f"The order may be due to chance: {ranking.chance}, so there is no interval."
+    if ranking.max_lead is None:
+        return (
+            0,
+            f"The order may be due to chance: {ranking.chance_reason}, so there is no interval.",
+        )
     over = f"Over {counted(repeats, first.unit)}"
-    rivals = counted(len(ranking.compared), "rival")
-    rivals = {1: "its only rival", 2: "both rivals"}.get(len(ranking.compared), f"all {rivals}")
-    faster = "cheaper" if first.by_cost else "faster"
+    rivals = counted(len(ranking.comparisons), "rival")
+    rivals = {1: "its only rival", 2: "both rivals"}.get(len(ranking.comparisons), f"all {rivals}")
+    faster = "cheaper" if first.is_ranked_by_cost else "faster"
     if ranking.is_clear:
         text = f"{over} the choice is significantly {faster} than {rivals} (simultaneous 95 % intervals)."
         return (2 if repeats >= 3 else 1), text
-    ties = counted(len(ranking.tied), "rival")
+    ties = counted(len(ranking.tied_rivals), "rival")
     open_to = (
         f"much {faster}"
-        if ranking.at_most > 1
-        else f"up to {share(max(ranking.at_most, 0.001))} {faster}"
+        if ranking.max_lead > 1
+        else f"up to {format_percentage(max(ranking.max_lead, 0.001))} {faster}"
     )
     text = (
         f"{over} the choice is not significantly {faster} than {ties}; a rival may be {open_to} "
         "(simultaneous 95 % intervals)."
     )
-    return (1 if ranking.at_most <= ROUGH else 0), text
+    return (1 if ranking.max_lead <= ROUGH else 0), text
 
 
-def score_caveats(first: Candidate, constraints: Constraints) -> Iterator[str]:
-    """Yield sentences on what is not known of the score of the chosen candidate."""
+def iter_score_caveats(first: Candidate, constraints: Constraints) -> Iterator[str]:
+    """Yield sentences on the uncertainty in the choice's score."""
     if first.score_loss_upper is None:
-        if first.unscored:
+        if first.skips_evaluation:
             yield "No score was measured, since `steps` skips evaluation; equal scores are assumed."
         else:
             yield f"The {first.score.name} of the choice could not be compared with the best one."
         return
-    score, tolerance = first.score, constraints.tolerance_of(first.score)
-    chance = chance_difference(first, first)
+    score, tolerance = first.score, constraints.find_tolerance(first.score)
+    chance = compute_chance_difference(first, first)
     if chance > tolerance:
         yield (
             f"On {first.test_samples:.0f} test samples, two equally good models differ by up to "

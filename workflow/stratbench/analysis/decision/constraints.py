@@ -13,30 +13,30 @@ from stratbench.cell.text.words import counted
 
 @dataclass(frozen=True)
 class Constraints:
-    """`decide` of config.yaml with defaults filled in; None means no constraint."""
+    """The values of `decide` in config.yaml, with defaults filled in; None means no constraint."""
 
     #: The memory of one GPU that training may use.
     gpu_memory_gib: float | None = None
-    #: The number of GPUs at hand; None: the counts that were measured.
+    #: The number of available GPUs; None for the measured numbers.
     gpus: int | None = None
-    #: Only this model; None: each measured model.
+    #: The only model to decide on; None for all measured models.
     model: str | None = None
-    #: The longest training time, for the epochs that the records trained.
+    #: The maximum training time, for the number of epochs in the records.
     deadline_s: float | None = None
-    #: The price; if set, candidates are ranked by cost instead of time.
+    #: The price of a GPU-hour; if set, candidates are ranked by cost instead of time.
     price_per_gpu_hour: float | None = None
-    #: How much worse than the best strategy's a score may be, by the score's name, as shown (points of
-    #: accuracy); a score that is not named here has its task's tolerance.
+    #: By the name of a score, how much worse than the best score it may be, in the shown unit (points of
+    #: accuracy). Scores that are not named here have the tolerance of their task.
     score_tolerance: Mapping[str, float] = field(default_factory=dict)
     #: The share by which strategies may differ in time (or cost) and still count as equal.
     equivalence_margin: float = 0.03
-    #: The reserve, as a fraction of a peak: `cluster.memory_margin`.
+    #: The reserve on top of a peak, as a fraction of the peak (`cluster.memory_margin`).
     memory_margin: float = 0.1
     #: Whether the workers are equally fast.
     homogeneous: bool = True
     #: Whether all workers start together and stay until the end.
     gang_scheduled: bool = True
-    #: By extension, what the config gives for its keys of `decide`.
+    #: The values of the extensions' keys of `decide`, by extension.
     more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -44,21 +44,22 @@ class Constraints:
         """Return the constraints in a JSON object with these keys; `{}` gives the defaults."""
         return cls(**json.loads(text))
 
-    def tolerance_of(self, score: Score) -> float:
-        """Return by how much a score may be worse, as shown."""
+    def find_tolerance(self, score: Score) -> float:
+        """Return by how much a score may be worse than the best, in the shown unit."""
         return self.score_tolerance.get(score.name, score.tolerance)
 
     @property
-    def ranking(self) -> str:
-        """Text on the criterion of the ranking."""
+    def ranking_text(self) -> str:
+        """The criterion of the ranking as text."""
         if self.price_per_gpu_hour is None:
             return "ranked by training time"
         return f"ranked by cost at {self.price_per_gpu_hour:g} per GPU-hour"
 
     def sentences(self, ranking: str = "") -> Iterator[str]:
-        """Yield sentences on the constraints, including important defaults.
+        """Yield texts on the constraints, including important defaults.
 
-        `ranking` is the default text, to be shown, too.
+        Args:
+            ranking: The criterion of the ranking; `ranking_text` if empty.
         """
         if self.gpus is not None:
             yield f"at most {counted(self.gpus, 'worker')}"
@@ -77,8 +78,8 @@ class Constraints:
         yield f"strategies within {100 * self.equivalence_margin:g} % of each other are equals"
         yield "equally fast workers" if self.homogeneous else "workers of unequal speed"
         yield (
-            "all workers there from start to end"
+            "all workers present from start to end"
             if self.gang_scheduled
-            else ("workers that may come and go")
+            else "workers that may join and leave"
         )
-        yield ranking or self.ranking
+        yield ranking or self.ranking_text

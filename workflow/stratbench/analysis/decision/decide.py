@@ -1,7 +1,7 @@
-"""Decides which strategy to choose for each model: ranks the records under the constraints.
+"""Chooses a strategy for each model, by ranking the records under the constraints.
 
-Writes decision.csv, the matrix of all strategies and worker counts with its status and reason, and
-answers.json, the decisions as texts, which the report shows. Also prints them.
+Writes decision.csv, a row with status and reason per strategy and worker count. Writes answers.json, the
+decisions as texts for the report. Also prints the decisions.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.decision.answer_line import answer_line
+from stratbench.analysis.decision.answer_line import format_answer_line
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.candidates import candidates_among
-from stratbench.analysis.decision.claim import is_count_known, unanswered
-from stratbench.analysis.decision.confidence import confidence_in
+from stratbench.analysis.decision.claim import is_count_known, iter_unanswered_constraints
+from stratbench.analysis.decision.confidence import compute_confidence
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence
-from stratbench.analysis.decision.ranking import Ranking, rankings_of_comparisons
+from stratbench.analysis.decision.ranking import Ranking, rank_comparisons
 from stratbench.analysis.decision.sentences import (
-    excluded_strategies,
-    reason_for,
-    sentences_on_changes,
-    sentences_on_constraints,
-    why_none,
+    describe_choice,
+    describe_exclusions,
+    iter_changes,
+    iter_constraint_changes,
+    iter_excluded_strategies,
 )
 from stratbench.analysis.decision.short import (
-    Short,
-    lead_of,
-    none_left,
-    short_answer,
+    ShortAnswer,
+    build_empty_answer,
+    build_short_answer,
+    format_lead,
 )
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
@@ -55,26 +55,26 @@ MATRIX_COLUMNS = (
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer for one model in one experiment."""
+    """The decision for one model in one experiment."""
 
     experiment: str
     dataset: str
     model: str
     choice: Candidate | None
     reason: str
-    #: `high`, `medium`, `low` or `none`, and the reasons, as sentences.
+    #: The level (`high`, `medium`, `low` or `none`), and the reasons for it as sentences.
     confidence: str
     sure: tuple[str, ...]
     changes: tuple[str, ...]
-    #: (strategy, reason) for each strategy that cannot be chosen at any count.
+    #: (strategy, reason) for each strategy that is excluded at every number of workers.
     excluded: tuple[tuple[str, str], ...]
     matrix: tuple[dict[str, Any], ...]
     #: The answer in a few words.
-    short: Short
+    short: ShortAnswer
 
     @property
     def headline(self) -> str:
-        """The choice and what is claimed of it: `ddp × 4. Fastest, in one run each`."""
+        """The choice and its claim: `ddp × 4. Fastest, in one run each`."""
         return f"{self.short.name or 'Nothing can be recommended'}. {self.short.claim}"
 
 
@@ -84,7 +84,7 @@ def decisions(
     constraints: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> list[Decision]:
-    """Decide on each experiment and model, in the order of the config.
+    """Return a decision for each experiment and model, in the order of the config.
 
     Args:
         cells: cells.csv.
@@ -101,7 +101,8 @@ def decisions(
         (rows, candidates_among(rows, listed, constraints, evidence))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
-    made = decide_together(studied, constraints, evidence)  # even if only one model is wanted
+    # All models are decided even if one is requested, since their variances are pooled.
+    made = decide_together(studied, constraints, evidence)
     return [d for d in made if constraints.model in (None, d.model)]
 
 
@@ -117,16 +118,16 @@ def decide_together(
         constraints: Constraints of the decision.
         evidence: Evidence of extensions.
     """
-    rankings = rankings_of_comparisons(
+    rankings = rank_comparisons(
         [candidates for _, candidates in studied], constraints.equivalence_margin
     )
     return [
-        decide(rows, candidates, ranking, constraints, evidence)
+        decide_model(rows, candidates, ranking, constraints, evidence)
         for (rows, candidates), ranking in zip(studied, rankings, strict=True)
     ]
 
 
-def decide(
+def decide_model(
     rows: pd.DataFrame,
     candidates: list[Candidate],
     ranking: Ranking | None,
@@ -143,51 +144,54 @@ def decide(
         evidence: Evidence of extensions.
     """
     experiment, dataset, model = (str(rows.iloc[0][n]) for n in ("experiment", "dataset", "model"))
-    ranked = [] if ranking is None else [ranking.first, *(c.rival for c in ranking.compared)]
+    ranked = [] if ranking is None else [ranking.first, *(c.rival for c in ranking.comparisons)]
     common = {"experiment": experiment, "dataset": dataset, "model": model}
-    common["matrix"] = matrix_rows((experiment, dataset, model), candidates, ranking)
-    common["excluded"] = tuple(excluded_strategies(candidates, {c.strategy for c in ranked}))
+    common["matrix"] = build_matrix_rows((experiment, dataset, model), candidates, ranking)
+    common["excluded"] = tuple(iter_excluded_strategies(candidates, {c.strategy for c in ranked}))
     if ranking is None:
-        nothing = none_left(candidates, constraints.memory_margin)
+        nothing = build_empty_answer(candidates, constraints.memory_margin)
+        reasons = describe_exclusions(candidates)
         return Decision(
             **common,
             choice=None,
-            reason=f"Every strategy is excluded: {why_none(candidates)}. {nothing.remedy}".rstrip(),
+            reason=f"Every strategy is excluded: {reasons}. {nothing.remedy}".rstrip(),
             confidence="none",
             sure=("No candidate is left to rank.",),
-            changes=tuple(sentences_on_constraints(candidates, None)),
+            changes=tuple(iter_constraint_changes(candidates, None)),
             short=nothing,
         )
     noun = worker_noun(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
     score_open = ranking.first.is_score_open(constraints)
-    sure = confidence_in(
+    sure = compute_confidence(
         ranking, constraints, slowed, score_open, is_count_known(candidates, constraints)
     )
-    unknown = list(unanswered(candidates, ranking.first, noun, constraints, bool(slowed)))
+    unknown = list(
+        iter_unanswered_constraints(candidates, ranking.first, noun, constraints, bool(slowed))
+    )
     further = (s for one in evidence for s in one.changes((experiment, model), ranking.first))
     return Decision(
         **common,
         choice=ranking.first,
-        reason=reason_for(candidates, ranking, noun, constraints),
+        reason=describe_choice(candidates, ranking, noun, constraints),
         confidence=sure.level,
-        sure=sure.sure,
-        changes=(*sentences_on_changes(candidates, ranking, constraints), *further),
-        short=short_answer(candidates, ranking, constraints, sure, unknown, slowed),
+        sure=sure.sentences,
+        changes=(*iter_changes(candidates, ranking, constraints), *further),
+        short=build_short_answer(candidates, ranking, constraints, sure, unknown, slowed),
     )
 
 
-def matrix_rows(
+def build_matrix_rows(
     where: tuple[str, str, str], candidates: list[Candidate], ranking: Ranking | None
 ) -> tuple[dict[str, Any], ...]:
-    """Return a row of MATRIX for each candidate.
+    """Return a row of decision.csv for each candidate.
 
     Args:
         where: Experiment, data set and model.
         candidates: Candidates.
         ranking: Their ranking, if any.
     """
-    compared = [] if ranking is None else list(ranking.compared)
+    compared = [] if ranking is None else list(ranking.comparisons)
     places = {id(c.rival): (place, c) for place, c in enumerate(compared, 2)}
     rows = []
     for c in candidates:
@@ -196,7 +200,7 @@ def matrix_rows(
         if ranking is not None and c is ranking.first:
             place, status = 1, "recommended"
         elif against is not None:
-            status = "tied" if against.stand == "tied" else "possible"
+            status = "tied" if against.standing == "tied" else "possible"
         ratio = (
             against.ratio
             if against
@@ -217,8 +221,8 @@ def matrix_rows(
     return tuple(rows)
 
 
-def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
-    """Return the audit's findings on the whole study, which limit every decision, as texts."""
+def describe_study_findings(findings: pd.DataFrame) -> list[str]:
+    """Return the audit's findings on the whole study as texts; they limit every decision."""
     places = ["experiment", "strategy", "model", "gpus", "repeat"]
     whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] != "note")]
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]
@@ -241,9 +245,9 @@ def describe_decisions(
         further: Answers of extensions.
     """
     lines = [f"Constraints: {'; '.join(constraints or limits.sentences())}.", *notes, ""]
-    common = common_sentences(decisions)
+    common = find_common_sentences(decisions)
     for d in decisions:
-        lines.append(place_of(d))
+        lines.append(format_title(d))
         lines.append(f"  {d.reason}")
         sure = " ".join(sentence for sentence in d.sure if sentence not in common)
         lines.append(f"  Confidence: {d.confidence}. {sure}".rstrip())
@@ -254,17 +258,17 @@ def describe_decisions(
         lines += [*(f"For all answers: {sentence}" for sentence in common), ""]
     for answer in further:
         lines += [answer["headline"], *(f"  {line}" for line in answer["lines"]), ""]
-    lead = lead_of(named_answers(decisions))
-    return folded([*lines, lead, *(answer_line(answer_of(d)) for d in decisions)])
+    lead = format_lead(name_answers(decisions))
+    return folded([*lines, lead, *(format_answer_line(build_answer(d)) for d in decisions)])
 
 
-def place_of(decision: Decision) -> str:
-    """Return the subject of a decision, and its choice."""
+def format_title(decision: Decision) -> str:
+    """Return the model and the experiment of a decision, and its headline."""
     return f"{decision.model} ({decision.experiment}): {decision.headline}"
 
 
-def named_answers(decisions: Sequence[Decision]) -> list[tuple[str, Short]]:
-    """Return the short answers, each with its model, and the experiment if needed."""
+def name_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:
+    """Return the short answers, each with its model, and its experiment if the model has several."""
     models = [d.model for d in decisions]
     return [
         (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short)
@@ -272,8 +276,8 @@ def named_answers(decisions: Sequence[Decision]) -> list[tuple[str, Short]]:
     ]
 
 
-def common_sentences(decisions: Sequence[Decision]) -> list[str]:
-    """Return sentences on confidence that all decisions share, to be shown once."""
+def find_common_sentences(decisions: Sequence[Decision]) -> list[str]:
+    """Return the sentences on confidence that all decisions share, so that they are shown once."""
     if len(decisions) < 2:
         return []
     return [s for s in decisions[0].sure if all(s in other.sure for other in decisions)]
@@ -294,18 +298,18 @@ def answers_as_json(
         further: Answers of extensions by their names.
     """
     return {
-        "common": common_sentences(decisions),
+        "common": find_common_sentences(decisions),
         "constraints": list(constraints.sentences()),
         "equivalence_margin": constraints.equivalence_margin,
         "by_cost": constraints.price_per_gpu_hour is not None,
         "across": list(notes),
-        "lead": lead_of(named_answers(decisions)),
-        "answers": [answer_of(decision) for decision in decisions],
+        "lead": format_lead(name_answers(decisions)),
+        "answers": [build_answer(decision) for decision in decisions],
         "further": further or {},
     }
 
 
-def answer_of(decision: Decision) -> dict[str, Any]:
+def build_answer(decision: Decision) -> dict[str, Any]:
     """Return a decision's entry in answers.json."""
     words = ("experiment", "dataset", "model", "headline", "reason")
     words += ("confidence", "sure", "changes", "excluded")
@@ -333,7 +337,7 @@ def write_decisions(
     further = {name: answer for name, one in evidence.items() if (answer := one.answer())}
     rows = [row for decision in decisions for row in decision.matrix]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
-    notes = notes_on_the_study(findings)
+    notes = describe_study_findings(findings)
     write_atomic(
         answers_out,
         json.dumps(answers_as_json(decisions, notes, constraints, further), indent=1) + "\n",
@@ -342,7 +346,12 @@ def write_decisions(
 
 
 def read_evidence(pairs: Iterable[str], constraints: Constraints) -> dict[str, Evidence]:
-    """Return by extension what it knows beside the records; `pairs`: its file, as EXTENSION=FILE."""
+    """Return the evidence of each extension, by its name.
+
+    Args:
+        pairs: Files of extensions, as EXTENSION=FILE.
+        constraints: Constraints of the decision.
+    """
     paths = dict(pair.split("=", 1) for pair in pairs)
     return {
         name: reading.evidence(paths.get(name, ""), constraints)
@@ -352,23 +361,35 @@ def read_evidence(pairs: Iterable[str], constraints: Constraints) -> dict[str, E
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="stratbench.analysis.decision.decide", description=__doc__
     )
-    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
-    parser.add_argument("--audit", type=Path, help="audit.csv, if there is one")
+    parser.add_argument("--cells", type=Path, required=True, help="the file cells.csv")
+    parser.add_argument("--audit", type=Path, help="the file audit.csv, if there is one")
     parser.add_argument(
         "--evidence",
         action="extend",
         nargs="*",
         default=[],
         metavar="EXTENSION=FILE",
-        help="a file that an extension reads beside the records, such as verdict=verdict.json",
+        help="a file that an extension reads in addition to the records, such as verdict=verdict.json",
     )
-    parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
-    parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
-    parser.add_argument("--answers-out", type=Path, required=True, help="the decisions (JSON)")
+    parser.add_argument(
+        "--constraints", default="{}", help="`decide` of config.yaml, as JSON"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="CSV file to write, a row per strategy and worker count",
+    )
+    parser.add_argument(
+        "--answers-out",
+        type=Path,
+        required=True,
+        help="JSON file to write, with the decisions as texts",
+    )
     args = parser.parse_args(argv)
     constraints = Constraints.from_json(args.constraints)
     cells, findings = read_cells(args.cells), read_audit(args.audit)

@@ -1,4 +1,4 @@
-"""Evidence of extensions in addition to the records: other times, or unmeasured worker counts."""
+"""Evidence from extensions in addition to the records: other times, or unmeasured worker counts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Question = tuple[str, str]
 
 
 class Evidence:
-    """Evidence of one kind. The methods are called in this order, and each may be left out."""
+    """Evidence of an extension; the methods are called in this order, and each is optional."""
 
     def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
-        """Give a candidate from records other times, or exclude it.
+        """Replace the times of a measured candidate, or exclude it.
 
         Args:
-            candidate: That of the group.
+            candidate: The candidate, changed in place.
             groups: All repeats of the experiment and model.
             group: The repeats of the candidate.
         """
@@ -39,12 +39,12 @@ class Evidence:
         return ()
 
     def exclude(self, question: Question, candidates: Sequence[Candidate]) -> None:
-        """Exclude candidates after constraints and scores have excluded others."""
+        """Exclude candidates, after constraints and scores were applied."""
 
     def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
         """Yield sentences on what would change the choice."""
         return ()
 
     def answer(self) -> Mapping[str, Any] | None:
-        """Return an answer of its own: `headline` and `lines` in words. None if nothing asks for one."""
+        """Return a separate answer with `headline` and `lines` as texts, or None if not requested."""
         return None

@@ -1,7 +1,7 @@
-"""Excludes candidates whose score is worse than allowed, and bounds the loss of the others.
+"""Excludes candidates whose score is worse than allowed, and bounds how much worse the others may be.
 
-Repeats of a cell differ a little, and the finite test set adds chance. So a candidate is excluded if its loss
-exceeds the tolerance beyond chance; a loss that only may exceed it is stated.
+Scores vary between repeats and by the finite test set. A candidate is excluded if its difference from the
+best exceeds the tolerance significantly. If the difference only may exceed the tolerance, the answer says so.
 """
 
 from __future__ import annotations
@@ -19,43 +19,45 @@ if TYPE_CHECKING:
     from stratbench.analysis.decision.candidate import Candidate
     from stratbench.analysis.decision.constraints import Constraints
 
-#: Excludes a candidate whose record is no measurement.
+#: Kind of exclusion of a candidate whose record is unusable by the audit.
 UNUSABLE = "unusable record"
-#: Kinds of exclusion whose scores are no reference: training that does not work.
+#: Kinds of exclusion whose scores cannot serve as the best score, since training failed.
 NO_MEASURE = (UNUSABLE, "does not learn")
 
 
 def judge_scores(candidates: Sequence[Candidate], constraints: Constraints) -> None:
-    """Exclude candidates that lose more than tolerated; set `score_loss_upper` of the others.
+    """Exclude candidates whose score is too much worse than the best; set `score_loss_upper` of the others.
 
-    The loss is against the best class of candidates. Candidates of equal arithmetic have the same score
-    except for chance, so those of one global batch form one class with one mean. With BatchNorm, or a loss
-    that does not add up, there is one class per number of workers. Any other candidate is a class of its own.
-    Cells that were not evaluated are assumed equal; the confidence says so.
+    Scores are compared with the best class of candidates. Candidates with equal arithmetic have the same
+    expected score, so candidates with the same global batch form a class with one mean. With BatchNorm, or
+    a loss that does not add up, there is one class per number of workers. Any other candidate is a class of
+    its own. Cells without evaluation are assumed equal, which the confidence states.
     """
-    unknown = [c for c in candidates if c.mean_score is None and not c.kind and not c.unscored]
+    unknown = [
+        c for c in candidates if c.mean_score is None and not c.kind and not c.skips_evaluation
+    ]
     known = [c for c in candidates if c.mean_score is not None and not c.projected]
     usable = [c for c in known if c.kind not in NO_MEASURE]
     for c in unknown:
-        if not any(shares_score(c, other) for other in usable):
+        if not any(have_equal_arithmetic(c, other) for other in usable):
             c.doubts.append(f"its {c.score.name} was not recorded")
     if not usable:
         return
     score = usable[0].score
-    tolerance = constraints.tolerance_of(score)
-    classes = classes_of(usable, tolerance)
+    tolerance = constraints.find_tolerance(score)
+    classes = group_by_arithmetic(usable, tolerance)
     names = [" and ".join(f"{c.strategy} on {c.gpus}" for c in members[:2]) for members in classes]
     series = [pd.concat([c.scores for c in m], axis=1).mean(axis=1) for m in classes]
     best = max(range(len(classes)), key=lambda i: score.sign * series[i].mean())
     repeats = sorted(set().union(*(own.index for own in series)))
     values = np.array([own.reindex(repeats).to_numpy(dtype=float) for own in series])
-    widths = loss_widths(values, np.array(best))
+    widths = compute_loss_half_widths(values, np.array(best))
     for members, own, width in zip(classes, series, widths, strict=True):
         lost = score.sign * float(series[best].mean() - own.mean())
         if not np.isfinite(width):
-            width = chance_difference(members[0], classes[best][0])
+            width = compute_chance_difference(members[0], classes[best][0])
         for c in members:
-            c.score_loss_upper, c.best_score = lost + width, names[best]
+            c.score_loss_upper, c.best_scoring_names = lost + width, names[best]
             if lost - width > tolerance:
                 chance = f", {width:.{score.decimals}f} may be chance" if width else ""
                 c.exclude(
@@ -64,34 +66,40 @@ def judge_scores(candidates: Sequence[Candidate], constraints: Constraints) -> N
                     f"{names[best]} ({tolerance:g} allowed{chance})",
                 )
     for c in unknown:
-        like = next((k for k in usable if shares_score(c, k)), None)
+        like = next((k for k in usable if have_equal_arithmetic(c, k)), None)
         if like is not None:
-            c.score_loss_upper, c.best_score = like.score_loss_upper, like.best_score
+            c.score_loss_upper, c.best_scoring_names = (
+                like.score_loss_upper,
+                like.best_scoring_names,
+            )
     for c in candidates:
         if c.projected:
             for like in (k for k in usable if k.scores is c.scores):
-                c.score_loss_upper, c.best_score = like.score_loss_upper, like.best_score
+                c.score_loss_upper, c.best_scoring_names = (
+                    like.score_loss_upper,
+                    like.best_scoring_names,
+                )
                 if like.kind:
                     c.exclude(like.kind, like.reason)
 
 
-def shares_score(c: Candidate, other: Candidate) -> bool:
-    """Return whether two candidates have equal arithmetic, so that their scores differ only by chance."""
+def have_equal_arithmetic(c: Candidate, other: Candidate) -> bool:
+    """Return whether two candidates have equal arithmetic; then their scores differ only by chance."""
     if not (c.traits.equals_ddp and other.traits.equals_ddp):
         return False
-    return c.gpus == other.gpus if other.counts_apart else True
+    return c.gpus == other.gpus if other.score_depends_on_workers else True
 
 
-def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
+def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
     """Return classes of candidates with equal arithmetic.
 
-    A candidate that is too far from the median of its class, by tolerance and chance, is a class by itself.
-    It has a caveat, because it is wrong, or the others are.
+    A candidate whose score differs from the median of its class by more than tolerance and chance becomes
+    a class of its own. It gets a caveat, since either it or the rest of the class is wrong.
     """
     classes: dict[tuple[object, ...], list[Candidate]] = {}
     for c in usable:
         alone = ("alone", c.strategy, c.gpus)
-        equal = ("equal", c.gpus if c.counts_apart else None, c.global_batch)
+        equal = ("equal", c.gpus if c.score_depends_on_workers else None, c.global_batch)
         classes.setdefault(equal if c.traits.equals_ddp else alone, []).append(c)
     result = []
     for members in classes.values():
@@ -99,7 +107,7 @@ def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candi
         odd = []
         for c in members:
             deviation = ((c.mean_score or 0.0) - middle) * (2 if len(members) == 2 else 1)
-            if abs(deviation) > tolerance + chance_difference(c, c):
+            if abs(deviation) > tolerance + compute_chance_difference(c, c):
                 odd.append(c)
                 c.doubts.append(
                     f"its {c.score.name} differs by {c.score.difference(abs(deviation))} from that of equal "
@@ -110,12 +118,17 @@ def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candi
     return result
 
 
-def loss_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
-    """Return how much of each class's loss may be chance, shape [..., classes].
+def compute_loss_half_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """Return one-sided 95 % half-widths of each class's difference from the best, shape [..., classes].
 
-    95 %, one side, for all classes together. `values`: scores as shown, shape [..., classes, repeats], NaN
-    for a missing repeat; `best`: the index of the best class, shape [...]. By moderated t on differences
-    paired by repeat; infinite without two repeats, 0 for the best class.
+    They hold simultaneously for all classes, by moderated t on differences that are paired by repeat.
+
+    Args:
+        values: Scores in the shown unit, shape [..., classes, repeats], NaN for a missing repeat.
+        best: Index of the best class, shape [...].
+
+    Returns:
+        The half-widths: infinite without two repeats, 0 for the best class.
     """
     first = np.take_along_axis(values, best[..., None, None], axis=-2)
     itself = np.arange(values.shape[-2]) == best[..., None]
@@ -129,18 +142,18 @@ def loss_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
     return np.where(itself, 0.0, half)
 
 
-def chance_difference(one: Candidate, other: Candidate) -> float:
-    """Return the chance difference of two equally good models on a finite test set, as shown.
+def compute_chance_difference(one: Candidate, other: Candidate) -> float:
+    """Return by how much the scores of two equally good models may differ on a finite test set.
 
-    It is half the 95 % interval of the difference of two means. That both are tested on the same samples
-    narrows it, so this is the cautious side. 0 if a standard error is not known.
+    This is half the 95 % interval of the difference of two means, in the shown unit. It is conservative,
+    since testing both models on the same samples narrows the interval. 0 if a standard error is unknown.
     """
-    errors = [standard_error(one), standard_error(other)]
+    errors = [compute_standard_error(one), compute_standard_error(other)]
     return 0.0 if None in errors else 1.96 * math.hypot(*errors)
 
 
-def standard_error(c: Candidate) -> float | None:
-    """Return the standard error of a score, as shown, recorded or from its binomial variance."""
+def compute_standard_error(c: Candidate) -> float | None:
+    """Return the standard error of a score in the shown unit, recorded or by the binomial variance."""
     if c.score_error is not None or not c.score.is_share or not c.test_samples:
         return c.score_error
     share = (c.mean_score or 0.0) / 100

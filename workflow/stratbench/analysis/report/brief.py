@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from stratbench.analysis.decision.answer_line import answer_line
+from stratbench.analysis.decision.answer_line import format_answer_line
 from stratbench.cell.files import read_rows
 from stratbench.cell.text.words import counted
 
@@ -21,7 +21,7 @@ def answer_lines(folder: Path) -> Iterator[str]:
     decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
     yield decided["lead"]
     for d in decided["answers"]:
-        yield answer_line(d)
+        yield format_answer_line(d)
     if (audit := folder / "audit.csv").exists():
         counts = Counter(row["severity"] for row in read_rows(audit))
         warnings = counted(counts["warning"], "warning")
