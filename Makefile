@@ -117,7 +117,7 @@ $(TRANSFORMERS_STAMP): envs/requirements-transformers.txt envs/requirements.txt 
 # Nothing is downloaded from a hub of models.
 test-transformers: $(TRANSFORMERS_STAMP)
 	HF_HUB_OFFLINE=1 $(TRANSFORMERS_VENV)/bin/python -m pytest tests/extensions/libraries tests/extensions/emit/test_emit_trains.py tests/extensions/emit/test_emit_memory.py \
-	  tests/whole/test_own_labelled.py $(ARGS)
+	  tests/extensions/labelled/test_own_labelled.py $(ARGS)
 	$(TRANSFORMERS_VENV)/bin/python -m pytest tests/workflow/test_tutorials.py -k transformers $(ARGS)
 
 # ARGS: `oldest` or `newest` alone.

@@ -52,6 +52,7 @@ MODULES = {
     "splitting": ("extensions.splitting",),
     "local": ("extensions.local",),
     "libraries": ("extensions.libraries",),
+    "labelled": ("extensions.labelled",),
     "deepspeed": ("extensions.deepspeed.strategy",),
     "explore": ("extensions.explore.explore",),
 }

@@ -173,16 +173,31 @@ def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, traine
 
 
 @pytest.mark.slow
-def test_without_libraries_an_entry_of_one_is_refused_in_a_sentence(tmp_path):
-    copy_without({"libraries"}, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "entries", "refusal"),
+    [
+        (
+            "libraries",
+            {"models": {"mine": {"transformers": "LlamaForCausalLM"}}},
+            "models.mine.transformers = 'LlamaForCausalLM': needs the extension `libraries`, which was "
+            "deleted here; put it back, or give `call`",
+        ),
+        (
+            "labelled",
+            {"datasets": {"mine": {"waveforms": "sounds"}}},
+            "datasets.mine: data set 'mine': waveforms: needs the extension `labelled`, which was deleted "
+            "here; put it back, or bring arrays by `call`",
+        ),
+    ],
+)
+def test_what_needs_a_deleted_extension_is_refused_in_a_sentence(name, entries, refusal, tmp_path):
+    copy_without({name}, tmp_path)
     config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
-    demo = {"demo": config["studies"]["demo"]}
-    config |= {"studies": demo, "models": {"mine": {"transformers": "LlamaForCausalLM"}}}
+    config["studies"] = {"demo": config["studies"]["demo"]}
+    for block, added in entries.items():
+        config[block] = config.get(block, {}) | added
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    assert load(tmp_path) == {
-        "demo": "config: models.mine.transformers = 'LlamaForCausalLM': needs the extension `libraries`, "
-        "which was deleted here; put it back, or give `call`"
-    }
+    assert load(tmp_path) == {"demo": f"config: {refusal}"}
 
 
 @pytest.mark.slow

@@ -26,6 +26,10 @@ class Extension:
     strategies: Mapping[str, str] = field(default_factory=dict)
     #: Libraries of models by their packages: `workload.network.libraries.Library`.
     libraries: Mapping[str, str] = field(default_factory=dict)
+    #: Sources of generated data sets: `workload.data.kinds.Generator`.
+    generators: Mapping[str, str] = field(default_factory=dict)
+    #: Data sets in files, by the key that names these: `workload.data.kinds.FileKind`.
+    file_kinds: Mapping[str, str] = field(default_factory=dict)
     #: Classes of `cell.settings.Keys` by their place in config.yaml: `experiment`, `top`, or the name of a
     #: block of the top level.
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +78,12 @@ def at(point: str) -> Iterator[tuple[str, Any]]:
     for name, extension in installed().items():
         if declared := getattr(extension, point):
             yield name, resolve(declared)
+
+
+def resolve_all(point: str) -> dict[str, Any]:
+    """Return the objects that extensions name at a point with names of its own."""
+    named = (getattr(extension, point).items() for extension in installed().values())
+    return {key: resolve(name) for each in named for key, name in each}
 
 
 def keys_of(block: str) -> Iterator[tuple[str, Any]]:

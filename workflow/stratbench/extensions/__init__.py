@@ -21,5 +21,6 @@ NAMES = (
     "splitting",
     "local",
     "libraries",
+    "labelled",
     "explore",
 )

@@ -19,7 +19,8 @@ from stratbench.extensions.libraries.package_files import (
     read_classes,
     suggest_name,
 )
-from stratbench.workload.data.own_files import WEIGHTS, content_sha256
+from stratbench.workload.data.kinds import Samples
+from stratbench.workload.data.own_files import content_sha256
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network.libraries import Library
 
@@ -36,6 +37,7 @@ HEADS = {
     "ForAudioClassification": ("audio-classification",),
     "ForImageClassification": ("classification",),
 }
+WEIGHTS = Samples("file of weights", (".safetensors",))
 #: How a file of transformers says that its models take waveforms or what is made of these.
 _TAKES_SOUND = re.compile(r"main_input_name = .input_(values|features)")
 

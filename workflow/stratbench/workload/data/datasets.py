@@ -2,55 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from stratbench.cell.extensions import resolve_all
 from stratbench.workload.data import generated, sources
 from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.kinds import Generator
 from stratbench.workload.data.own_data import is_own, own_data
-from stratbench.workload.data.sources import DataError, Source
+from stratbench.workload.data.sources import DataError
 
-#: Sources that take a spec, and the keys of each with their defaults: whole numbers, positive but for
-#: `seed`.
-SPECS: dict[str, dict[str, int]] = {
-    "synthetic": {
-        "train_samples": 2048,
-        "test_samples": 512,
-        "classes": 10,
-        "channels": 3,
-        "size": 32,
-        "seed": 0,
-    },
-    "markov-text": {
-        "train_samples": 4096,
-        "test_samples": 512,
-        "vocabulary": 64,
-        "sequence": 64,
-        "seed": 0,
-    },
-    "masked-markov-text": {
-        "train_samples": 4096,
-        "test_samples": 512,
-        "vocabulary": 64,
-        "sequence": 64,
-        "seed": 0,
-    },
-    "labelled-markov-text": {
-        "train_samples": 4096,
-        "test_samples": 512,
-        "classes": 4,
-        "vocabulary": 64,
-        "sequence": 64,
-        "seed": 0,
-    },
-    "tones": {
-        "train_samples": 2048,
-        "test_samples": 512,
-        "classes": 8,
-        "channels": 1,
-        "length": 1600,
-        "seed": 0,
-    },
+#: Sources of generated samples.
+GENERATORS: dict[str, Generator] = {
+    "synthetic": Generator(
+        generated.synthetic,
+        {"train_samples": 2048, "test_samples": 512}
+        | {"classes": 10, "channels": 3, "size": 32, "seed": 0},
+        shape=("channels", "size", "size"),
+    ),
+    "markov-text": Generator(
+        generated.markov_text,
+        {"train_samples": 4096, "test_samples": 512, "vocabulary": 64, "sequence": 64, "seed": 0},
+        shape=("sequence",),
+        classes="vocabulary",
+    ),
+    **resolve_all("generators"),
+}
+#: Sources that take a spec, and the keys of each with their defaults.
+SPECS: dict[str, Mapping[str, int]] = {
+    **{source: generator.defaults for source, generator in GENERATORS.items()},
     "tinyshakespeare": {"sequence": 64},
 }
 
@@ -82,7 +62,7 @@ def describe(
     if is_own(spec):
         return _own(name, spec, prepared or {})
     source, values = _spec_values(name, spec)
-    return _MAKERS[source](values)
+    return _describe(source, values)
 
 
 def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -139,66 +119,7 @@ def _spec_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int
             raise DataError(
                 f"data set {name!r}: {key} is {value!r}; it must be a whole number >= {lowest}"
             )
-    return source, SPECS[source] | values
-
-
-def _synthetic(values: Mapping[str, int]) -> Dataset:
-    return Dataset(
-        shape=(values["channels"], values["size"], values["size"]),
-        classes=values["classes"],
-        train_samples=values["train_samples"],
-        test_samples=values["test_samples"],
-        open_source=lambda root, downloads: generated.synthetic(**values),
-    )
-
-
-def _markov_text(values: Mapping[str, int]) -> Dataset:
-    shape, classes = (values["sequence"],), values["vocabulary"]
-    return _made(values, generated.markov_text, shape, classes)
-
-
-def _masked_markov_text(values: Mapping[str, int]) -> Dataset:
-    _check_least(values, vocabulary=3, sequence=3)
-    shape, classes = (values["sequence"],), values["vocabulary"]
-    return _made(values, generated.masked_markov_text, shape, classes, task="masked-token")
-
-
-def _labelled_markov_text(values: Mapping[str, int]) -> Dataset:
-    _check_least(values, classes=2)
-    more = {"task": "text-classification", "vocabulary": values["vocabulary"]}
-    shape, classes = (values["sequence"],), values["classes"]
-    return _made(values, generated.labelled_markov_text, shape, classes, **more)
-
-
-def _tones(values: Mapping[str, int]) -> Dataset:
-    _check_least(values, classes=2, length=2 * values["classes"] + 2)
-    shape, classes = (values["channels"], values["length"]), values["classes"]
-    return _made(values, generated.tones, shape, classes, floats=True)
-
-
-def _made(
-    values: Mapping[str, int],
-    make: Callable[..., Source],
-    shape: tuple[int, ...],
-    classes: int,
-    **more: Any,
-) -> Dataset:
-    """Return a data set that `make` generates from the values of its spec."""
-    return Dataset(
-        shape=shape,
-        classes=classes,
-        train_samples=values["train_samples"],
-        test_samples=values["test_samples"],
-        open_source=lambda root, downloads: make(**values),
-        **more,
-    )
-
-
-def _check_least(values: Mapping[str, int], **least: int) -> None:
-    """DataError where a value is below the least that a source can be made of."""
-    for key, lowest in least.items():
-        if values[key] < lowest:
-            raise DataError(f"{key} is {values[key]}; it must be a whole number >= {lowest}")
+    return source, {**SPECS[source], **values}
 
 
 def _tinyshakespeare(values: Mapping[str, int]) -> Dataset:
@@ -217,17 +138,12 @@ def _tinyshakespeare(values: Mapping[str, int]) -> Dataset:
     )
 
 
-_MAKERS = {
-    "synthetic": _synthetic,
-    "markov-text": _markov_text,
-    "masked-markov-text": _masked_markov_text,
-    "labelled-markov-text": _labelled_markov_text,
-    "tones": _tones,
-    "tinyshakespeare": _tinyshakespeare,
-}
+def _describe(source: str, values: Mapping[str, int]) -> Dataset:
+    return GENERATORS[source].describe(values) if source in GENERATORS else _tinyshakespeare(values)
+
 
 DATASETS: dict[str, Dataset] = {
     "digits": Dataset((1, 8, 8), 10, 1437, 360, generated.digits, crop_padding=1),
     "mnist": Dataset((1, 28, 28), 10, 60_000, 10_000, sources.mnist, crop_padding=2),
     "cifar10": Dataset((3, 32, 32), 10, 50_000, 10_000, sources.cifar10, crop_padding=4, flip=True),
-} | {source: _MAKERS[source](defaults) for source, defaults in SPECS.items()}
+} | {source: _describe(source, defaults) for source, defaults in SPECS.items()}

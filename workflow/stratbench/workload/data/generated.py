@@ -1,17 +1,15 @@
-"""Generated data sets: scikit-learn's digits, noisy images, texts of a Markov chain, tones.
+"""Generated data sets: scikit-learn's digits, noisy images, texts of a Markov chain.
 
 numpy is imported inside functions: the Snakefile imports this.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratbench.workload.data.sources import Source, Split
-from stratbench.workload.tasks import IGNORED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,18 +19,11 @@ if TYPE_CHECKING:
 #: Tokens that may follow a token of a Markov text.
 MARKOV_SUCCESSORS = 8
 
-#: Of how many tokens of a masked text one is hidden (BERT hides 15 %).
-MASKED_EVERY = 7
-
-#: The share of noisy labels that name another class than the sample's own.
-LABEL_NOISE = 0.1
-
 #: Seed of the split of the digits into training and test set: part of the data set, never changed.
 DIGITS_SPLIT_SEED = 20240
 DIGITS_TEST_SAMPLES = 360
 
 CHUNK_SAMPLES = 1024
-CHUNK_WAVEFORMS = 64
 
 
 def digits(root: Path | None = None, scratch: Path | None = None) -> Source:
@@ -104,10 +95,11 @@ def synthetic(
     )
 
 
-class _Chain:
-    """A Markov chain: a token is followed by one of eight, with probabilities drawn per token."""
+class MarkovChain:
+    """Markov chain: a token is followed by one of eight, with probabilities drawn per token."""
 
     def __init__(self, vocabulary: int, seed: int, number: int = 0) -> None:
+        """Draw the successors of each token; `number` distinguishes chains of a seed."""
         import numpy as np
 
         rng = np.random.default_rng([seed, number])
@@ -127,22 +119,6 @@ class _Chain:
     def entropy(self) -> float:
         """Return the entropy of a token given the previous one, in nats (Shannon, 1948)."""
         return float(self.share @ _entropies(self.odds))
-
-    def entropy_between(self) -> float:
-        """Return the entropy of a token, in nats, where its two neighbours are known.
-
-        By the chain rule: that of two tokens after a known one, less that of the second of them alone.
-        """
-        import numpy as np
-
-        tokens = len(self.share)
-        row = np.arange(tokens)[:, None, None]
-        pairs = (row * tokens + self.after[self.after]).ravel()
-        odds = (self.odds[:, :, None] * self.odds[self.after]).ravel()
-        distinct, where = np.unique(pairs, return_inverse=True)
-        summed = np.bincount(where, odds)
-        second = -self.share[distinct // tokens] @ (summed * np.log(np.maximum(summed, 1e-300)))
-        return 2 * self.entropy() - float(second)
 
     def draw(self, rng: np.random.Generator, count: int, length: int) -> np.ndarray:
         """Return texts: int64 [count, length].
@@ -171,7 +147,7 @@ def _entropies(odds: np.ndarray) -> np.ndarray:
     return -np.where(odds > 0, odds * np.log(np.maximum(odds, 1e-300)), 0).sum(axis=1)
 
 
-def _generated(
+def make_source(
     samples: tuple[int, int], chunks: Callable[[int, int], Iterator[Chunk]], least_loss: float
 ) -> Source:
     """Return a training and a test split, each from its own stream of random numbers."""
@@ -196,7 +172,7 @@ def markov_text(
     """
     import numpy as np
 
-    chain = _Chain(vocabulary, seed)
+    chain = MarkovChain(vocabulary, seed)
 
     def chunks(samples: int, stream: int) -> Iterator[Chunk]:
         for start in range(0, samples, CHUNK_SAMPLES):
@@ -204,129 +180,4 @@ def markov_text(
             text = chain.draw(np.random.default_rng([seed, stream, start]), count, sequence + 1)
             yield text[:, :-1], text[:, 1:]
 
-    return _generated((train_samples, test_samples), chunks, chain.entropy())
-
-
-def masked_markov_text(
-    train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
-) -> Source:
-    """Return texts of a Markov chain with every seventh token hidden, and the hidden tokens (`hide_tokens`).
-
-    The last token of the vocabulary hides others, and is none of the chain's. A hidden one depends on its
-    two neighbours alone, which gives the least possible loss.
-
-    Args:
-        train_samples: Number of training samples.
-        test_samples: Number of test samples.
-        vocabulary: Number of different tokens, with the one that hides others.
-        sequence: Tokens of a sample.
-        seed: Seed of the random numbers.
-    """
-    import numpy as np
-
-    hides = vocabulary - 1
-    chain = _Chain(hides, seed)
-
-    def chunks(samples: int, stream: int) -> Iterator[Chunk]:
-        for start in range(0, samples, CHUNK_SAMPLES):
-            count = min(CHUNK_SAMPLES, samples - start)
-            rng = np.random.default_rng([seed, stream, start])
-            yield hide_tokens(chain.draw(rng, count, sequence), hides, rng)
-
-    return _generated((train_samples, test_samples), chunks, chain.entropy_between())
-
-
-def hide_tokens(text: np.ndarray, hides: int, rng: np.random.Generator) -> Chunk:
-    """Return texts [n, length] whose every seventh token is `hides`, and the hidden ones, others IGNORED.
-
-    The first hidden token is another in each text, and none is the first or the last of its text.
-    """
-    import numpy as np
-
-    count, length = text.shape
-    position = np.arange(length)
-    first = rng.integers(1, min(MASKED_EVERY, length - 2) + 1, (count, 1))
-    hidden = (position >= first) & ((position - first) % MASKED_EVERY == 0)
-    hidden[:, -1] = False
-    return np.where(hidden, hides, text), np.where(hidden, text, IGNORED)
-
-
-def labelled_markov_text(
-    train_samples: int, test_samples: int, classes: int, vocabulary: int, sequence: int, seed: int
-) -> Source:
-    """Return texts of one Markov chain per class, and the label of each text's chain.
-
-    Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
-
-    Args:
-        train_samples: Number of training samples.
-        test_samples: Number of test samples.
-        classes: Number of classes.
-        vocabulary: Number of different tokens.
-        sequence: Tokens of a sample.
-        seed: Seed of the random numbers.
-    """
-    import numpy as np
-
-    chains = [_Chain(vocabulary, seed, number) for number in range(classes)]
-
-    def chunks(samples: int, stream: int) -> Iterator[Chunk]:
-        for start in range(0, samples, CHUNK_SAMPLES):
-            of = np.arange(start, min(start + CHUNK_SAMPLES, samples)) % classes
-            rng = np.random.default_rng([seed, classes + stream, start])
-            text = np.empty((len(of), sequence), np.int64)
-            for number, chain in enumerate(chains):
-                text[of == number] = chain.draw(rng, int((of == number).sum()), sequence)
-            yield text, _noisy(of, classes, rng)
-
-    return _generated((train_samples, test_samples), chunks, _least_loss(classes))
-
-
-def tones(
-    train_samples: int, test_samples: int, classes: int, channels: int, length: int, seed: int
-) -> Source:
-    """Return waveforms [channels, length]: a tone of the class's pitch, and noise of equal amplitude.
-
-    Its phase is random. Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
-
-    Args:
-        train_samples: Number of training samples.
-        test_samples: Number of test samples.
-        classes: Number of classes.
-        channels: Channels of a waveform.
-        length: Values of a channel.
-        seed: Seed of the random numbers.
-    """
-    import numpy as np
-
-    # Pitches are whole cycles of a waveform, so that the tones are orthogonal.
-    step = (length // 2 - 1) // classes
-    angle = 2 * np.pi * np.arange(length) / length
-
-    def chunks(samples: int, stream: int) -> Iterator[Chunk]:
-        for start in range(0, samples, CHUNK_WAVEFORMS):
-            of = np.arange(start, min(start + CHUNK_WAVEFORMS, samples)) % classes
-            rng = np.random.default_rng([seed, stream, start])
-            phase = rng.uniform(0, 2 * np.pi, (len(of), channels, 1))
-            tone = np.sin((of[:, None, None] + 1) * step * angle + phase)
-            noise = rng.standard_normal(tone.shape)
-            yield (tone + noise).astype(np.float32), _noisy(of, classes, rng)
-
-    return _generated((train_samples, test_samples), chunks, _least_loss(classes))
-
-
-def _noisy(of: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:
-    """Return labels for samples of these classes, which are wrong with probability LABEL_NOISE."""
-    import numpy as np
-
-    other = (of + rng.integers(1, classes, len(of))) % classes
-    return np.where(rng.random(len(of)) < LABEL_NOISE, other, of)
-
-
-def _least_loss(classes: int) -> float:
-    """Return the entropy of a noisy label given the class, in nats: the minimum mean loss.
-
-    No model's expected accuracy is higher than 1 - LABEL_NOISE.
-    """
-    each = LABEL_NOISE / (classes - 1)
-    return -(1 - LABEL_NOISE) * math.log(1 - LABEL_NOISE) - LABEL_NOISE * math.log(each)
+    return make_source((train_samples, test_samples), chunks, chain.entropy())

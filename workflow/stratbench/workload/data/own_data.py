@@ -8,53 +8,44 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell.extensions import resolve_all
 from stratbench.cell.files import read_json
 from stratbench.workload import users_code
-from stratbench.workload.data import own_arrays, own_files, own_texts, own_waveforms, prepared
+from stratbench.workload.data import own_arrays, own_files, prepared
+from stratbench.workload.data.kinds import FileKind
 from stratbench.workload.data.own_arrays import Opened
-from stratbench.workload.data.sources import DataError, Source
+from stratbench.workload.data.sources import DataError
 
 #: The environment variable that tells jobs where files lie: moving a folder prepares nothing again.
 PLACES_VARIABLE = "STRATBENCH_PLACES"
-#: What reads the files of each kind, and the keys of the others that it takes.
-READERS: dict[str, tuple[Callable[..., tuple[Source, int]], tuple[str, ...]]] = {
-    "images": (own_files.image_folder, ()),
-    "waveforms": (own_waveforms.waveform_folder, ("labels",)),
-    "text": (own_files.text_files, ("tokenizer",)),
-    "masked_text": (own_texts.masked_text_files, ("tokenizer",)),
-    "labelled_texts": (own_texts.labelled_texts, ("test", "tokenizer")),
-}
 #: What augmentation may do to training images, with defaults.
 AUGMENTATION = {"crop_padding": 0, "flip": False}
-#: What says of which kind a data set is, and the other keys of each kind with their defaults.
-KINDS: dict[str, dict[str, Any]] = {
-    "call": {"kwargs": {}, "sequence": None, **AUGMENTATION},
-    "images": {"size": 64, "channels": 3, "test_share": 0.1, "seed": 0, **AUGMENTATION},
-    "text": {"tokenizer": None, "sequence": 64, "test_share": 0.1},
-    "masked_text": {"tokenizer": None, "sequence": 64, "test_share": 0.1, "seed": 0},
-    "labelled_texts": {
-        "text_column": "text",
-        "label_column": "label",
-        "test": None,
-        "tokenizer": None,
-        "vocabulary": own_texts.BYTES,
-        "sequence": 64,
-        "test_share": 0.1,
-        "seed": 0,
-    },
-    "waveforms": {"labels": None, "length": 16000, "test_share": 0.1, "seed": 0},
+#: Keys of a data set that a callable returns, with their defaults.
+OF_CALL: Mapping[str, Any] = {"kwargs": {}, "sequence": None, **AUGMENTATION}
+#: Kinds of data sets in files, by the key that names these.
+KINDS: dict[str, FileKind] = {
+    "images": FileKind(
+        own_files.image_folder,
+        {"size": 64, "channels": 3, "test_share": 0.1, "seed": 0, **AUGMENTATION},
+        samples=own_files.IMAGES,
+        shape=("channels", "size", "size"),
+        find_fault=own_files.find_fault_of_images,
+    ),
+    "text": FileKind(
+        own_files.text_files, {"sequence": 64, "test_share": 0.1}, more_files=("tokenizer",)
+    ),
+    **resolve_all("file_kinds"),
 }
-#: The task of each kind where the samples' shape does not say it.
-TASKS = {"masked_text": "masked-token", "labelled_texts": "text-classification"}
 #: Keys that name files: their content counts, and not where they are.
-FOLDERS = ("images", "waveforms")
-PLACES = (*FOLDERS, "text", "masked_text", "labelled_texts", "test", "labels", "tokenizer")
+PLACES = tuple(dict.fromkeys(key for name, k in KINDS.items() for key in (name, *k.more_files)))
+#: Kinds of the extension `labelled`.
+OF_LABELLED = ("masked_text", "labelled_texts", "waveforms")
 
 
 @dataclass(frozen=True)
@@ -77,17 +68,15 @@ class OwnData:
     @property
     def task(self) -> str | None:
         """The task that its targets are for, where the samples' shape does not say it."""
-        return TASKS.get(self.kind)
+        return None if self.call else KINDS[self.kind].task
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """The shape of a sample, as far as it is known without a look at the data."""
-        values = self.values
-        if values.get("sequence"):  # a text has it, and no other
-            return (values["sequence"],)
-        if self.kind == "images":
-            return (values["channels"], values["size"], values["size"])
-        return (1, values["length"]) if self.kind == "waveforms" else None
+        if self.call:
+            return (self.values["sequence"],) if self.values["sequence"] else None
+        shape = KINDS[self.kind].shape
+        return tuple(self.values[n] if isinstance(n, str) else n for n in shape)
 
     def identity(self, folders: Iterable[Path] = (), known: Path | None = None) -> dict[str, Any]:
         """Return the identity for a cell's settings: its keys, and the hash of its files or code.
@@ -99,7 +88,7 @@ class OwnData:
             fingerprint = users_code.fingerprint(self.call, folders)
         else:
             files = [place for places in self.places.values() for place in places]
-            samples = own_files.WAVEFORMS if self.kind == "waveforms" else own_files.IMAGES
+            samples = KINDS[self.kind].samples or own_files.IMAGES
             sha256 = own_files.content_sha256(files, samples, known)
             fingerprint = {"sha256": sha256, "version": None}
         return {"kind": self.kind} | self.values | fingerprint
@@ -110,13 +99,12 @@ class OwnData:
             return own_arrays.open_arrays(
                 str(self), self._returned_arrays(), self.values["sequence"]
             )
-        read, more = READERS[self.kind]
-        files = self.places[self.kind]
-        first = files[0] if self.kind in FOLDERS else files
-        others = (next(iter(self.places.get(key, [])), None) for key in more)
+        kind, files = KINDS[self.kind], self.places[self.kind]
+        first = files[0] if kind.samples else files
+        others = (next(iter(self.places.get(key, [])), None) for key in kind.more_files)
         options = {k: v for k, v in self.values.items() if k not in AUGMENTATION}
-        source, classes = read(self.name, first, *others, **options)
-        return Opened(source, self.shape or (), classes, floats=self.kind == "waveforms")
+        source, classes = kind.read(self.name, first, *others, **options)
+        return Opened(source, self.shape or (), classes, floats=kind.floats)
 
     def _returned_arrays(self) -> Any:
         try:
@@ -155,53 +143,54 @@ def own_data(
             folder or file, a malformed call, a missing package.
     """
     keys = {k: v for k, v in spec.items() if k not in ("kind", "sha256", "version")}
-    kinds = [spec["kind"]] if "kind" in spec else [kind for kind in KINDS if kind in spec]
+    known = ("call", *KINDS)
+    for kind in {*OF_LABELLED} - {*known} & {*spec, spec.get("kind")}:
+        raise DataError(
+            f"data set {name!r}: {kind}: needs the extension `labelled`, which was deleted here; put it "
+            "back, or bring arrays by `call`"
+        )
+    kinds = [spec["kind"]] if "kind" in spec else [kind for kind in known if kind in spec]
     if len(kinds) != 1:
         text = " and ".join(kinds) or "none of them"
         raise DataError(
-            f"data set {name!r}: must have one of source, {', '.join(KINDS)}; it has {text}"
+            f"data set {name!r}: must have one of source, {', '.join(known)}; it has {text}"
         )
     [kind] = kinds
-    allowed = [kind, *KINDS[kind]]
+    files = (kind, *KINDS[kind].more_files) if kind in KINDS else ()
+    defaults = KINDS[kind].defaults if kind in KINDS else OF_CALL
+    allowed = dict.fromkeys([kind, *files, *defaults])
     for key in keys:
         if key not in allowed:
             raise DataError(
                 f"data set {name!r}: {key!r} does not go with {kind!r}; allowed: {', '.join(allowed)}"
             )
-    values = KINDS[kind] | keys
-    locations = _places(name, keys if places is None else places)
-    for key in PLACES:
-        values.pop(key, None)
+    values = {key: value for key, value in {**defaults, **keys}.items() if key not in files}
+    locations = _places(name, files, keys if places is None else places)
     if kind == "call":
         if fault := users_code.fault_of_call(values["call"]):
             raise DataError(f"data set {name!r}: call = {values['call']!r} {fault}")
         bad = next((key for key in values["kwargs"] if not key.isidentifier()), None)
         if bad is not None:
             raise DataError(f"data set {name!r}: kwargs: {bad!r} cannot be the name of an argument")
-    if kind == "images" and values["channels"] not in (1, 3):
-        raise DataError(
-            f"data set {name!r}: channels = {values['channels']}: images become grey (1) or RGB (3)"
-        )
-    if kind == "masked_text" and values["sequence"] < own_texts.SHORTEST_MASKED:
-        raise DataError(
-            f"data set {name!r}: sequence = {values['sequence']}: a text in which tokens are hidden has "
-            f"{own_texts.SHORTEST_MASKED} at least"
-        )
+    elif fault := KINDS[kind].find_fault(values):
+        raise DataError(f"data set {name!r}: {fault}")
     if "tokenizer" in locations and util.find_spec("tokenizers") is None:
         raise DataError(f"data set {name!r}: {own_files.NO_TOKENIZERS}")
     return OwnData(name, kind, values, locations)
 
 
-def _places(name: str, spec: Mapping[str, Any]) -> dict[str, list[Path]]:
+def _places(name: str, files: Iterable[str], spec: Mapping[str, Any]) -> dict[str, list[Path]]:
     locations = {}
-    for key in PLACES:
+    for key in files:
         value = spec.get(key)
         if value is None:
             continue
         locations[key] = [Path(p).expanduser() for p in _each(value)]
         for place in locations[key]:
             is_there, what = (
-                (place.is_dir(), "folder") if key in FOLDERS else (place.is_file(), "file")
+                (place.is_dir(), "folder")
+                if key in KINDS and KINDS[key].samples
+                else (place.is_file(), "file")
             )
             if not is_there:
                 raise DataError(f"data set {name!r}: {key} = {str(place)!r} is no {what}")

@@ -8,35 +8,22 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.text.progress import progress_bar
+from stratbench.workload.data.kinds import Samples
 from stratbench.workload.data.sources import DataError, Source, Split, pieces
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-class Samples(NamedTuple):
-    """The noun for a folder's samples, and the suffixes of their files; other files are ignored."""
-
-    noun: str
-    ends: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """Return the noun and the ends, as in `image (.png)`."""
-        return f"{self.noun} ({', '.join(self.ends)})"
-
-
 IMAGES = Samples("image", (".png", ".jpg", ".jpeg"))
-WAVEFORMS = Samples("waveform", (".wav",))
-TEXTS = Samples("text")
-WEIGHTS = Samples("file of weights", (".safetensors",))
 #: Folders of a folder of samples: the training set, and the first of the others that there is.
 TRAIN, TESTS = "train", ("test", "val")
 _CHUNK = 256
@@ -215,6 +202,13 @@ def image_folder(
         return Split(len(images), _image_chunks(name, images, size, channels))
 
     return Source(split(train), split(test), []), classes
+
+
+def find_fault_of_images(values: Mapping[str, Any]) -> str | None:
+    """Return the reason that makes these channels invalid, or None."""
+    if values["channels"] in (1, 3):
+        return None
+    return f"channels = {values['channels']}: images become grey (1) or RGB (3)"
 
 
 def _image_chunks(

@@ -11,7 +11,7 @@ import yaml
 
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError, did_you_mean
-from stratbench.workload.data.datasets import DATASETS
+from stratbench.workload.data.datasets import DATASETS, SPECS
 from stratbench.workload.network import models
 from stratbench.workload.network.libraries import library_of_entry
 from stratbench.workload.network.own import torchvision_names
@@ -45,7 +45,9 @@ def study_of(
     """
     overrides = overrides or yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     whole = {key: config[key] for key in KEPT if key in config}
-    whole["datasets"] = overrides["datasets"] | (whole.get("datasets") or {})
+    # An extension that makes some of them may have been deleted.
+    usual = {name: e for name, e in overrides["datasets"].items() if e["source"] in SPECS}
+    whole["datasets"] = usual | (whole.get("datasets") or {})
     known = (*DATASETS, *whole["datasets"])
     if dataset is not None and dataset not in known:
         raise ConfigError(
@@ -61,8 +63,8 @@ def study_of(
         )
     entry = (config.get("models") or {}).get(model) or {}
     if vocabulary := library_of_entry(entry).vocabulary_of_entry(entry):
-        for usual in overrides["trained_on"].values():
-            if "vocabulary" in (values := whole["datasets"][usual["dataset"]]):
+        for values in usual.values():
+            if "vocabulary" in values:
                 values["vocabulary"] = vocabulary
     if sequence is not None:
         _set_sequence(whole["datasets"], block["dataset"], sequence)

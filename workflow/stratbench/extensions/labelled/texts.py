@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratbench.workload.data.generated import hide_tokens
+from stratbench.extensions.labelled.generated import hide_tokens
+from stratbench.workload.data.kinds import FileKind, Samples
 from stratbench.workload.data.own_files import (
-    TEXTS,
     ByClass,
     Labelled,
     divided,
@@ -25,6 +25,7 @@ from stratbench.workload.data.sources import DataError, Source, Split
 if TYPE_CHECKING:
     import numpy as np
 
+TEXTS = Samples("text")
 #: Tokens of labelled texts without a tokenizer: their bytes in UTF-8. No text has a 0, which fills up.
 BYTES = 256
 #: The fewest tokens of a text whose first and last are not hidden.
@@ -192,3 +193,31 @@ def _json_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise DataError(f"data set {name!r}: {path}, line {line}: is no JSON object")
         yield line, row
+
+
+def _find_fault(values: Mapping[str, Any]) -> str | None:
+    if (length := values["sequence"]) >= SHORTEST_MASKED:
+        return None
+    return f"sequence = {length}: a text in which tokens are hidden has {SHORTEST_MASKED} at least"
+
+
+MASKED = FileKind(
+    masked_text_files,
+    {"sequence": 64, "test_share": 0.1, "seed": 0},
+    more_files=("tokenizer",),
+    task="masked-token",
+    find_fault=_find_fault,
+)
+LABELLED = FileKind(
+    labelled_texts,
+    {
+        "text_column": "text",
+        "label_column": "label",
+        "vocabulary": BYTES,
+        "sequence": 64,
+        "test_share": 0.1,
+        "seed": 0,
+    },
+    more_files=("test", "tokenizer"),
+    task="text-classification",
+)

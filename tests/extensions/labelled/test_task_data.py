@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from launching import settings
+from stratbench.extensions.labelled import generated
 from stratbench.extensions.plan.footprint.request import Request, data_bytes
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
-from stratbench.workload.data import generated, prepared
+from stratbench.workload.data import prepared
 from stratbench.workload.data.datasets import describe
 from stratbench.workload.data.device_data import DeviceData, eval_batch, example_batch
 from stratbench.workload.data.prepare import prepare
@@ -86,17 +87,19 @@ def test_a_hidden_token_is_asked_for_and_no_other(tmp_path):
     error = told.std() / math.sqrt(told.size)
     free = (counts > 0).sum() / 2 / (2000 * 22)
     assert told.mean() == pytest.approx(meta["least_loss"], abs=4 * error + 2 * free)
-    assert meta["least_loss"] < generated._Chain(12, 0).entropy()
+    assert meta["least_loss"] < generated.MarkovChain(12, 0).entropy()
 
 
 def test_the_entropy_between_two_neighbours_is_that_of_all_triples():
-    chain, n = generated._Chain(6, 3), 6
+    chain, n = generated.MarkovChain(6, 3), 6
     step = np.zeros((n, n))
     np.put_along_axis(step, chain.after, chain.odds, axis=1)
     triples = chain.share[:, None, None] * step[:, :, None] * step[None]
     outer = triples.sum(1, keepdims=True)
     ratio = np.divide(triples, outer, where=triples > 0, out=np.ones_like(triples))
-    assert chain.entropy_between() == pytest.approx(-(triples * np.log(ratio)).sum(), abs=1e-9)
+    assert generated.compute_entropy_between(chain) == pytest.approx(
+        -(triples * np.log(ratio)).sum(), abs=1e-9
+    )
 
 
 def test_labels_are_those_of_the_classes_but_for_the_share_that_is_noise(made):

@@ -7,20 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
+from stratbench.extensions.labelled.texts import rows_of
+from stratbench.workload.data.kinds import FileKind, Samples
 from stratbench.workload.data.own_files import (
-    WAVEFORMS,
     ByClass,
     Labelled,
     class_folders,
     divided,
     files_of,
 )
-from stratbench.workload.data.own_texts import rows_of
 from stratbench.workload.data.sources import DataError, Source, Split
 
 if TYPE_CHECKING:
     import numpy as np
 
+WAVEFORMS = Samples("waveform", (".wav",))
 #: Columns of the table that says each file's label.
 COLUMNS = ("file", "label")
 _CHUNK = 64
@@ -102,3 +103,13 @@ def _values(name: str, path: Path, length: int, rate: int, first: Path) -> np.nd
     values = np.zeros(length, np.float32)
     values[:count] = np.frombuffer(stored, "<i2").reshape(-1, channels).mean(1) / 32768
     return values
+
+
+KIND = FileKind(
+    waveform_folder,
+    {"length": 16000, "test_share": 0.1, "seed": 0},
+    more_files=("labels",),
+    samples=WAVEFORMS,
+    shape=(1, "length"),
+    floats=True,
+)

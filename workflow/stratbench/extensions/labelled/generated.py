@@ -1,0 +1,195 @@
+"""Generated texts with hidden tokens, texts with labels, and tones.
+
+numpy is imported inside functions: the Snakefile imports this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from stratbench.workload.data.generated import CHUNK_SAMPLES, MarkovChain, make_source
+from stratbench.workload.data.kinds import Generator
+from stratbench.workload.data.sources import Source
+from stratbench.workload.tasks import IGNORED
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from stratbench.workload.data.generated import Chunk
+
+#: Of how many tokens of a masked text one is hidden (BERT hides 15 %).
+MASKED_EVERY = 7
+#: The share of noisy labels that name another class than the sample's own.
+LABEL_NOISE = 0.1
+CHUNK_WAVEFORMS = 64
+
+
+def masked_markov_text(
+    train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
+) -> Source:
+    """Return texts of a Markov chain with every seventh token hidden, and the hidden tokens (`hide_tokens`).
+
+    The last token of the vocabulary hides others, and is none of the chain's. A hidden one depends on its
+    two neighbours alone, which gives the least possible loss.
+
+    Args:
+        train_samples: Number of training samples.
+        test_samples: Number of test samples.
+        vocabulary: Number of different tokens, with the one that hides others.
+        sequence: Tokens of a sample.
+        seed: Seed of the random numbers.
+    """
+    import numpy as np
+
+    hides = vocabulary - 1
+    chain = MarkovChain(hides, seed)
+
+    def chunks(samples: int, stream: int) -> Iterator[Chunk]:
+        for start in range(0, samples, CHUNK_SAMPLES):
+            count = min(CHUNK_SAMPLES, samples - start)
+            rng = np.random.default_rng([seed, stream, start])
+            yield hide_tokens(chain.draw(rng, count, sequence), hides, rng)
+
+    return make_source((train_samples, test_samples), chunks, compute_entropy_between(chain))
+
+
+def hide_tokens(text: np.ndarray, hides: int, rng: np.random.Generator) -> Chunk:
+    """Return texts [n, length] whose every seventh token is `hides`, and the hidden ones, others IGNORED.
+
+    The first hidden token is another in each text, and none is the first or the last of its text.
+    """
+    import numpy as np
+
+    count, length = text.shape
+    position = np.arange(length)
+    first = rng.integers(1, min(MASKED_EVERY, length - 2) + 1, (count, 1))
+    hidden = (position >= first) & ((position - first) % MASKED_EVERY == 0)
+    hidden[:, -1] = False
+    return np.where(hidden, hides, text), np.where(hidden, text, IGNORED)
+
+
+def compute_entropy_between(chain: MarkovChain) -> float:
+    """Return the entropy of a token, in nats, where its two neighbours are known.
+
+    By the chain rule: that of two tokens after a known one, less that of the second of them alone.
+    """
+    import numpy as np
+
+    tokens = len(chain.share)
+    row = np.arange(tokens)[:, None, None]
+    pairs = (row * tokens + chain.after[chain.after]).ravel()
+    odds = (chain.odds[:, :, None] * chain.odds[chain.after]).ravel()
+    distinct, where = np.unique(pairs, return_inverse=True)
+    summed = np.bincount(where, odds)
+    second = -chain.share[distinct // tokens] @ (summed * np.log(np.maximum(summed, 1e-300)))
+    return 2 * chain.entropy() - float(second)
+
+
+def labelled_markov_text(
+    train_samples: int, test_samples: int, classes: int, vocabulary: int, sequence: int, seed: int
+) -> Source:
+    """Return texts of one Markov chain per class, and the label of each text's chain.
+
+    Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
+
+    Args:
+        train_samples: Number of training samples.
+        test_samples: Number of test samples.
+        classes: Number of classes.
+        vocabulary: Number of different tokens.
+        sequence: Tokens of a sample.
+        seed: Seed of the random numbers.
+    """
+    import numpy as np
+
+    chains = [MarkovChain(vocabulary, seed, number) for number in range(classes)]
+
+    def chunks(samples: int, stream: int) -> Iterator[Chunk]:
+        for start in range(0, samples, CHUNK_SAMPLES):
+            of = np.arange(start, min(start + CHUNK_SAMPLES, samples)) % classes
+            rng = np.random.default_rng([seed, classes + stream, start])
+            text = np.empty((len(of), sequence), np.int64)
+            for number, chain in enumerate(chains):
+                text[of == number] = chain.draw(rng, int((of == number).sum()), sequence)
+            yield text, _noisy(of, classes, rng)
+
+    return make_source((train_samples, test_samples), chunks, _least_loss(classes))
+
+
+def tones(
+    train_samples: int, test_samples: int, classes: int, channels: int, length: int, seed: int
+) -> Source:
+    """Return waveforms [channels, length]: a tone of the class's pitch, and noise of equal amplitude.
+
+    Its phase is random. Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
+
+    Args:
+        train_samples: Number of training samples.
+        test_samples: Number of test samples.
+        classes: Number of classes.
+        channels: Channels of a waveform.
+        length: Values of a channel.
+        seed: Seed of the random numbers.
+    """
+    import numpy as np
+
+    # Pitches are whole cycles of a waveform, so that the tones are orthogonal.
+    step = (length // 2 - 1) // classes
+    angle = 2 * np.pi * np.arange(length) / length
+
+    def chunks(samples: int, stream: int) -> Iterator[Chunk]:
+        for start in range(0, samples, CHUNK_WAVEFORMS):
+            of = np.arange(start, min(start + CHUNK_WAVEFORMS, samples)) % classes
+            rng = np.random.default_rng([seed, stream, start])
+            phase = rng.uniform(0, 2 * np.pi, (len(of), channels, 1))
+            tone = np.sin((of[:, None, None] + 1) * step * angle + phase)
+            noise = rng.standard_normal(tone.shape)
+            yield (tone + noise).astype(np.float32), _noisy(of, classes, rng)
+
+    return make_source((train_samples, test_samples), chunks, _least_loss(classes))
+
+
+def _noisy(of: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:
+    """Return labels for samples of these classes, which are wrong with probability LABEL_NOISE."""
+    import numpy as np
+
+    other = (of + rng.integers(1, classes, len(of))) % classes
+    return np.where(rng.random(len(of)) < LABEL_NOISE, other, of)
+
+
+def _least_loss(classes: int) -> float:
+    """Return the entropy of a noisy label given the class, in nats: the minimum mean loss.
+
+    No model's expected accuracy is higher than 1 - LABEL_NOISE.
+    """
+    each = LABEL_NOISE / (classes - 1)
+    return -(1 - LABEL_NOISE) * math.log(1 - LABEL_NOISE) - LABEL_NOISE * math.log(each)
+
+
+_SIZES = {"train_samples": 4096, "test_samples": 512}
+MASKED = Generator(
+    masked_markov_text,
+    _SIZES | {"vocabulary": 64, "sequence": 64, "seed": 0},
+    shape=("sequence",),
+    classes="vocabulary",
+    task="masked-token",
+    minimum=lambda values: {"vocabulary": 3, "sequence": 3},
+)
+LABELLED = Generator(
+    labelled_markov_text,
+    _SIZES | {"classes": 4, "vocabulary": 64, "sequence": 64, "seed": 0},
+    shape=("sequence",),
+    vocabulary="vocabulary",
+    task="text-classification",
+    minimum=lambda values: {"classes": 2},
+)
+TONES = Generator(
+    tones,
+    {"train_samples": 2048, "test_samples": 512}
+    | {"classes": 8, "channels": 1, "length": 1600, "seed": 0},
+    shape=("channels", "length"),
+    floats=True,
+    minimum=lambda values: {"classes": 2, "length": 2 * values["classes"] + 2},
+)

@@ -1,0 +1,82 @@
+"""Kinds of data sets: generated from whole numbers, or read from a user's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.sources import DataError, Source
+
+
+class Samples(NamedTuple):
+    """The noun for a folder's samples, and the suffixes of their files; other files are ignored."""
+
+    noun: str
+    ends: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the noun and the ends, as in `image (.png)`."""
+        return f"{self.noun} ({', '.join(self.ends)})"
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A source of generated samples; its values are whole numbers, positive but for `seed`."""
+
+    make: Callable[..., Source]
+    defaults: Mapping[str, int]
+    #: The values that are the shape of a sample.
+    shape: tuple[str, ...]
+    #: The value that is the number of classes or tokens.
+    classes: str = "classes"
+    #: The value that is the number of tokens of texts with labels.
+    vocabulary: str | None = None
+    #: The task, where the shape of a sample does not say it.
+    task: str | None = None
+    floats: bool = False
+    #: Minimum values that samples can be made of.
+    minimum: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda values: {}
+
+    def describe(self, values: Mapping[str, int]) -> Dataset:
+        """Return the metadata of a data set with these values.
+
+        Raises:
+            DataError: For a value that is too small.
+        """
+        for key, lowest in self.minimum(values).items():
+            if values[key] < lowest:
+                raise DataError(f"{key} is {values[key]}; it must be a whole number >= {lowest}")
+        return Dataset(
+            shape=tuple(values[key] for key in self.shape),
+            classes=values[self.classes],
+            train_samples=values["train_samples"],
+            test_samples=values["test_samples"],
+            open_source=lambda root, downloads: self.make(**values),
+            floats=self.floats,
+            task=self.task,
+            vocabulary=values[self.vocabulary] if self.vocabulary else None,
+        )
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """How files of a user become a data set; the kind is named by the key that names the files."""
+
+    #: A function of the data set's name, its folder or files, further files, and the values by keyword. It
+    #: returns the samples, and the number of classes or tokens.
+    read: Callable[..., tuple[Source, int]]
+    #: Other keys of the kind, with their defaults.
+    defaults: Mapping[str, Any]
+    #: Keys that name a further file each.
+    more_files: tuple[str, ...] = ()
+    #: Samples of its folder; None for a kind that is one file or several.
+    samples: Samples | None = None
+    #: The shape of a sample: numbers, or keys whose values they are.
+    shape: tuple[str | int, ...] = ("sequence",)
+    #: The task, where the shape of a sample does not say it.
+    task: str | None = None
+    floats: bool = False
+    #: Returns the reason that makes some values invalid, or None.
+    find_fault: Callable[[Mapping[str, Any]], str | None] = lambda values: None
