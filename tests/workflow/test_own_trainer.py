@@ -113,7 +113,7 @@ def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path):
         "gpus": [2],
     }
     variants["variants"]["again"] = variants["variants"]["mine"]
-    alone = first | {"models": ["my-gpt"], "strategies": ["mine", "again"]}
+    alone = first | {"models": ["my-gpt"], "strategies": ["mine", "again"], "gpus": [1]}
     config["studies"]["tiny"] |= variants | {"experiments": {"first": first, "alone": alone}}
     workflow = Workflow(tmp_path, config)
     (tmp_path / "model.py").write_text(MODEL)

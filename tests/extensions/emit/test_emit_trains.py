@@ -204,8 +204,10 @@ def run_here(
     os.environ.update(environment)
     os.chdir(script.parent)
     sys.argv = [str(script), *arguments]
-    runpy.run_path(str(script), run_name="__main__")
+    # Kept: on a busy machine PyTorch may wait for itself where what holds the process group is deleted.
+    _names = runpy.run_path(str(script), run_name="__main__")
     sys.stdout.flush()
+    os._exit(0)
 
 
 def losses_of(output: str) -> list[float]:
