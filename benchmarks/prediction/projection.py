@@ -36,7 +36,7 @@ import pandas as pd
 WORKFLOW = Path(__file__).parents[2] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
-from stratbench.extensions.projection.naive import Measured, Scaling  # noqa: E402
+from stratbench.extensions.projection.naive import MeasuredStep, Scaling  # noqa: E402
 from stratbench.extensions.projection.project import project  # noqa: E402
 
 FACTORS = (2, 4, 8)
@@ -216,7 +216,7 @@ def _times(rows: pd.DataFrame) -> dict[str, pd.Series]:
     return {"time": time, "contradicts": contradicts}
 
 
-def series_of(rows: pd.DataFrame) -> Iterator[tuple[str, str, Scaling, bool, list[Measured]]]:
+def series_of(rows: pd.DataFrame) -> Iterator[tuple[str, str, Scaling, bool, list[MeasuredStep]]]:
     """Source, name, scaling, whether it has servers, and the counts in ascending order, of each series."""
     for (source, name), group in rows.groupby(["source", "series"], sort=True):
         scaling = group.scaling.iloc[0]
@@ -224,7 +224,7 @@ def series_of(rows: pd.DataFrame) -> Iterator[tuple[str, str, Scaling, bool, lis
         # A count that is there twice (another placement, a repeat) counts with its median.
         group = group.groupby("gpus", as_index=False).agg({"time": "median", "nodes": "max"})
         points = [
-            Measured(int(r.gpus), float(r.time), None if pd.isna(r.nodes) else int(r.nodes))
+            MeasuredStep(int(r.gpus), float(r.time), None if pd.isna(r.nodes) else int(r.nodes))
             for r in group.itertuples()
         ]
         yield source, name, scaling, served, points
@@ -252,15 +252,18 @@ def cells_of(rows: pd.DataFrame, fit: int) -> pd.DataFrame:
                     "fitted": " ".join(str(p.workers) for p in fitted),
                     "gpus": target.workers,
                     "factor": target.workers // fitted[-1].workers,
-                    "better_naive": None if p.skill.has_any else p.skill.best,
-                    "refused": bool(p.refused),
+                    "better_naive": None if p.skill.matches_naive else p.skill.best_naive_rule,
+                    "refused": bool(p.refusal_reason),
                     "nodes_unknown": any(p.nodes is None for p in (*fitted, target)),
                 }
                 | {
                     f"{key}_percent": 100 * (seconds[key] / t - 1) if i else np.nan
                     for key in ("error", "low", "high")
                 }
-                | {rule: 100 * (s / t - 1) if i else np.nan for rule, s in p.naive_s.items()}
+                | {
+                    rule: 100 * (s / t - 1) if i else np.nan
+                    for rule, s in p.step_s_by_naive_rule.items()
+                }
             )
     return pd.DataFrame(found)
 

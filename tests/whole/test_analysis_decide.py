@@ -495,7 +495,7 @@ def test_a_count_that_was_not_measured_is_projected_with_an_interval_and_its_evi
     assert "(projected, 80 %: 0.500 to 0.700 s)" in found.reason
     assert "6 ms per global batch (80 %: 5 ms to 7 ms)" in found.reason
     assert (
-        "an efficiency of 0.60 (0.50 to 0.70) and a peak of up to 3.00 GiB per worker"
+        "an efficiency of 0.60 (0.50 to 0.70) and a peak memory of up to 3.00 GiB per worker"
         in found.reason
     )
     assert (
@@ -518,7 +518,7 @@ def test_a_projected_choice_tells_the_target_its_cost_and_other_counts(tmp_path)
     by_count = made[("e", "vgg16", "ddp")]
     by_count[8] = replace(
         by_count[8],
-        target_s=(40.0, 60.0, 80.0), target_hours=0.13, target_cost=0.4,
+        target_range_s=(40.0, 60.0, 80.0), target_gpu_hours=0.13, target_cost=0.4,
     )  # fmt: skip
     frame = pd.DataFrame(LINES, columns=list(COLUMNS))
     none = pd.DataFrame([], columns=list(AUDIT_COLUMNS))
@@ -526,7 +526,7 @@ def test_a_projected_choice_tells_the_target_its_cost_and_other_counts(tmp_path)
     evidence = [ProjectionEvidence(made, told)]
     (found,) = decide.decisions(frame, none, Constraints(gpus=8), evidence)
     assert (
-        "The target score takes 60 s of it (80 %: 40 s to 80 s), 0.13 GPU-hours, at a cost of 0.4."
+        "The target score is reached after 60 s (80 %: 40 s to 80 s), with 0.13 GPU-hours, at a cost of 0.4."
         in found.reason
     )
     assert found.changes[-1].startswith("Another number of workers: From about 23 GPUs on fsdp")

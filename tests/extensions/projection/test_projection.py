@@ -13,35 +13,39 @@ from stratbench.cell.text.words import short_time
 from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, Time
 from stratbench.extensions.links.measure import write_links
 from stratbench.extensions.projection import naive
-from stratbench.extensions.projection.evidence import on_measured_links
-from stratbench.extensions.projection.limits import MAX_TIMES, refusal
+from stratbench.extensions.projection.evidence import make_link_replay
+from stratbench.extensions.projection.limits import MAX_COUNT_RATIO, projection_refusal_reason
 from stratbench.extensions.projection.links import Links, Unmeasured
-from stratbench.extensions.projection.naive import Measured
+from stratbench.extensions.projection.naive import MeasuredStep
 from stratbench.extensions.projection.project import (
     BY_COUNTS,
     BY_LINKS,
-    computing_at,
-    left_out_errors,
-    on_links,
+    compute_left_out_errors,
+    describe_projected_count,
+    fit_computation_s,
+    make_link_rule,
     project,
-    sentence,
 )
 from stratbench.extensions.projection.replay import (
+    CollectiveStart,
     Schedule,
-    Started,
     TracedPhase,
-    replay,
-    schedule_of,
+    build_schedule,
+    simulate_step_s,
 )
-from stratbench.extensions.projection.servers import ServerQueue, asynchronous, synchronous
+from stratbench.extensions.projection.servers import (
+    ServerQueue,
+    compute_asynchronous_step_s,
+    compute_synchronous_step_s,
+)
 from stratbench.strategies import option_defaults
 from stratbench.telemetry.collectives import CollectiveCall
 
 MS = 1e-3
 
 
-def points(**step_s: float) -> list[Measured]:
-    return [Measured(int(k[1:]), v) for k, v in step_s.items()]
+def points(**step_s: float) -> list[MeasuredStep]:
+    return [MeasuredStep(int(k[1:]), v) for k, v in step_s.items()]
 
 
 # --- naive rules ---------------------------------------------------------------------------------
@@ -51,12 +55,12 @@ def points(**step_s: float) -> list[Measured]:
 def test_the_naive_rules_continue_what_they_assume(scaling):
     measured = points(n1=1.0, n2=0.6 if scaling == "strong" else 1.2)
     last = 0.6 / 4 if scaling == "strong" else 1.2
-    assert naive.perfect(measured, scaling, 8) == pytest.approx(last)
+    assert naive.project_perfect_scaling(measured, scaling, 8) == pytest.approx(last)
     # A fifth is lost with each of the two doublings from 2 to 8.
-    assert naive.same_loss_per_doubling(measured, scaling, 8) == pytest.approx(last * 1.2**2)
+    assert naive.project_constant_loss(measured, scaling, 8) == pytest.approx(last * 1.2**2)
     slope = 2 * (measured[0].step_s - measured[1].step_s)
     a = measured[0].step_s - slope
-    assert naive.a_plus_b_over_n(measured, scaling, 8) == pytest.approx(a + slope / 8)
+    assert naive.fit_a_plus_b_over_n(measured, scaling, 8) == pytest.approx(a + slope / 8)
 
 
 def test_one_count_alone_is_scaled_perfectly():
@@ -66,17 +70,19 @@ def test_one_count_alone_is_scaled_perfectly():
 
 def test_skill_is_over_the_best_naive_rule_and_none_without_a_third_count():
     measured = points(n1=1.0, n2=1.1, n4=1.15, n8=1.3)
-    nothing = naive.skill_of(naive.a_plus_b_over_n, measured[:2], "weak")
-    assert nothing.value is None
-    errors = naive.skill_of(naive.perfect, measured, "weak").errors
+    nothing = naive.measure_skill(naive.fit_a_plus_b_over_n, measured[:2], "weak")
+    assert nothing.error_reduction is None
+    errors = naive.measure_skill(naive.project_perfect_scaling, measured, "weak").naive_errors
     best = min(errors, key=errors.get)
-    assert naive.skill_of(naive.RULES[best], measured, "weak").value == pytest.approx(0)
+    assert naive.measure_skill(
+        naive.RULES[best], measured, "weak"
+    ).error_reduction == pytest.approx(0)
 
-    def right(_points, _scaling, workers):
+    def right(_points, _detect_scaling, workers):
         return next(p.step_s for p in measured if p.workers == workers)
 
-    assert naive.skill_of(right, measured, "weak").value == pytest.approx(1)
-    assert naive.skill_of(lambda *_: 9.0, measured, "weak").value < 0
+    assert naive.measure_skill(right, measured, "weak").error_reduction == pytest.approx(1)
+    assert naive.measure_skill(lambda *_: 9.0, measured, "weak").error_reduction < 0
 
 
 # --- what collectives cost -----------------------------------------------------------------------
@@ -87,7 +93,9 @@ BOTH = WITHIN | {"between": LinkModel(5 * ALPHA_S, RATE / 10)}
 
 
 def took(kind: str, n_bytes: float, layout: LinkLayout, library: str = "gloo", **of) -> float:
-    return Links(library, {kind: of or BOTH}).chosen(CollectiveCall(kind, n_bytes), layout)[0]
+    return Links(library, {kind: of or BOTH}).time_collective(
+        CollectiveCall(kind, n_bytes), layout
+    )[0]
 
 
 def test_a_ring_takes_its_steps_and_its_volume():
@@ -110,27 +118,27 @@ def test_across_nodes_the_network_sets_the_pace():
 def test_nccl_takes_the_fastest_algorithm():
     small, large = CollectiveCall("all_reduce", 1024), CollectiveCall("all_reduce", 1e9)
     links = Links("nccl", {"all_reduce": BOTH})
-    assert links.chosen(small, LinkLayout(64, 8))[1] == "tree"
-    assert links.chosen(large, LinkLayout(64, 8))[1] in ("ring", "hierarchical")
-    chosen = links.chosen(large, LinkLayout(64, 8))[0]
+    assert links.time_collective(small, LinkLayout(64, 8))[1] == "tree"
+    assert links.time_collective(large, LinkLayout(64, 8))[1] in ("ring", "hierarchical")
+    chosen = links.time_collective(large, LinkLayout(64, 8))[0]
     assert chosen <= took("all_reduce", 1e9, LinkLayout(64, 8))  # gloo's ring
 
 
 def test_a_link_that_was_not_measured_is_named():
     with pytest.raises(Unmeasured, match="all_reduce between nodes"):
-        Links("nccl", {"all_reduce": WITHIN}).chosen(
+        Links("nccl", {"all_reduce": WITHIN}).time_collective(
             CollectiveCall("all_reduce", 8), LinkLayout(8, 2)
         )
     with pytest.raises(Unmeasured, match="send within"):
-        Links("gloo", {}).chosen(CollectiveCall("send", 8), LinkLayout(2))
+        Links("gloo", {}).time_collective(CollectiveCall("send", 8), LinkLayout(2))
 
 
 def test_a_group_of_neighbours_stays_on_its_node():
     pairs = CollectiveCall("all_reduce", 1e8, ranks=2)
     links = Links("gloo", {"all_reduce": WITHIN})
     assert (
-        links.chosen(pairs, LinkLayout(8, 2))[0]
-        == links.chosen(CollectiveCall("all_reduce", 1e8), LinkLayout(2))[0]
+        links.time_collective(pairs, LinkLayout(8, 2))[0]
+        == links.time_collective(CollectiveCall("all_reduce", 1e8), LinkLayout(2))[0]
     )
 
 
@@ -139,7 +147,7 @@ def test_groups_that_lie_between_one_another_cross_nodes_and_share_their_connect
     between = {"between": LinkModel(0.0, 1e9)}
     links = Links("gloo", {"all_reduce": {"within": LinkModel(0.0, 1e15)} | between})
     seconds = {
-        stride: links.chosen(
+        stride: links.time_collective(
             CollectiveCall("all_reduce", 1e9, 2, stride=stride), LinkLayout(16, 2)
         )[0]
         for stride in (1, 8)
@@ -153,21 +161,21 @@ def test_groups_that_do_not_divide_a_node_lie_on_two():
     links = Links(
         "gloo", {"all_reduce": {"within": LinkModel(0.0, 1e15), "between": LinkModel(0.0, 1e9)}}
     )
-    assert links.chosen(CollectiveCall("all_reduce", 1e9, 3), LinkLayout(24, 3))[0] > 1
-    assert links.chosen(CollectiveCall("all_reduce", 1e9, 4), LinkLayout(24, 3))[0] < 1e-3
-    assert links.chosen(CollectiveCall("all_reduce", 1e9, 3), LinkLayout(6))[0] < 1e-3
+    assert links.time_collective(CollectiveCall("all_reduce", 1e9, 3), LinkLayout(24, 3))[0] > 1
+    assert links.time_collective(CollectiveCall("all_reduce", 1e9, 4), LinkLayout(24, 3))[0] < 1e-3
+    assert links.time_collective(CollectiveCall("all_reduce", 1e9, 3), LinkLayout(6))[0] < 1e-3
 
 
 @pytest.mark.parametrize(("largest", "known"), [(1 << 20, False), (64 << 20, True)])
 def test_what_is_much_larger_than_was_measured_is_not_known(largest, known):
     links = Links("gloo", {"all_reduce": WITHIN}, largest={"all_reduce": largest})
-    assert links.chosen(CollectiveCall("all_reduce", 8 << 20), LinkLayout(4))[0] > 0
+    assert links.time_collective(CollectiveCall("all_reduce", 8 << 20), LinkLayout(4))[0] > 0
     call = CollectiveCall("all_reduce", 1 << 30)
     if known:
-        assert links.chosen(call, LinkLayout(4))[0] > 0
+        assert links.time_collective(call, LinkLayout(4))[0] > 0
         return
     with pytest.raises(Unmeasured, match=r"up to 1 MiB with gloo, and a step sends 1\.00 GiB"):
-        links.chosen(call, LinkLayout(4))
+        links.time_collective(call, LinkLayout(4))
 
 
 # --- the replay ----------------------------------------------------------------------------------
@@ -177,32 +185,32 @@ GATHER = CollectiveCall("all_gather", 1.0)
 
 
 def buckets(*shares: float, ends: float = 0.9) -> Schedule:
-    return Schedule(tuple(Started(BUCKET, s, False) for s in shares), ends)
+    return Schedule(tuple(CollectiveStart(BUCKET, s, False) for s in shares), ends)
 
 
 def test_buckets_hide_behind_backward_and_the_last_does_not():
     # c_k = max(ready_k, c_(k-1)) + AR; step = max(forward + backward, c_K) + optimizer
-    done = replay(buckets(0.5, 0.7, 0.9), 1.0, lambda _: 0.1)
+    done = simulate_step_s(buckets(0.5, 0.7, 0.9), 1.0, lambda _: 0.1)
     assert done == pytest.approx(0.9 + 0.1 + 0.1)
 
 
 def test_a_slow_channel_is_what_the_step_waits_for():
-    done = replay(buckets(0.5, 0.7, 0.9), 1.0, lambda _: 1.0)
+    done = simulate_step_s(buckets(0.5, 0.7, 0.9), 1.0, lambda _: 1.0)
     assert done == pytest.approx(0.5 + 3 + 0.1)
 
 
 def test_computing_is_slower_beside_a_collective():
-    done = replay(buckets(0.5), 1.0, lambda _: 0.2, kappa=2.0)
+    done = simulate_step_s(buckets(0.5), 1.0, lambda _: 0.2, kappa=2.0)
     # 0.2 s of the channel's time take 0.1 s of the work.
     assert done == pytest.approx(1.1)
-    assert replay(buckets(), 1.0, lambda _: 0.2, kappa=2.0) == pytest.approx(1.0)
+    assert simulate_step_s(buckets(), 1.0, lambda _: 0.2, kappa=2.0) == pytest.approx(1.0)
 
 
 def test_gathers_are_waited_for_unless_they_run_ahead():
-    gathers = tuple(Started(GATHER, s, True) for s in (0.0, 0.5))
-    assert replay(Schedule(gathers), 1.0, lambda _: 0.3) == pytest.approx(1.6)
-    ahead = tuple(Started(GATHER, s, True, ahead=True) for s in (0.0, 0.5))
-    assert replay(Schedule(ahead), 1.0, lambda _: 0.3) == pytest.approx(1.3)
+    gathers = tuple(CollectiveStart(GATHER, s, True) for s in (0.0, 0.5))
+    assert simulate_step_s(Schedule(gathers), 1.0, lambda _: 0.3) == pytest.approx(1.6)
+    ahead = tuple(CollectiveStart(GATHER, s, True, runs_ahead=True) for s in (0.0, 0.5))
+    assert simulate_step_s(Schedule(ahead), 1.0, lambda _: 0.3) == pytest.approx(1.3)
 
 
 def test_groups_have_a_channel_each_and_what_is_reduced_keeps_its_order():
@@ -211,17 +219,19 @@ def test_groups_have_a_channel_each_and_what_is_reduced_keeps_its_order():
     gradient = CollectiveCall("all_reduce", 1.0, 2, stride=2)
     took_s = {1: 0.1, 2: 0.3}
     shares = ((activation, 0.3), (gradient, 0.5), (activation, 0.5), (gradient, 0.9))
-    schedule = Schedule(tuple(Started(c, s, c is activation) for c, s in shares), 0.9)
-    done = replay(schedule, 1.0, lambda call: took_s[call.stride])
+    schedule = Schedule(tuple(CollectiveStart(c, s, c is activation) for c, s in shares), 0.9)
+    done = simulate_step_s(schedule, 1.0, lambda call: took_s[call.stride])
     # Two activations in the way, the first gradient hidden, of the second all; then the optimizer.
     assert done == pytest.approx(0.9 + 2 * 0.1 + 0.3 + 0.1)
     scatter = CollectiveCall("reduce_scatter", 1.0, 2)
-    both = Schedule((Started(scatter, 0.9, False), Started(gradient, 0.9, False)), 0.9)
-    assert replay(both, 1.0, lambda call: 0.2) == pytest.approx(0.9 + 0.4 + 0.1)
+    both = Schedule(
+        (CollectiveStart(scatter, 0.9, False), CollectiveStart(gradient, 0.9, False)), 0.9
+    )
+    assert simulate_step_s(both, 1.0, lambda call: 0.2) == pytest.approx(0.9 + 0.4 + 0.1)
 
 
 def test_without_collectives_a_step_is_its_computing():
-    assert replay(Schedule(()), 2.0, lambda _: 9.0) == 2.0
+    assert simulate_step_s(Schedule(()), 2.0, lambda _: 9.0) == 2.0
 
 
 def test_a_schedule_follows_the_traced_phases():
@@ -230,11 +240,11 @@ def test_a_schedule_follows_the_traced_phases():
         TracedPhase("backward", 2.0, (BUCKET, BUCKET), (1.0, 2.0), 5),
         TracedPhase("optimizer", 1.0, (CollectiveCall("broadcast", 8),), (0.5,), 1),
     ]
-    made = schedule_of(phases, on_cuda=False)
-    assert [s.share for s in made.collectives] == [0.5, 0.75, 0.875]
-    assert [s.needed for s in made.collectives] == [False, False, True]
-    assert made.backward_ends == 0.75
-    assert made.operations == 9
+    made = build_schedule(phases, on_cuda=False)
+    assert [s.computed_share for s in made.collectives] == [0.5, 0.75, 0.875]
+    assert [s.blocks_computation for s in made.collectives] == [False, False, True]
+    assert made.backward_end_share == 0.75
+    assert made.num_operations == 9
 
 
 @pytest.mark.parametrize(
@@ -255,8 +265,14 @@ def test_who_waits_for_a_collective_follows_from_its_call(kind, waiter, phase, o
     call = CollectiveCall(kind, 1.0, 2, waiter=waiter)
     for device, said in ((False, on_cpu), (True, on_cuda)):
         phases = [TracedPhase(phase, 1.0, (call,), (0.5,)), TracedPhase("optimizer", 1.0, (), ())]
-        (started,) = schedule_of(phases, on_cuda=device).collectives
-        word = "ahead" if started.ahead else "waited for" if started.needed else "beside"
+        (started,) = build_schedule(phases, on_cuda=device).collectives
+        word = (
+            "ahead"
+            if started.runs_ahead
+            else "waited for"
+            if started.blocks_computation
+            else "beside"
+        )
         assert word == said
 
 
@@ -272,7 +288,7 @@ def simulated(queue: ServerQueue, workers: int, updates: int) -> float:
 
     arrivals = [(drawn(queue.think_s), w, 0) for w in range(workers)]
     heapq.heapify(arrivals)
-    free = [0.0] * len(queue.demands_s)
+    free = [0.0] * len(queue.service_s_by_server)
     done, now, began, skipped = 0, 0.0, 0.0, updates // 5
     while done < updates + skipped:
         now, worker, server = heapq.heappop(arrivals)
@@ -281,29 +297,29 @@ def simulated(queue: ServerQueue, workers: int, updates: int) -> float:
             began = now if done == skipped else began  # the queues have filled
             heapq.heappush(arrivals, (now + drawn(queue.think_s), worker, 0))
         else:
-            free[server] = max(now, free[server]) + drawn(queue.demands_s[server])
+            free[server] = max(now, free[server]) + drawn(queue.service_s_by_server[server])
             heapq.heappush(arrivals, (free[server], worker, server + 1))
     return updates / (now - began)
 
 
 @pytest.mark.parametrize("workers", [1, 4, 16])
 def test_the_queue_agrees_with_a_virtual_clock(workers):
-    queue = ServerQueue(think_s=1.0, demands_s=(0.1, 0.05))
-    updates_per_s = workers / asynchronous(queue, workers)
+    queue = ServerQueue(think_s=1.0, service_s_by_server=(0.1, 0.05))
+    updates_per_s = workers / compute_asynchronous_step_s(queue, workers)
     assert updates_per_s == pytest.approx(simulated(queue, workers, 6000), rel=0.05)
-    assert updates_per_s <= 1 / max(queue.demands_s)
+    assert updates_per_s <= 1 / max(queue.service_s_by_server)
 
 
 def test_past_the_knee_workers_bring_nothing():
-    queue = ServerQueue(think_s=0.9, demands_s=(0.1,))
-    assert queue.knee == pytest.approx(10)
-    before, after = (n / asynchronous(queue, n) for n in (20, 40))
+    queue = ServerQueue(think_s=0.9, service_s_by_server=(0.1,))
+    assert queue.saturation_workers == pytest.approx(10)
+    before, after = (n / compute_asynchronous_step_s(queue, n) for n in (20, 40))
     assert after / before < 1.01
-    assert synchronous(queue, 4) == pytest.approx(0.9 + 0.4)
+    assert compute_synchronous_step_s(queue, 4) == pytest.approx(0.9 + 0.4)
 
 
 def test_log_error_of_a_time_that_is_none():
-    assert naive.log_error(-1.0, 1.0) == pytest.approx(math.log(1e-3))
+    assert naive.compute_log_error(-1.0, 1.0) == pytest.approx(math.log(1e-3))
 
 
 # --- a study's projection ------------------------------------------------------------------------
@@ -313,8 +329,10 @@ def replayed_ddp(workers: int, compute_s: float) -> float:
     """A step of one bucket of 100 MB, ready with the last of backward."""
     links = Links("gloo", {"all_reduce": WITHIN})
     call = CollectiveCall("all_reduce", 1e8)
-    schedule = Schedule((Started(call, 0.9, False),), 0.9)
-    return replay(schedule, compute_s, lambda c: links.chosen(c, LinkLayout(workers))[0])
+    schedule = Schedule((CollectiveStart(call, 0.9, False),), 0.9)
+    return simulate_step_s(
+        schedule, compute_s, lambda c: links.time_collective(c, LinkLayout(workers))[0]
+    )
 
 
 @pytest.mark.parametrize("scaling", ["weak", "strong"])
@@ -322,13 +340,13 @@ def test_measured_links_recover_times_that_follow_them(scaling):
     def true_s(n: int) -> float:
         return replayed_ddp(n, 0.1 if scaling == "weak" else 0.02 + 0.08 / n)
 
-    measured = [Measured(n, true_s(n), 1) for n in (1, 2, 4)]
+    measured = [MeasuredStep(n, true_s(n), 1) for n in (1, 2, 4)]
     (found,) = project(measured, scaling, [(16, 1)], replayed_ddp)
     assert found.rule == BY_LINKS
-    assert found.skill.value > 0.9
+    assert found.skill.error_reduction > 0.9
     assert found.interval.middle_s == pytest.approx(true_s(16), rel=1e-4)
     assert found.interval.low_s < true_s(16) < found.interval.high_s
-    assert "times that of" in sentence(found)
+    assert "times that of" in describe_projected_count(found)
 
 
 def test_a_replay_without_skill_gives_way_to_the_counts():
@@ -341,58 +359,58 @@ def test_a_replay_without_skill_gives_way_to_the_counts():
 def test_one_count_alone_is_too_few_to_give_way_to_a_naive_rule():
     """At four counts the same replay, as little off, has been worse twice."""
     off = {1: 1.0, 2: 1.02, 4: 1.0, 8: 1.04}
-    measured = [Measured(n, 0.1 * f, 1) for n, f in off.items()]
+    measured = [MeasuredStep(n, 0.1 * f, 1) for n, f in off.items()]
     rules = {}
     for counts in (3, 4):
         (found,) = project(measured[:counts], "weak", [(16, 1)], lambda n, c: c * n**0.06)
-        assert not naive.skill_of(
-            on_links(lambda n, c: c * n**0.06), measured[:counts], "weak"
-        ).has_any
+        assert not naive.measure_skill(
+            make_link_rule(lambda n, c: c * n**0.06), measured[:counts], "weak"
+        ).matches_naive
         rules[counts] = found.rule
     assert rules == {3: BY_LINKS, 4: BY_COUNTS}
 
 
 def test_a_replay_whose_interval_says_nothing_gives_way_although_it_has_skill():
     off = {1: 1.0, 2: 2.0, 4: 1.0}  # a disturbed count throws the naive rules off further
-    measured = [Measured(n, replayed_ddp(n, 0.1) * f, 1) for n, f in off.items()]
+    measured = [MeasuredStep(n, replayed_ddp(n, 0.1) * f, 1) for n, f in off.items()]
     (found,) = project(measured, "weak", [(16, 1)], replayed_ddp)
-    assert naive.skill_of(on_links(replayed_ddp), measured, "weak").has_any
+    assert naive.measure_skill(make_link_rule(replayed_ddp), measured, "weak").matches_naive
     assert found.rule == BY_COUNTS
 
 
 def test_counts_alone_do_not_cross_a_boundary_that_only_links_have_crossed():
-    measured = [Measured(n, s, 1) for n, s in ((1, 1.0), (2, 1.05), (4, 1.1))]
+    measured = [MeasuredStep(n, s, 1) for n, s in ((1, 1.0), (2, 1.05), (4, 1.1))]
     levels = ("within", "between")
     (by_links,) = project(
-        [Measured(n, replayed_ddp(n, 0.1), 1) for n in (1, 2, 4)], "weak", [(16, 2)], replayed_ddp,
+        [MeasuredStep(n, replayed_ddp(n, 0.1), 1) for n in (1, 2, 4)], "weak", [(16, 2)], replayed_ddp,
         measured_levels=levels,
     )  # fmt: skip
     assert by_links.interval is not None
     (by_counts,) = project(measured, "weak", [(16, 2)], lambda n, c: c * n, measured_levels=levels)
     assert by_counts.rule == BY_COUNTS
-    assert "measure steps on two nodes" in by_counts.refused
+    assert "measure steps on two nodes" in by_counts.refusal_reason
 
 
 def test_servers_fill_sooner_where_a_workers_share_shrinks():
     """A push takes 0.1 s; computing takes 1.2 s alone, and in strong scaling a fourth of it on four."""
 
     def replayed(workers: int, compute_s: float) -> float:
-        return asynchronous(ServerQueue(compute_s, (0.1,)), workers)
+        return compute_asynchronous_step_s(ServerQueue(compute_s, (0.1,)), workers)
 
     refused = {}
     for scaling in ("weak", "strong"):
         computing = {n: 1.2 / n if scaling == "strong" else 1.2 for n in (1, 2, 6)}
-        measured = [Measured(n, replayed(n, computing[n]), 1) for n in (1, 2)]
-        compute_s = computing_at(replayed, measured, scaling)
+        measured = [MeasuredStep(n, replayed(n, computing[n]), 1) for n in (1, 2)]
+        compute_s = fit_computation_s(replayed, measured, scaling)
         assert compute_s(6) == pytest.approx(computing[6], rel=1e-3)
         (found,) = project(
             measured, scaling, [(6, 1)], replayed, served=True,
             queue=lambda n, compute_s=compute_s: ServerQueue(compute_s(n), (0.1,)),
         )  # fmt: skip
-        refused[scaling] = found.refused
+        refused[scaling] = found.refusal_reason
     assert refused["weak"] is None  # full at 13
     assert (
-        "full from about 5 workers on" in refused["strong"]
+        "saturated from about 5 workers on" in refused["strong"]
     )  # 1.2 / 5 + 0.1 is 3.4 pushes, 1.2 / 4 four
 
 
@@ -412,9 +430,13 @@ def test_servers_beside_each_worker_grow_in_number_with_them(tmp_path):
             settings = SimpleNamespace(strategy="ps-async", options=options)
             return SimpleNamespace(served=True, settings=settings, steps_per_batch=1)
 
-        evidence = SimpleNamespace(parameters=(1 << 24) / 4, points=points(n4=1.0), stragglers=None)
-        on = on_measured_links(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
-        found[server_placement] = [on.queue(n, 1.0).demands_s[0] for n in (1, 8)]
+        evidence = SimpleNamespace(
+            num_parameters=(1 << 24) / 4, measured_steps=points(n4=1.0), stragglers=None
+        )
+        on = make_link_replay(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
+        found[server_placement] = [
+            on.make_server_queue(n, 1.0).service_s_by_server[0] for n in (1, 8)
+        ]
     assert found["central"] == pytest.approx([0.1, 0.1], rel=0.01)
     assert found["colocated"] == pytest.approx([0.1, 0.1 / 8], rel=0.2)
 
@@ -436,31 +458,33 @@ def test_servers_without_computing_take_what_was_measured(tmp_path):
     ]
     write_links(tmp_path, times, math.nan)
     for size in sizes:
-        evidence = SimpleNamespace(parameters=size / 4, points=points(n4=1.0), stragglers=None)
-        on = on_measured_links(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
+        evidence = SimpleNamespace(
+            num_parameters=size / 4, measured_steps=points(n4=1.0), stragglers=None
+        )
+        on = make_link_replay(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
         for n in (1, 4, 32):
-            assert on.replayed(n, 0.0) == pytest.approx(true_s(n, size), rel=0.01)
+            assert on.replay_step(n, 0.0) == pytest.approx(true_s(n, size), rel=0.01)
 
 
 def test_servers_that_nobody_has_measured_are_not_followed_to_where_they_may_be_full():
     measured = points(n1=1.0, n2=0.52, n4=0.27, n8=0.14)
     for servers in (True, False):
         found = project(measured, "strong", [(16, None), (32, None)], served=servers)
-        assert found[0].refused is None
-        assert bool(found[1].refused) == servers
+        assert found[0].refusal_reason is None
+        assert bool(found[1].refusal_reason) == servers
     assert (
-        "how long a push and pull takes was not measured"
-        in project(measured, "strong", [(32, None)], served=True)[0].refused
+        "the time of a push and pull was not measured"
+        in project(measured, "strong", [(32, None)], served=True)[0].refusal_reason
     )
     # Counts beyond were measured: what is known is known.
     far = [*measured, *points(n32=0.05)]
-    assert project(far, "strong", [(32, None)], served=True)[0].refused is None
+    assert project(far, "strong", [(32, None)], served=True)[0].refusal_reason is None
 
 
 def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
     measured = points(n1=1.0, n2=1.05, n4=1.1)
     alike, apart = (
-        project(measured, "weak", [(8, None)], repeats_reach=reach)[0].interval
+        project(measured, "weak", [(8, None)], repeat_half_width_ln=reach)[0].interval
         for reach in (0.0, 0.3)
     )
     assert apart.middle_s == alike.middle_s
@@ -472,13 +496,21 @@ def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
 def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():
     measured = points(n1=1.0, n2=0.6, n4=0.36)  # the same loss with each doubling
     (found,) = project(measured, "strong", [(32, None)])
-    assert not found.skill.has_any
+    assert not found.skill.matches_naive
     assert found.rule == BY_COUNTS
-    naive_s = found.naive_s[found.skill.best]
-    assert found.interval.low_s == naive_s < found.interval.middle_s == found.naive_s["a + b/N"]
-    told = sentence(found)
-    assert "has no skill" in told
-    assert f"{found.skill.best} did better there, which says {short_time(naive_s)}" in told
+    naive_s = found.step_s_by_naive_rule[found.skill.best_naive_rule]
+    assert (
+        found.interval.low_s
+        == naive_s
+        < found.interval.middle_s
+        == found.step_s_by_naive_rule["a + b/N"]
+    )
+    told = describe_projected_count(found)
+    assert "On the measured counts" in told
+    assert (
+        f"{found.skill.best_naive_rule} had smaller errors; it projects {short_time(naive_s)}"
+        in told
+    )
 
 
 def test_counts_alone_are_projected_by_a_plus_b_over_n_with_the_studys_own_errors():
@@ -486,11 +518,14 @@ def test_counts_alone_are_projected_by_a_plus_b_over_n_with_the_studys_own_error
     near, far = project(measured, "weak", [(16, None), (64, None)])
     assert near.rule == BY_COUNTS
     for found in (near, far):
-        assert found.interval.middle_s == found.naive_s["a + b/N"]
+        assert found.interval.middle_s == found.step_s_by_naive_rule["a + b/N"]
         assert found.interval.low_s < found.interval.middle_s < found.interval.high_s
     assert far.interval.high_s / far.interval.low_s > near.interval.high_s / near.interval.low_s
-    assert "by a + b/N; no naive rule did better on the measured counts." in sentence(near)
-    exact = [Measured(n, 1 + 0.2 * (n - 1) / n, 1) for n in (1, 2, 4, 8)]
+    assert (
+        "by a + b/N; no naive rule had smaller errors on the measured counts."
+        in describe_projected_count(near)
+    )
+    exact = [MeasuredStep(n, 1 + 0.2 * (n - 1) / n, 1) for n in (1, 2, 4, 8)]
     (few,), (many,) = (project(exact[:k], "weak", [(16, 1)]) for k in (2, 4))
     assert math.log(many.interval.high_s / many.interval.low_s) < math.log(
         few.interval.high_s / few.interval.low_s
@@ -501,32 +536,32 @@ def test_counts_alone_are_projected_by_a_plus_b_over_n_with_the_studys_own_error
     ("scaling", "measured", "workers", "said"),
     [
         ("strong", {"n1": 1.0, "n2": 0.6}, 4, None),
-        ("strong", {"n1": 1.0, "n2": 0.6}, 8, "through two counts of strong scaling says nothing beyond 4"),
+        ("strong", {"n1": 1.0, "n2": 0.6}, 8, "through two counts of strong scaling is unreliable beyond 4"),
         ("strong", {"n1": 1.0, "n2": 0.6, "n4": 0.4}, 32, None),
         ("weak", {"n1": 1.0, "n2": 1.2}, 16, None),
         ("weak", {"n1": 1.0, "n2": 3.0}, 4, "spans more than a factor of 4: measure links"),
-        ("strong", {"n1": 1.0, "n2": 0.47, "n4": 0.215}, 32, "falls below zero there"),
+        ("strong", {"n1": 1.0, "n2": 0.47, "n4": 0.215}, 32, "is below zero at 32 workers"),
     ],
 )  # fmt: skip
 def test_counts_that_do_not_show_it_are_not_stretched(scaling, measured, workers, said):
     """Without links; with links that hold, the replay answers."""
     (found,) = project(points(**measured), scaling, [(workers, None)])
     assert (found.interval is None) == (said is not None)
-    assert said is None or said in found.refused
+    assert said is None or said in found.refusal_reason
 
 
 def test_a_study_of_two_counts_says_that_its_skill_is_not_known():
     found, far = project(points(n1=1.0, n2=1.1), "weak", [(8, None), (1024, None)])
     assert found.rule == BY_COUNTS
-    assert found.naive_s["perfect"] == pytest.approx(1.1)
-    assert "cannot show its skill" in sentence(found)
+    assert found.step_s_by_naive_rule["perfect"] == pytest.approx(1.1)
+    assert "cannot test this rule" in describe_projected_count(found)
     assert far.interval is None
-    assert "not projected" in sentence(far)
+    assert "not projected" in describe_projected_count(far)
 
 
 def test_intervals_come_from_counts_that_were_left_out():
-    rule = naive.perfect
-    errors = left_out_errors(rule, points(n1=1.0, n2=1.0, n4=2.0), "weak")
+    rule = naive.project_perfect_scaling
+    errors = compute_left_out_errors(rule, points(n1=1.0, n2=1.0, n4=2.0), "weak")
     assert [round(e, 3) for e, _ in errors] == [round(math.log(2), 3)] * 2 + [
         round(math.log(0.5), 3)
     ]
@@ -534,7 +569,7 @@ def test_intervals_come_from_counts_that_were_left_out():
 
 
 def test_links_that_were_off_their_fit_make_the_interval_wider():
-    measured = [Measured(n, replayed_ddp(n, 0.1), 1) for n in (1, 2, 4)]
+    measured = [MeasuredStep(n, replayed_ddp(n, 0.1), 1) for n in (1, 2, 4)]
 
     def slowed(workers: int, compute_s: float) -> float:
         return compute_s + 2 * (replayed_ddp(workers, compute_s) - compute_s)
@@ -547,12 +582,14 @@ def test_links_that_were_off_their_fit_make_the_interval_wider():
 
 
 def test_what_cannot_be_known_is_refused_with_the_remedy():
-    measured = [Measured(1, 1.0, 1), Measured(2, 1.1, 1)]
-    assert refusal(measured, 2 * MAX_TIMES, 1) is None
-    assert "measure 3 or more" in refusal(measured, 2 * MAX_TIMES + 1, 1)
-    assert "between nodes" in refusal(measured, 16, 2)
-    assert refusal(measured, 16, 2, measured_levels={"within", "between"}) is None
-    assert refusal([Measured(8, 1.0, 2)], 16, 4) is None
-    full = ServerQueue(think_s=0.9, demands_s=(0.1,))
-    assert "servers are full from about 11" in refusal(measured, 12, 1, queue=lambda workers: full)
-    assert refusal(measured, 8, 1, queue=lambda workers: full) is None
+    measured = [MeasuredStep(1, 1.0, 1), MeasuredStep(2, 1.1, 1)]
+    assert projection_refusal_reason(measured, 2 * MAX_COUNT_RATIO, 1) is None
+    assert "measure 3 or more" in projection_refusal_reason(measured, 2 * MAX_COUNT_RATIO + 1, 1)
+    assert "between nodes" in projection_refusal_reason(measured, 16, 2)
+    assert projection_refusal_reason(measured, 16, 2, measured_levels={"within", "between"}) is None
+    assert projection_refusal_reason([MeasuredStep(8, 1.0, 2)], 16, 4) is None
+    full = ServerQueue(think_s=0.9, service_s_by_server=(0.1,))
+    assert "servers are saturated from about 11" in projection_refusal_reason(
+        measured, 12, 1, queue=lambda workers: full
+    )
+    assert projection_refusal_reason(measured, 8, 1, queue=lambda workers: full) is None

@@ -5,16 +5,21 @@ from __future__ import annotations
 import pytest
 
 from stratbench.extensions.projection.evidence import ProjectionInputs
-from stratbench.extensions.projection.naive import Measured
+from stratbench.extensions.projection.naive import MeasuredStep
 from stratbench.extensions.projection.project import (
     BY_LINKS,
     Projection,
-    basis_of,
-    computing_at,
+    describe_basis,
+    describe_projected_count,
+    fit_computation_s,
     project,
-    sentence,
 )
-from stratbench.extensions.projection.replay import Schedule, Started, is_unhindered, replay
+from stratbench.extensions.projection.replay import (
+    CollectiveStart,
+    Schedule,
+    is_host_unblocked,
+    simulate_step_s,
+)
 from stratbench.telemetry.collectives import CollectiveCall
 
 LAYERS, OPERATIONS = 8, 400
@@ -24,11 +29,20 @@ FSDP = Schedule(
     tuple(
         sorted(
             [
-                *(Started(GATHER, i / LAYERS * 0.3, True, ahead=True) for i in range(LAYERS)),
-                *(Started(GATHER, 0.3 + i / LAYERS * 0.6, True, ahead=True) for i in range(LAYERS)),
-                *(Started(SCATTER, 0.3 + (i + 1) / LAYERS * 0.6, False) for i in range(LAYERS)),
+                *(
+                    CollectiveStart(GATHER, i / LAYERS * 0.3, True, runs_ahead=True)
+                    for i in range(LAYERS)
+                ),
+                *(
+                    CollectiveStart(GATHER, 0.3 + i / LAYERS * 0.6, True, runs_ahead=True)
+                    for i in range(LAYERS)
+                ),
+                *(
+                    CollectiveStart(SCATTER, 0.3 + (i + 1) / LAYERS * 0.6, False)
+                    for i in range(LAYERS)
+                ),
             ],
-            key=lambda s: s.share,
+            key=lambda s: s.computed_share,
         )
     ),
     0.9,
@@ -46,13 +60,13 @@ def simulated_s(compute_s: float, collective_s: float, host_s: float, steps: int
     ends = []
     for _ in range(steps):
         started = list(FSDP.collectives)
-        gathers = [s.share for s in started if s.ahead]
+        gathers = [s.computed_share for s in started if s.runs_ahead]
         issued = {0: 0.0}  # when each gather's issue, and what must have come before it, is through
         number = 0
         for i in range(OPERATIONS + 1):
-            while started and started[0].share <= i / OPERATIONS + 1e-9:
+            while started and started[0].computed_share <= i / OPERATIONS + 1e-9:
                 one = started.pop(0)
-                if one.ahead:
+                if one.runs_ahead:
                     begins = max(channel, issued[number] if number else max(host, stream))
                     channel = begins + collective_s
                     stream = max(stream, channel)
@@ -61,7 +75,7 @@ def simulated_s(compute_s: float, collective_s: float, host_s: float, steps: int
                         issued[number] = max(host, stream)
                 else:
                     channel = max(channel, host, stream) + collective_s
-            if i == round(OPERATIONS * FSDP.backward_ends):
+            if i == round(OPERATIONS * FSDP.backward_end_share):
                 stream = max(stream, channel)
             if i < OPERATIONS:
                 host += host_s / OPERATIONS
@@ -76,7 +90,7 @@ def collective_s(workers: int) -> float:
 
 
 def replayed(workers: int, compute_s: float) -> float:
-    return replay(FSDP, compute_s, lambda _: collective_s(workers))
+    return simulate_step_s(FSDP, compute_s, lambda _: collective_s(workers))
 
 
 def true_s(workers: int, compute_s: float, host_s: float) -> float:
@@ -91,7 +105,7 @@ def test_steps_follow_one_another_in_the_longer_time_of_host_and_device(compute_
         assert true_s(workers, compute_s, host_s) == pytest.approx(expected, rel=0.02)
 
 
-def projected(scaling: str, measured: list[Measured], host_s: float) -> dict[int, Projection]:
+def projected(scaling: str, measured: list[MeasuredStep], host_s: float) -> dict[int, Projection]:
     targets = [(n, 1) for n in (8, 16, 32)]
     made = project(measured, scaling, targets, replayed, host_s=host_s)
     assert {p.rule for p in made} == {BY_LINKS}
@@ -102,7 +116,7 @@ def projected(scaling: str, measured: list[Measured], host_s: float) -> dict[int
 def test_in_strong_scaling_the_host_becomes_the_limit(host_s):
     """Of 400 ms of computing, which more workers divide, 45 ms to issue it are the limit from 16 on, 120 ms
     from 4 on, which is measured."""
-    measured = [Measured(n, true_s(n, 0.4 / n, host_s), 1) for n in (1, 2, 4)]
+    measured = [MeasuredStep(n, true_s(n, 0.4 / n, host_s), 1) for n in (1, 2, 4)]
     with_it, without = (projected("strong", measured, s) for s in (host_s, 0.0))
     for n in (8, 16, 32):
         truth_s = true_s(n, 0.4 / n, host_s)
@@ -110,19 +124,20 @@ def test_in_strong_scaling_the_host_becomes_the_limit(host_s):
         assert with_it[n].interval.low_s < truth_s < with_it[n].interval.high_s
         limited = truth_s <= 1.001 * host_s
         assert limited == (n >= 16 or host_s > 0.1)
-        assert with_it[n].host_s == (host_s if limited else 0)
-        assert without[n].host_s == 0
+        assert with_it[n].host_issue_s == (host_s if limited else 0)
+        assert without[n].host_issue_s == 0
     if host_s < 0.1:
         assert without[32].interval.middle_s < 0.75 * true_s(32, 0.4 / 32, host_s)
-    assert f"limited by the host, which takes {1e3 * host_s:.0f} ms to issue" in sentence(
-        with_it[32]
+    assert (
+        f"limited by the host, which needs {1e3 * host_s:.0f} ms to issue"
+        in describe_projected_count(with_it[32])
     )
-    assert "limited by the host" in basis_of(with_it[32], measured)
-    assert "the host" not in sentence(without[32])
+    assert "limited by the host" in describe_basis(with_it[32], measured)
+    assert "the host" not in describe_projected_count(without[32])
 
 
 def test_a_fast_host_changes_nothing():
-    measured = [Measured(n, true_s(n, 0.4 / n, 0.005), 1) for n in (1, 2, 4)]
+    measured = [MeasuredStep(n, true_s(n, 0.4 / n, 0.005), 1) for n in (1, 2, 4)]
     assert projected("strong", measured, 0.005) == projected("strong", measured, 0.0)
 
 
@@ -132,9 +147,11 @@ def test_a_step_that_the_host_limits_says_nothing_of_computing():
     def slow(workers: int, compute_s: float) -> float:
         return compute_s + 0.01 * workers
 
-    measured = [Measured(n, max(0.075, slow(n, 0.06)), 1) for n in (1, 4, 8)]
-    assert computing_at(slow, measured, "weak", 0.075)(32) == pytest.approx(0.06, rel=1e-3)
-    assert computing_at(slow, measured[:1], "weak", 0.075)(32) == pytest.approx(0.065, rel=1e-3)
+    measured = [MeasuredStep(n, max(0.075, slow(n, 0.06)), 1) for n in (1, 4, 8)]
+    assert fit_computation_s(slow, measured, "weak", 0.075)(32) == pytest.approx(0.06, rel=1e-3)
+    assert fit_computation_s(slow, measured[:1], "weak", 0.075)(32) == pytest.approx(
+        0.065, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,11 +162,11 @@ def test_a_step_that_the_host_limits_says_nothing_of_computing():
     ],
 )  # fmt: skip
 def test_the_time_of_a_host_that_may_have_waited_is_not_known(operations, issue_s, known):
-    assert is_unhindered(operations, issue_s, 0.1) == known
+    assert is_host_unblocked(operations, issue_s, 0.1) == known
 
 
 def evidence(*records: dict) -> ProjectionInputs:
-    points = (Measured(2, 0.1, 1),)
+    points = (MeasuredStep(2, 0.1, 1),)
     return ProjectionInputs("one", "fsdp", "net", "strong", "", None, points, (), (records,))
 
 
@@ -162,11 +179,11 @@ def record(*issue_ms: float | None, slowdown: dict | None = None, on_host: bool 
 
 
 def test_the_hosts_time_is_the_slowest_workers_by_the_median_of_repeats():
-    assert evidence(record(3.0, 5.0), record(9.0, 1.0), record(2.0, 4.0)).host_s == 5e-3
+    assert evidence(record(3.0, 5.0), record(9.0, 1.0), record(2.0, 4.0)).host_issue_s == 5e-3
     waiting = (record(5.0, 5.0, slowdown={"factor": 2}), record(5.0, 5.0, on_host=True))
     for unknown in (record(3.0, None), *waiting, record()):
-        assert evidence(unknown).host_s is None
-        assert evidence(unknown, record(3.0, 4.0)).host_s == 4e-3
+        assert evidence(unknown).host_issue_s is None
+        assert evidence(unknown, record(3.0, 4.0)).host_issue_s == 4e-3
     before = record(1.0)
     del before["workers"][0]["issue_ms"], before["strategy"]["traits"]["states_on_host"]
-    assert evidence(before).host_s is None
+    assert evidence(before).host_issue_s is None

@@ -12,19 +12,19 @@ import pytest
 from stratbench.cell.text import pages
 from stratbench.extensions.projection.shown import section as report
 from stratbench.extensions.projection.shown.crossings import (
-    Count,
-    crossings,
-    sentences_on_crossings,
+    CountStepTime,
+    describe_crossings,
+    find_crossings,
 )
 from stratbench.extensions.projection.table import Row, write_csv
 
 
-def line(*steps: float, measured: int = 2, spread: float = 1.1) -> list[Count]:
+def line(*steps: float, measured: int = 2, spread: float = 1.1) -> list[CountStepTime]:
     """A strategy's steps on 1, 2, 4 ..., of which the first are measured."""
     return [
-        Count(2**i, s / spread, s, s * spread, False)
+        CountStepTime(2**i, s / spread, s, s * spread, False)
         if i >= measured
-        else Count(2**i, s, s, s, True)
+        else CountStepTime(2**i, s, s, s, True)
         for i, s in enumerate(steps)
     ]
 
@@ -32,38 +32,38 @@ def line(*steps: float, measured: int = 2, spread: float = 1.1) -> list[Count]:
 def test_lines_meet_where_their_ratio_is_one():
     # The ratio goes from 2 at 4 to 1/2 at 16: it is 1 at 8, between two doublings.
     lines = {"one": line(8, 4, 2, 2, 2), "other": line(16, 8, 4, 2.2, 1)}
-    [found] = crossings(lines)
+    [found] = find_crossings(lines)
     assert (found.before, found.after) == ("one", "other")
-    assert 8 < found.workers < 16
-    assert (found.low, found.high) == (4, 16)
-    assert found.sentence("GPU").startswith(
-        f"From about {found.workers:.0f} GPUs on other takes the lead in time from one"
+    assert 8 < found.crossing_workers < 16
+    assert (found.clear_below, found.clear_above) == (4, 16)
+    assert found.describe("GPU").startswith(
+        f"From about {found.crossing_workers:.0f} GPUs on, other is faster than one"
     )
     # At 2 the other takes 5/4, at 4 a half: ln 1.25 / (ln 1.25 + ln 2) of the way.
     exact = {"one": line(4, 4, 4), "other": line(16, 5, 2)}
-    assert crossings(exact)[0].workers == pytest.approx(2 * 2**0.2436, rel=1e-3)
+    assert find_crossings(exact)[0].crossing_workers == pytest.approx(2 * 2**0.2436, rel=1e-3)
 
 
 def test_a_crossing_within_overlapping_fans_is_said_to_be_open():
     lines = {"one": line(8, 4, 2.1, 1.2), "other": line(8.1, 4.1, 2.1, 1.1, spread=1.5)}
-    [found] = crossings(lines)
-    assert found.high is None
-    assert "one is told apart as the faster one on 2" in found.sentence("GPU")
+    [found] = find_crossings(lines)
+    assert found.clear_above is None
+    assert "one is clearly faster on 2" in found.describe("GPU")
     wide = {"one": line(8, 4, measured=1, spread=2), "other": line(9, 3.9, measured=0, spread=2)}
-    assert "so that either may lead" in crossings(wide)[0].sentence("GPU")
+    assert "so that either may be faster" in find_crossings(wide)[0].describe("GPU")
 
 
 def test_a_leader_that_ends_is_no_crossing():
     lines = {"one": line(4, 2), "other": line(8, 4, 2, 1)}
-    assert crossings(lines) == []
-    assert sentences_on_crossings(lines, "GPU") == []  # only one of them is projected
+    assert find_crossings(lines) == []
+    assert describe_crossings(lines, "GPU") == []  # only one of them is projected
 
 
 def test_without_a_crossing_the_leader_is_named_and_what_is_open():
     lines = {"one": line(8, 4, 2), "near": line(8.5, 4.2, 2.1), "far": line(16, 8, 5)}
-    [told] = sentences_on_crossings(lines, "CPU process")
-    assert told.startswith("one has the lead on all counts up to 4 CPU processes")
-    assert "on 4 its interval of 80 % overlaps near's" in told
+    [told] = describe_crossings(lines, "CPU process")
+    assert told.startswith("one is the fastest on all counts up to 4 CPU processes")
+    assert "on 4 its interval of 80 % overlaps that of near" in told
 
 
 def row(strategy: str, workers: int, kind: str, step_s: float, **more) -> Row:
@@ -99,18 +99,20 @@ def table(tmp_path) -> Path:
 def test_the_section_says_who_leads_what_it_costs_and_what_is_refused(table, capsys):
     assert report.main(["--table", str(table)]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "mine<script> takes the lead in time from ddp" in told
-    assert "The least time for the whole training: mine<script> on 4 (projected)" in told
+    assert "mine<script> is faster than ddp" in told
+    assert "mine<script> on 4 (projected) needs the least time for the whole training" in told
     assert "1.1 s (80 %: 990 ms to 1.32 s)" in told
-    assert "at a cost of 1.1; of those measured ddp on 2, 2 s." in told
-    values = {"projections": report.projection_section(table)}
+    assert "at a cost of 1.1; the best measured one is ddp on 2, 2 s." in told
+    values = {"projections": report.make_section_entries(table)}
     page = pages.render(report.TEMPLATE.name, report.TEMPLATE.parent, values=values)
     assert "mine<script>" not in page
     assert "Not projected: ddp, mine&lt;script&gt;, 8: no &lt;b&gt;link&lt;/b&gt; was" in page
     chart = b64decode(re.search(r'base64,([^"]+)', page)[1]).decode()
     assert chart.count("fill-opacity: 0.16") == 2  # the fans of what is projected
-    assert chart.count("stroke-dasharray") == 3  # what is projected, and what nothing lost would be
-    assert {"ddp", "mine&lt;script&gt;", "nothing lost"} <= set(
+    assert (
+        chart.count("stroke-dasharray") == 3
+    )  # what is projected, and what perfect scaling would be
+    assert {"ddp", "mine&lt;script&gt;", "perfect scaling"} <= set(
         re.findall(">([^<]+)</text>", chart)
     )
 
@@ -126,7 +128,7 @@ def test_a_count_that_is_refused_between_others_is_told_by_itself(tmp_path):
             row("ddp", 32, "refused", 0, reason="too far"), row("ddp", 64, "refused", 0, reason="farther"),
         ],
     )  # fmt: skip
-    [found] = report.projection_section(path)
+    [found] = report.make_section_entries(path)
     assert found["refused"] == [
         "Not projected: ddp, 6: 6 does not divide it.",
         "Not projected: ddp, from 32 on: too far.",
@@ -145,15 +147,15 @@ def test_trainings_that_see_more_samples_on_more_workers_are_not_compared(tmp_pa
             for n, s, kind in counts
         ],
     )
-    [found] = report.projection_section(path)
+    [found] = report.make_section_entries(path)
     assert any("least time for the whole training" in line for line in found["cheapest"]) == told
     assert any("see more samples" in line for line in found["cheapest"]) != told
 
 
 def test_a_table_that_lacks_a_record_says_so(table):
     have = {("one", "net", "ddp", 1), ("one", "net", "ddp", 2), ("one", "net", "single", 1)}
-    assert not report.projection_section(table, have)[0]["lacks"]
-    assert report.projection_section(table, have | {("one", "net", "ddp", 4)})[0]["lacks"]
+    assert not report.make_section_entries(table, have)[0]["lacks"]
+    assert report.make_section_entries(table, have | {("one", "net", "ddp", 4)})[0]["lacks"]
 
 
 def test_a_file_that_is_no_projection_is_named(tmp_path, capsys):
@@ -161,4 +163,4 @@ def test_a_file_that_is_no_projection_is_named(tmp_path, capsys):
     assert report.main(["--table", str(path)]) == 1
     path.write_text("a,b\n1,2\n")
     assert report.main(["--table", str(path)]) == 1
-    assert "is no projection.csv" in capsys.readouterr().err
+    assert "is not a valid projection.csv" in capsys.readouterr().err

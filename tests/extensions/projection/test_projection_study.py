@@ -18,9 +18,9 @@ from stratbench.extensions.links import measure as links
 from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, Time, ring, tree
 from stratbench.extensions.plan.schedule import records_by_cell
 from stratbench.extensions.projection import __main__ as command
-from stratbench.extensions.projection.evidence import evidence_of
-from stratbench.extensions.projection.shown.section import projection_section
-from stratbench.extensions.projection.study import projected_trainings
+from stratbench.extensions.projection.evidence import gather_projection_inputs
+from stratbench.extensions.projection.shown.section import make_section_entries
+from stratbench.extensions.projection.study import project_trainings
 from stratbench.study.config import config as configuration
 from stratbench.study.config.config import Study
 
@@ -88,7 +88,7 @@ def test_every_strategy_gets_intervals_and_refusals(study, capsys):
     assert "between nodes" in ddp.reason[16]  # 8 a node, and no step or link was measured between
     assert "more than 8 times" in ddp.reason[64]
     assert ddp.step_s.isna()[16]
-    assert "single: not projected: it has records of one count alone" in told
+    assert "single: not projected: it has records of a single worker count" in told
     assert "ddp: strong scaling, measured on 1, 2, 4 workers" in told
     assert "cannot be split evenly over 256 workers" in ddp.reason[256]  # of a global batch of 128
     assert ddp.train_s[8] == pytest.approx(ddp.step_s[8] * 4, rel=1e-4)  # batches in 512 samples
@@ -148,13 +148,13 @@ def test_a_step_is_no_shorter_than_the_host_takes_to_issue_it(tmp_path, footprin
         row = table[(table.strategy == "ddp") & (table.workers == 8)].iloc[0]
         assert row.rule == "replay on measured links"
         found[issue_ms] = row
-        limited = ", limited by the host, which takes 200 ms to issue a step"
+        limited = ", limited by the host, which needs 200 ms to issue a step"
         assert (limited in told) == (limited in row.evidence) == (issue_ms is not None)
     assert found[None].step_s == pytest.approx(0.15, rel=0.02)
     assert pd.isna(found[None].host_s)
     assert found[200.0].step_s == pytest.approx(0.2, rel=0.01)
     assert found[200.0].host_s == 0.2
-    (section,) = projection_section(Path(study["results"]) / "small" / "projection.csv")
+    (section,) = make_section_entries(Path(study["results"]) / "small" / "projection.csv")
     by = {(r["strategy"], r["workers"]): r["by"] for r in section["rows"]}
     assert by["ddp", 8] == "links, host"
     assert by["ddp", 4] == "measured"
@@ -210,7 +210,7 @@ def test_servers_are_projected_by_a_queue_and_not_past_its_knee(study, capsys):
         table, _ = projected(study, capsys)
         row = table[(table.strategy == "ps-async") & (table.workers == 8)].iloc[0]
         if refused:
-            assert "the servers are full" in row.reason
+            assert "the servers are saturated" in row.reason
         else:
             assert pd.isna(row.reason)
             assert row.step_low_s < row.step_s < row.step_high_s
@@ -226,7 +226,10 @@ def test_servers_of_several_nodes_are_projected_by_the_counts_alone(study, capsy
             worker["provenance"]["slurm"] = {"SLURMD_NODENAME": f"node{rank // 2}"}
         path.write_text(json.dumps(record))
     _, told = projected(study, capsys)
-    assert "ps-async: push and pull between nodes is not measured; the counts alone" in told
+    assert (
+        "ps-async: `links` does not measure push and pull between nodes; only the measured counts"
+        in told
+    )
 
 
 def test_a_link_that_is_missing_is_told_and_the_counts_alone_are_used(study, capsys):
@@ -253,7 +256,7 @@ def test_what_is_sharded_is_traced_on_each_count(tmp_path, footprints, capsys):
         ]
         links.write_links(tmp_path / "small" / "links", times, 1.1)
         table, told = projected(config, capsys)
-        assert ("alone would take longer than its whole step on" in told) == (not fits)
+        assert ("alone would take longer than its measured step on" in told) == (not fits)
     row = table[table.workers == 8].iloc[0]
     assert row.step_low_s < row.step_s < row.step_high_s
     # An eighth of the states, and the same activations as before for half the samples.
@@ -269,7 +272,7 @@ def test_processes_that_share_cores_are_not_projected(study, capsys):
     table, _ = projected(study, capsys)
     assert (
         table[table.workers == 8]
-        .reason.str.contains("8 CPU processes of a node would share its 6 cores")
+        .reason.str.contains("8 CPU processes per node would share its 6 cores")
         .all()
     )
 
@@ -292,12 +295,12 @@ def test_the_plan_is_told_of_trainings_on_counts_that_exist_nowhere(study):
     block = study["studies"]["small"]["experiments"]["one"]
     block["gpus"] = [1, 2, 4, 8]
     config, read = configuration.load_config(study)
-    found = projected_trainings(config, read, records_by_cell(read, config["results"]))
+    found = project_trainings(config, read, records_by_cell(read, config["results"]))
     ddp = {c.gpus: p for c, p in found.items() if c.strategy == "ddp"}
     assert set(ddp) == {8}  # 16 and 32 are on nodes between which nothing was measured
     assert ddp[8].global_batch == 128
     assert ddp[8].span.source.startswith("projected, 80 %: steps measured on 1, 2 and 4 workers")
-    table = pd.DataFrame(command.projected(config, read, evidence_of_ddp(config, read))[0])
+    table = pd.DataFrame(command.project_inputs(config, read, evidence_of_ddp(config, read))[0])
     row = table[table.workers == 8].iloc[0]
     assert (ddp[8].span.low_s, ddp[8].span.high_s) == (row.train_low_s, row.train_high_s)
 
@@ -331,7 +334,7 @@ def test_records_of_the_software_gpu_are_left_out_of_plans_predictions_and_proje
 
 
 def evidence_of_ddp(config: dict[str, Any], read: Any) -> Any:
-    found = evidence_of(records_by_cell(read, config["results"]))
+    found = gather_projection_inputs(records_by_cell(read, config["results"]))
     return next(e for e in found if e.strategy == "ddp")
 
 
@@ -364,18 +367,18 @@ def test_gpu_hours_and_costs_follow_from_times(study, capsys):
 
 def test_a_study_without_records_says_so(tmp_path, capsys):
     assert command.main(["--config", json.dumps(config_of(tmp_path))]) == 1
-    assert "train some first" in capsys.readouterr().err
+    assert "train some cells first" in capsys.readouterr().err
 
 
 def test_weak_and_mixed_scaling_are_told_apart():
     cells = [Cell("s", "e", "ddp", "resnet50", "d", n, 0) for n in (1, 2, 4)]
     records = {c: fixture_records.make_record(c) for c in cells}
-    assert evidence_of(records)[0].scaling == "strong"
+    assert gather_projection_inputs(records)[0].scaling == "strong"
     for c, r in records.items():
         r["batch"] |= {"per_worker_batch": 32, "global_batch": 32 * c.gpus}
-    assert evidence_of(records)[0].scaling == "weak"
+    assert gather_projection_inputs(records)[0].scaling == "weak"
     records[cells[0]]["batch"]["per_worker_batch"] = 16
-    assert "neither" in evidence_of(records)[0].unfit
+    assert "neither" in gather_projection_inputs(records)[0].unfit_reason
 
 
 def test_repeats_tell_how_far_they_lie_apart_and_slurm_the_nodes():
@@ -385,9 +388,9 @@ def test_repeats_tell_how_far_they_lie_apart_and_slurm_the_nodes():
         r["time"]["throughput_samples_per_s"] = 100.0 * c.gpus * math.exp(0.1 * c.repeat)
         for rank, worker in enumerate(r["workers"]):
             worker["provenance"]["slurm"] = {"SLURMD_NODENAME": f"node{rank}"}
-    [evidence] = evidence_of(records)
-    assert [p.nodes for p in evidence.points] == [1, 2]
+    [evidence] = gather_projection_inputs(records)
+    assert [p.nodes for p in evidence.measured_steps] == [1, 2]
     # Two pairs that are 0.1 apart have a variance of 0.005 with 2 degrees of freedom; t at 0.9 is 1.8856.
-    assert evidence.repeats_reach == pytest.approx(1.8856 * math.sqrt(0.005), rel=1e-4)
-    [evidence] = evidence_of({c: r for c, r in records.items() if c.repeat == 0})
-    assert evidence.repeats_reach == 0
+    assert evidence.repeat_half_width_ln == pytest.approx(1.8856 * math.sqrt(0.005), rel=1e-4)
+    [evidence] = gather_projection_inputs({c: r for c, r in records.items() if c.repeat == 0})
+    assert evidence.repeat_half_width_ln == 0

@@ -8,8 +8,8 @@ from test_plan_footprint import request_for
 from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel
 from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.projection.links import Links
-from stratbench.extensions.projection.replay import Schedule, replay
-from stratbench.extensions.projection.traced import traced_schedule
+from stratbench.extensions.projection.replay import Schedule, simulate_step_s
+from stratbench.extensions.projection.traced import trace_schedule
 from stratbench.ps.policies.policies import POLICIES
 from stratbench.strategies import REGISTRY, strategy_class
 
@@ -23,19 +23,19 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 def scheduled(strategy: str, workers: int = 4, on_cuda: bool = False, **options) -> Schedule:
     device = "cuda" if on_cuda else "cpu"
     request = request_for(strategy, workers=workers, device=device, options=options)
-    return traced_schedule(request, 8, DEVICE)
+    return trace_schedule(request, 8, DEVICE)
 
 
 def scheduled_gpt(strategy: str, on_cuda: bool = False, **options) -> Schedule:
     device = "cuda" if on_cuda else "cpu"
     request = request_for(strategy, "gpt-compact", workers=4, device=device, options=options)
-    return traced_schedule(request, 8, DEVICE)
+    return trace_schedule(request, 8, DEVICE)
 
 
 def step_s(schedule: Schedule, link: LinkModel, workers: int = 4) -> float:
     links = Links("gloo", {kind: {"within": link} for kind in KINDS})
     layout = LinkLayout(workers)
-    return replay(schedule, 1.0, lambda call: links.chosen(call, layout)[0])
+    return simulate_step_s(schedule, 1.0, lambda call: links.time_collective(call, layout)[0])
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,17 @@ def ddp() -> Schedule:
 def test_buckets_of_ddp_start_during_backward_in_order(ddp):
     reduced = [s for s in ddp.collectives if s.call.kind == "all_reduce"]
     assert len(reduced) >= 2
-    assert [s.share for s in reduced] == sorted(s.share for s in reduced)
-    assert 1 / 4 < reduced[0].share < reduced[-1].share <= ddp.backward_ends < 1
-    assert not any(s.needed for s in reduced)
+    assert [s.computed_share for s in reduced] == sorted(s.computed_share for s in reduced)
+    assert (
+        1 / 4 < reduced[0].computed_share < reduced[-1].computed_share <= ddp.backward_end_share < 1
+    )
+    assert not any(s.blocks_computation for s in reduced)
 
 
 def test_what_links_cost_is_what_the_replay_adds(ddp):
     assert step_s(ddp, FAST) == pytest.approx(1.0, rel=1e-3)
     links = Links("gloo", {kind: {"within": SLOW} for kind in KINDS})
-    all_s = sum(links.chosen(s.call, LinkLayout(4))[0] for s in ddp.collectives)
+    all_s = sum(links.time_collective(s.call, LinkLayout(4))[0] for s in ddp.collectives)
     assert max(1.0, all_s) < step_s(ddp, SLOW) < 1.0 + all_s
 
 
@@ -65,10 +67,10 @@ def test_fsdp_gathers_before_it_computes_and_runs_ahead_on_gpus_alone():
         gathers = [s for s in schedule.collectives if s.call.kind == "all_gather"]
         scatters = [s for s in schedule.collectives if s.call.kind == "reduce_scatter"]
         assert gathers
-        assert all(s.needed for s in gathers)
-        assert all(s.ahead for s in gathers) == (schedule is on_gpu)
+        assert all(s.blocks_computation for s in gathers)
+        assert all(s.runs_ahead for s in gathers) == (schedule is on_gpu)
         assert scatters
-        assert all(s.needed for s in scatters) == (schedule is on_cpu)
+        assert all(s.blocks_computation for s in scatters) == (schedule is on_cpu)
     middle = LinkModel(1e-5, 1e9)
     assert step_s(on_gpu, middle) < step_s(on_cpu, middle)
 
@@ -80,15 +82,20 @@ def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, o
     activations = [s for s in schedule.collectives if s.call.stride == 1]
     replicas = [s for s in schedule.collectives if s.call.stride == 2]
     assert {s.call.ranks for s in schedule.collectives} == {2}
-    assert all(s.needed and not s.ahead for s in activations)
+    assert all(s.blocks_computation and not s.runs_ahead for s in activations)
     gradients = [s for s in replicas if s.call.kind != "all_gather"]
-    assert not any(s.needed for s in gradients)
-    assert 1 / 4 < gradients[0].share < gradients[-1].share <= schedule.backward_ends
-    assert all(s.ahead for s in replicas if s not in gradients)
+    assert not any(s.blocks_computation for s in gradients)
+    assert (
+        1 / 4
+        < gradients[0].computed_share
+        < gradients[-1].computed_share
+        <= schedule.backward_end_share
+    )
+    assert all(s.runs_ahead for s in replicas if s not in gradients)
 
     def step_s(within_s: float, between_s: float) -> float:
         took_s = {1: within_s, 2: between_s}
-        return replay(schedule, 1.0, lambda call: took_s[call.stride])
+        return simulate_step_s(schedule, 1.0, lambda call: took_s[call.stride])
 
     assert step_s(1e-3, 0) == pytest.approx(1 + len(activations) * 1e-3)
     assert 1 <= step_s(0, 1e-3) < 1 + 0.3 * len(replicas) * 1e-3
@@ -100,7 +107,7 @@ def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, o
 def test_layers_divided_among_all_wait_for_activations():
     schedule = scheduled_gpt("tensor", on_cuda=True)
     assert {s.call.ranks for s in schedule.collectives} == {None}
-    assert all(s.needed and not s.ahead for s in schedule.collectives)
+    assert all(s.blocks_computation and not s.runs_ahead for s in schedule.collectives)
 
 
 def test_every_micro_batch_of_a_pipeline_is_in_its_schedule():
@@ -109,7 +116,7 @@ def test_every_micro_batch_of_a_pipeline_is_in_its_schedule():
     assert len(sends) == 4
     gradients = [s for s in schedule.collectives if s.call.stride == 1]
     assert gradients
-    assert any(not s.needed for s in gradients)
+    assert any(not s.blocks_computation for s in gradients)
 
 
 @pytest.mark.parametrize(
@@ -122,5 +129,5 @@ def test_a_strategy_names_every_kind_of_collective_that_its_steps_start(strategy
     if strategy in ("tensor", "pipeline") and model == "resnet-compact":
         pytest.skip("its layers are not divided")
     request = request_for(strategy, model, workers=2, options=options, max_grad_norm=max_grad_norm)
-    found = {s.call.kind for s in traced_schedule(request, 8, DEVICE).collectives}
+    found = {s.call.kind for s in trace_schedule(request, 8, DEVICE).collectives}
     assert found <= set(strategy_class(strategy).collectives)

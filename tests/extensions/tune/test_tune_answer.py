@@ -124,7 +124,9 @@ def test_the_answer_is_one_screen(paired):
     assert lines[0].startswith("fsdp is the fastest of 3 ")
     told = "\n".join(lines)
     assert "The baseline, ddp, takes 1.2" in told
-    assert "The fastest combination needs 1.00 GiB of 8.00 GiB per worker: 7.00 GiB are free." in told
+    assert (
+        "The fastest combination needs 1.00 GiB of 8.00 GiB per worker: 7.00 GiB are free." in told
+    )
     assert "fsdp over ddp: 0.8" in told
     assert len(lines) < 20
 

@@ -1,4 +1,4 @@
-"""The extension `projection`: step times on counts of workers that nobody has measured."""
+"""The extension `projection`: step times on numbers of workers that were not measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="step times on counts of workers that nobody has measured",
+    says="step times on numbers of workers that were not measured",
     needs=("plan", "links"),
     rules=("projection.smk",),
     commands="stratbench.extensions.projection:add_subcommands",
@@ -17,7 +17,11 @@ EXTENSION = Extension(
 
 
 def add_subcommands(add: Any) -> None:
-    """Add `project`; `add`: an `Adder`."""
+    """Add `project` to the command line.
+
+    Args:
+        add: Adds a subcommand (`Adder`).
+    """
     from stratbench.command.subcommands import answer_with_torch
 
     add("project", answer_with_torch, "step times on more workers than were measured")

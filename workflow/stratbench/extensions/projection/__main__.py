@@ -1,7 +1,7 @@
 """Projects a study's records to other worker counts: writes projection.csv, and prints sentences.
 
-`python -m stratbench.extensions.projection --config JSON` is what `snakemake project` calls, and with
-`--most 256 --out FILE` what `snakemake decide` does.
+`snakemake project` calls `python -m stratbench.extensions.projection --config JSON`. `snakemake decide`
+adds `--most 256 --out FILE`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.extensions.plan.schedule import records_by_cell
-from stratbench.extensions.projection.evidence import ProjectionInputs, evidence_of
-from stratbench.extensions.projection.memory import peaks_at
-from stratbench.extensions.projection.project import Projection, sentence
+from stratbench.extensions.projection.evidence import ProjectionInputs, gather_projection_inputs
+from stratbench.extensions.projection.memory import project_peaks
+from stratbench.extensions.projection.project import Projection, describe_projected_count
 from stratbench.extensions.projection.study import (
-    counts_after,
-    device_of,
-    each_shown,
-    projections_of,
-    subject_at,
+    iter_with_progress,
+    list_doublings,
+    make_cell_subject,
+    make_device,
+    project_strategy,
 )
-from stratbench.extensions.projection.table import Row, Whole, rows_of, unfit_rows, write_csv
-from stratbench.extensions.projection.target import share_to_target
+from stratbench.extensions.projection.table import (
+    Row,
+    TrainingFacts,
+    make_rows,
+    make_unfit_rows,
+    write_csv,
+)
+from stratbench.extensions.projection.target import compute_share_to_target
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 
-#: Maximum worker count.
+#: Maximum number of workers to project to, without `--most`.
 MAX_WORKERS = 1024
 
 
@@ -39,17 +45,23 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="the whole config, as JSON")
+    parser.add_argument("--config", required=True, help="the facts config as JSON text")
     parser.add_argument(
-        "--most", type=int, help=f"workers, to which others double ({MAX_WORKERS}); prints nothing"
+        "--most",
+        type=int,
+        help=f"largest number of workers to project to ({MAX_WORKERS}); prints nothing",
     )
-    parser.add_argument("--out", type=Path, help="results/<study>/projection.csv")
+    parser.add_argument(
+        "--out", type=Path, help="file to write; default: results/<study>/projection.csv"
+    )
     args = parser.parse_args(argv)
     try:
         config, study = load_config(json.loads(args.config))
         out = args.out or Path(config["results"]) / study.name / "projection.csv"
-        evidences = evidence_of(records_by_cell(study, config["results"]))
-        by_evidence = [(e, *projected(config, study, e, args.most)) for e in each_shown(evidences)]
+        evidences = gather_projection_inputs(records_by_cell(study, config["results"]))
+        by_evidence = [
+            (e, *project_inputs(config, study, e, args.most)) for e in iter_with_progress(evidences)
+        ]
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -58,72 +70,75 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if not by_evidence:
         print(
-            "error: the study has no record of a finished cell; train some first", file=sys.stderr
+            "error: the study has no record of a finished cell; train some cells first",
+            file=sys.stderr,
         )
         return 1
     for evidence, _, made in by_evidence:
-        print(text_of(evidence, made))
+        print(describe_strategy(evidence, made))
     print(f"Written: {out}")
     return 0
 
 
-def projected(
+def project_inputs(
     config: Mapping[str, Any],
     study: Study,
     evidence: ProjectionInputs,
     max_workers: int | None = None,
 ) -> tuple[list[Row], list[Projection]]:
-    """Return the rows of a strategy and their projections: doublings up to `max_workers`, and it.
+    """Return the rows and projections of a strategy, on doublings up to `max_workers`.
 
     Args:
         config: The validated config.
         study: The study.
         evidence: Measurements of the strategy.
-        max_workers: Largest worker count, if configured.
+        max_workers: Largest worker count, which is projected as well; None for the default limit.
     """
     base = study.base_strategy(evidence.strategy)[0]
-    if evidence.unfit:
-        return unfit_rows(evidence, base, [max_workers] if max_workers else []), []
-    measured = [p.workers for p in evidence.points]
-    counts = counts_after(measured[-1], max_workers or MAX_WORKERS)
+    if evidence.unfit_reason:
+        return make_unfit_rows(evidence, base, [max_workers] if max_workers else []), []
+    measured = [p.workers for p in evidence.measured_steps]
+    counts = list_doublings(measured[-1], max_workers or MAX_WORKERS)
     if max_workers and max_workers not in {*counts, *measured}:
         counts.append(max_workers)
-    made = projections_of(config, study, evidence, counts)
+    made = project_strategy(config, study, evidence, counts)
     workers = [p.workers for p in made if p.interval]
-    at = {n: subject_at(config, study, evidence, n) for n in (*measured, *workers)}
-    peaks = peaks_at(
+    at = {n: make_cell_subject(config, study, evidence, n) for n in (*measured, *workers)}
+    peaks = project_peaks(
         [at[n] for n in workers],
-        [(at[n], r) for n, r in zip(measured, evidence.records, strict=True)],
-        device_of(config, at[measured[-1]]).resident_threads,
+        [(at[n], r) for n, r in zip(measured, evidence.records_by_count, strict=True)],
+        make_device(config, at[measured[-1]]).resident_threads,
         Path(config["results"]) / "plan-cache",
     )
-    target = share_to_target(study.target_scores().get(evidence.experiment), evidence)
-    price = None if evidence.on_cpu else price_of(config)
-    whole = Whole({n: s.steps for n, s in at.items()}, *target, price)
-    rows = rows_of(evidence, base, made, dict(zip(workers, peaks, strict=True)), whole)
+    target = compute_share_to_target(study.target_scores().get(evidence.experiment), evidence)
+    price = None if evidence.on_cpu else read_gpu_price(config)
+    facts = TrainingFacts({n: s.steps for n, s in at.items()}, *target, price)
+    rows = make_rows(evidence, base, made, dict(zip(workers, peaks, strict=True)), facts)
     return rows, made
 
 
-def price_of(config: Mapping[str, Any]) -> float | None:
-    """Return the price of a GPU per hour: the decision's, else the plan's."""
+def read_gpu_price(config: Mapping[str, Any]) -> float | None:
+    """Return the price of a GPU per hour: that of the decision, else that of the plan."""
     price = config["decide"]["price_per_gpu_hour"]
     return config["cluster"]["price_per_gpu_hour"] if price is None else price
 
 
-def text_of(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
-    """Return the sentences of one strategy.
+def describe_strategy(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
+    """Return the sentences on one strategy, as text.
+
+    Only the first refused count beyond all projected ones has a sentence.
 
     Only the first unsupported count beyond all projected ones has a sentence.
     """
     title = f"{evidence.experiment}, {evidence.model}, {evidence.strategy}"
-    if evidence.unfit:
-        return f"{title}: not projected: {evidence.unfit}."
+    if evidence.unfit_reason:
+        return f"{title}: not projected: {evidence.unfit_reason}."
     unit = "workers" if evidence.on_cpu else "GPUs"
-    measured = ", ".join(str(p.workers) for p in evidence.points)
+    measured = ", ".join(str(p.workers) for p in evidence.measured_steps)
     lines = [f"{title}: {evidence.scaling} scaling, measured on {measured} {unit}"]
-    most = max((p.workers for p in projections if not p.refused), default=0)
-    lines += [f"  {sentence(p, unit)}" for p in projections if p.workers <= most]
-    lines += [f"  {sentence(p, unit)}" for p in projections if p.workers > most][:1]
+    most = max((p.workers for p in projections if not p.refusal_reason), default=0)
+    lines += [f"  {describe_projected_count(p, unit)}" for p in projections if p.workers <= most]
+    lines += [f"  {describe_projected_count(p, unit)}" for p in projections if p.workers > most][:1]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""A site's measured links (`links.csv`), and the time of a collective on any layout."""
+"""Reads a site's measured links (`links.csv`), and computes the time of a collective on a layout."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from stratbench.extensions.links.collective_cost import (
 )
 from stratbench.telemetry.collectives import CollectiveCall
 
-#: Maximum size of a tensor relative to the largest measured one, unless that was large enough to be limited
-#: by bandwidth.
+#: A tensor may be this many times larger than the largest measured one, unless the latter has enough bytes
+#: for bandwidth to dominate its time.
 MAX_LARGER, RATE_RULES_BYTES = 8, 64 << 20
 
 
 class Unmeasured(LookupError):
-    """A collective over an unmeasured link, or with an unmeasured size; the message names it."""
+    """A collective over an unmeasured link, or of an unmeasured size, which the message names."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """The measured links of a site: for each kind of collective its measured levels.
+    """Measured links of a site, per kind of collective and level.
 
-    `library`: nccl or gloo. `kappa`: slowdown of computation during a collective. `largest`: bytes of the
-    largest measured tensor, by kind. `algorithms`: those of the fit.
+    Attributes:
+        library: nccl or gloo.
+        measured: Latency and bandwidth, by kind of collective and level.
+        kappa: Factor by which computation is slower during a collective.
+        largest: Bytes of the largest measured tensor, by kind.
+        algorithms: Algorithm of the fit, by kind.
     """
 
     library: str
@@ -42,21 +46,23 @@ class Links:
     algorithms: Mapping[str, str] = field(default_factory=dict)
 
     def check_size(self, kind: str, n_bytes: float) -> None:
-        """Raise Unmeasured where nothing as large was measured that its bytes would have ruled."""
+        """Raise Unmeasured if a collective is much larger than all measured ones, which latency dominated."""
         largest = self.largest.get(kind, RATE_RULES_BYTES)
         if n_bytes > MAX_LARGER * largest and largest < RATE_RULES_BYTES:
             raise Unmeasured(
                 f"{kind} was measured up to {bytes_text(largest)} with {self.library}, and a step sends "
-                f"{bytes_text(n_bytes)} at once: run `links` again"
+                f"{bytes_text(n_bytes)} at once: run `links` again with larger tensors"
             )
 
-    def of(self, kind: str) -> Mapping[Level, LinkModel]:
+    def levels_of(self, kind: str) -> Mapping[Level, LinkModel]:
         return self.measured.get(kind, {})
 
-    def chosen(
+    def time_collective(
         self, call: CollectiveCall, layout: LinkLayout, samples: int = 0
     ) -> tuple[float, str]:
-        """Return seconds of a collective, and its algorithm: that of the fit, or the fastest.
+        """Return the seconds of a collective and the name of its algorithm.
+
+        The algorithm is the one of the fit, or the fastest.
 
         Args:
             call: The collective.
@@ -68,19 +74,19 @@ class Links:
             KeyError: For a kind without an algorithm of the library.
         """
         n_bytes = call.n_bytes + samples * call.sample_bytes
-        layout, together = _of_group(layout, call)
+        layout, together = _lay_out_group(layout, call)
         if layout.workers == 1:
             return 0.0, "none"
         self.check_size(call.kind, n_bytes)
-        links = self.of(call.kind)
+        links = self.levels_of(call.kind)
         levels: list[Level] = ["within"] if layout.a_node > 1 else []
         levels += ["between"] if layout.nodes > 1 else []
         if missing := [level for level in levels if level not in links]:
             raise Unmeasured(
                 f"{call.kind} {missing[0]} nodes was not measured with {self.library}: "
-                "run `links` on such a layout"
+                f"run `links` on {layout.nodes} nodes with {layout.a_node} workers each"
             )
-        # A ring with a rank a node has no steps within one.
+        # A ring with one rank per node has no steps within a node.
         links = {"within": LinkModel(0.0, math.inf), "between": LinkModel(0.0, math.inf)} | dict(
             links
         )
@@ -93,10 +99,10 @@ class Links:
         )
 
 
-def _of_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
+def _lay_out_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
     """Return the layout of a call's group, and how many such groups share a node's connection.
 
-    Groups of neighbours that do not divide a node are on two of them, which sets the pace for all.
+    A group of neighbours that does not divide a node's ranks spans two nodes, which limits all groups.
     """
     ranks, a_node = call.ranks, layout.a_node
     if ranks is None or ranks == layout.workers:
@@ -111,9 +117,11 @@ def _of_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int
 
 
 def read_links(path: Path, library: str) -> Links:
-    """Return the links of a library in a `links.csv`.
+    """Return the measured links of a library from a `links.csv`.
 
-    Raises ValueError for a file that is no such table, Unmeasured where it has no row of the library.
+    Raises:
+        ValueError: If the file is no such table.
+        Unmeasured: If the table has no row of the library.
     """
     measured: dict[str, dict[Level, LinkModel]] = {}
     largest: dict[str, int] = {}
@@ -134,7 +142,9 @@ def read_links(path: Path, library: str) -> Links:
                 slowed = float(row["kappa"] or "nan")
                 kappa = slowed if math.isfinite(slowed) else kappa
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: is no links.csv ({error!r}); measure links again") from error
+        raise ValueError(
+            f"{path}: is not a valid links.csv ({error!r}); run `links` again"
+        ) from error
     if not measured:
-        raise Unmeasured(f"{path} has no links of {library}: run `links`")
+        raise Unmeasured(f"{path} has no links of {library}: run `links` for it")
     return Links(library, measured, kappa, largest, algorithms)

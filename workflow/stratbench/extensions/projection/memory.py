@@ -1,4 +1,4 @@
-"""Projected peak memory of a worker: the plan's, corrected by its error on measured counts."""
+"""Projects a worker's peak memory: the planned one, corrected by its error on measured counts."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from stratbench.extensions.plan.needs import Subject, data_bytes_of
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Bytes of a worker at its peak, data set included, from `low` to `high`.
+class ProjectedPeak:
+    """Bytes of a worker's memory at its peak, including the data set.
 
-    The range is that of measured / planned on the measured counts; it holds no chance of its own.
+    The range is that of measured over planned peaks on the measured counts. It is no confidence interval.
     """
 
-    low: float
-    middle: float
-    high: float
+    low_bytes: float
+    middle_bytes: float
+    high_bytes: float
 
 
-def peaks_at(
+def project_peaks(
     wanted: Sequence[Subject],
     measured: Sequence[tuple[Subject, Sequence[Mapping[str, Any]]]],
     resident_threads: int,
-    kept_in: Path,
-) -> list[Peak | None]:
-    """Return the peak of each wanted cell, or None if the plan has none.
+    cache_folder: Path,
+) -> list[ProjectedPeak | None]:
+    """Return the projected peak memory of each wanted cell, or None if it cannot be planned.
 
     Args:
-        wanted: Cells.
+        wanted: Cells to project.
         measured: Measured cells with their records.
         resident_threads: Threads that a GPU runs at once.
-        kept_in: Folder of the cache.
+        cache_folder: Folder of the cache.
     """
     subjects = [*wanted, *(s for s, _ in measured)]
-    _, rehearsals = rehearsals_of([s.request for s in subjects], kept_in)
+    _, rehearsals = rehearsals_of([s.request for s in subjects], cache_folder)
 
-    def planned(s: Subject) -> tuple[MemoryPeak, int] | None:
+    def plan_peak(s: Subject) -> tuple[MemoryPeak, int] | None:
         footprint = rehearsals[s.request].footprint
         if footprint is None:
             return None
@@ -56,14 +56,15 @@ def peaks_at(
 
     off = []
     for s, records in measured:
-        if (made := planned(s)) is None:
+        if (made := plan_peak(s)) is None:
             continue
         peaks = [measured_peak_bytes(r["memory"], made[1]) for r in records]
         off += [p / made[0].n_bytes for p in peaks if p]
-    predicted: list[Peak | None] = []
+    predicted: list[ProjectedPeak | None] = []
     for s in wanted:
-        made = planned(s) if off else None
+        made = plan_peak(s) if off else None
         predicted.append(
-            made and Peak(*(made[0].n_bytes * r for r in (min(off), median(off), max(off))))
+            made
+            and ProjectedPeak(*(made[0].n_bytes * r for r in (min(off), median(off), max(off))))
         )
     return predicted

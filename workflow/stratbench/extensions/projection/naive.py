@@ -1,4 +1,4 @@
-"""Naive projection rules as a baseline, and the skill of a rule over the best of them."""
+"""Defines naive projection rules as a baseline, and the skill of a rule over the best of them."""
 
 from __future__ import annotations
 
@@ -7,75 +7,84 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-#: `weak`: a worker's batch stays; `strong`: the global batch stays.
+#: `weak`: the batch per worker stays equal; `strong`: the global batch stays equal.
 Scaling = Literal["weak", "strong"]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A step's time on a worker count. `nodes`: number of nodes, or None if unknown."""
+class MeasuredStep:
+    """Measured time of a step on a number of workers.
+
+    Attributes:
+        workers: Number of workers.
+        step_s: Seconds per global batch.
+        nodes: Number of nodes, or None if unknown.
+    """
 
     workers: int
     step_s: float
     nodes: int | None = None
 
 
-#: Takes the measured counts in ascending order, the scaling and the wanted count; gives seconds.
-Rule = Callable[[Sequence[Measured], Scaling, int], float]
+#: Takes measured steps in ascending order of workers, the scaling and a worker count. Returns the projected
+#: seconds of a step.
+Rule = Callable[[Sequence[MeasuredStep], Scaling, int], float]
 
 
-def ideal(point: Measured, scaling: Scaling, workers: int) -> float:
-    """Return seconds of a step on `workers` with perfect scaling from `point`.
+def scale_perfectly(point: MeasuredStep, scaling: Scaling, workers: int) -> float:
+    """Return the seconds of a step on `workers` workers with perfect scaling from `point`.
 
     Args:
-        point: Measured count.
+        point: Measured step time.
         scaling: Weak or strong scaling.
-        workers: Worker count.
+        workers: Number of workers.
     """
     return point.step_s * (point.workers / workers if scaling == "strong" else 1.0)
 
 
-def perfect(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-    """Return the step time with perfect scaling from the largest count.
+def project_perfect_scaling(
+    points: Sequence[MeasuredStep], scaling: Scaling, workers: int
+) -> float:
+    """Return the seconds of a step with perfect scaling from the largest measured count.
 
     Args:
-        points: Measured counts.
+        points: Measured step times.
         scaling: Weak or strong scaling.
-        workers: Worker count.
+        workers: Number of workers.
     """
-    return ideal(points[-1], scaling, workers)
+    return scale_perfectly(points[-1], scaling, workers)
 
 
-def same_loss_per_doubling(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-    """Return the step time if each doubling loses as much as that of the two largest counts.
+def project_constant_loss(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
+    """Return the seconds of a step if each doubling loses as much as that of the two largest counts.
 
     Args:
-        points: Measured counts.
+        points: Measured step times.
         scaling: Weak or strong scaling.
-        workers: Worker count.
+        workers: Number of workers.
     """
     if len(points) < 2:
-        return perfect(points, scaling, workers)
+        return project_perfect_scaling(points, scaling, workers)
     before, last = points[-2:]
-    lost = last.step_s / ideal(before, scaling, last.workers)
+    lost = last.step_s / scale_perfectly(before, scaling, last.workers)
     doublings = math.log2(workers / last.workers) / math.log2(last.workers / before.workers)
-    return perfect(points, scaling, workers) * lost**doublings
+    return project_perfect_scaling(points, scaling, workers) * lost**doublings
 
 
-def a_plus_b_over_n(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-    """Return T = a + b/N by least squares of relative errors, exact for two points.
+def fit_a_plus_b_over_n(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
+    """Return the seconds of a step as a + b/N, fitted by least squares of relative errors.
 
-    In strong scaling this is Amdahl's law, in weak scaling the volume of a ring, (N-1)/N. The result may be
-    negative far beyond the counts.
+    The fit is exact for two points. In strong scaling it is Amdahl's law, in weak scaling the volume of a
+    ring, (N-1)/N. The result may be negative far beyond the measured counts.
 
     Args:
-        points: Measured counts.
+        points: Measured step times.
         scaling: Weak or strong scaling.
-        workers: Worker count.
+        workers: Number of workers.
     """
     if len(points) < 2:
-        return perfect(points, scaling, workers)
-    import numpy as np  # takes 0.1 s, only needed for projections
+        return project_perfect_scaling(points, scaling, workers)
+    import numpy as np  # imported here since it takes 0.1 s and only projections need it
 
     times = np.array([p.step_s for p in points])
     inverse = np.array([1 / p.workers for p in points])
@@ -85,69 +94,80 @@ def a_plus_b_over_n(points: Sequence[Measured], scaling: Scaling, workers: int) 
 
 
 RULES: dict[str, Rule] = {
-    "perfect": perfect,
-    "same loss per doubling": same_loss_per_doubling,
-    "a + b/N": a_plus_b_over_n,
+    "perfect": project_perfect_scaling,
+    "same loss per doubling": project_constant_loss,
+    "a + b/N": fit_a_plus_b_over_n,
 }
 
 
-def log_error(projected_s: float, measured_s: float) -> float:
-    """ln(projected / measured).
+def compute_log_error(projected_s: float, measured_s: float) -> float:
+    """Return ln(projected / measured) of two times.
 
-    A time that is not above zero counts as a thousandth of the measured.
+    A projected time of zero or less counts as a thousandth of the measured one.
     """
     return math.log(max(projected_s / measured_s, 1e-3))
 
 
-def forward_errors(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> dict[int, float]:
-    """Return the log error at each count from the third on, projected from the smaller ones.
+def compute_forward_errors(
+    rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling
+) -> dict[int, float]:
+    """Return the log error at each count from the third on, when projected from smaller counts.
 
     Args:
         rule: The rule.
-        points: Measured counts.
+        points: Measured step times.
         scaling: Weak or strong scaling.
     """
     return {
-        points[k].workers: log_error(rule(points[:k], scaling, points[k].workers), points[k].step_s)
+        points[k].workers: compute_log_error(
+            rule(points[:k], scaling, points[k].workers), points[k].step_s
+        )
         for k in range(2, len(points))
     }
 
 
 @dataclass(frozen=True)
 class Skill:
-    """Skill of a rule on the study's own counts over the best naive one.
+    """Skill of a rule on the study's measured counts, over the best naive rule.
 
-    `value`: 1 is no error at all, 0 as good as the best naive rule, below 0 worse. It is None for fewer than
-    three counts, which cannot test it.
+    Attributes:
+        error_reduction: 1 without any error, 0 if as good as the best naive rule, below 0 if worse;
+            None for
+            fewer than three counts, which cannot test a rule.
+        best_naive_rule: Name of the naive rule with the smallest errors.
+        naive_errors: Mean absolute log error by naive rule.
     """
 
-    value: float | None
-    best: str
-    errors: dict[str, float]  # mean |ln ratio| by naive rule
+    error_reduction: float | None
+    best_naive_rule: str
+    naive_errors: dict[str, float]
 
     @property
-    def has_any(self) -> bool:
-        """Whether it is no worse than the best naive rule, as far as known."""
-        return self.value is None or self.value >= 0
+    def matches_naive(self) -> bool:
+        """Whether the rule is at least as good as the best naive rule, or this is unknown."""
+        return self.error_reduction is None or self.error_reduction >= 0
 
 
-def skill_of(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> Skill:
-    """Return the skill of `rule` over the best of RULES, by `forward_errors`.
+def measure_skill(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) -> Skill:
+    """Return the skill of `rule` over the best of RULES, by `compute_forward_errors`.
 
     Args:
         rule: The rule.
-        points: Measured counts.
+        points: Measured step times.
         scaling: Weak or strong scaling.
     """
     if len(points) < 3:
         return Skill(None, "a + b/N", {})
-    errors = {name: _mean(forward_errors(r, points, scaling)) for name, r in RULES.items()}
+    errors = {
+        name: _average_absolute(compute_forward_errors(r, points, scaling))
+        for name, r in RULES.items()
+    }
     best = min(errors, key=errors.__getitem__)
-    own = _mean(forward_errors(rule, points, scaling))
+    own = _average_absolute(compute_forward_errors(rule, points, scaling))
     if errors[best] == 0:
         return Skill(0.0 if own == 0 else -math.inf, best, errors)
     return Skill(1 - own / errors[best], best, errors)
 
 
-def _mean(errors: dict[int, float]) -> float:
+def _average_absolute(errors: dict[int, float]) -> float:
     return sum(map(abs, errors.values())) / len(errors)

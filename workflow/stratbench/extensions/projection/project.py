@@ -1,4 +1,7 @@
-"""A study's projection: by the replay where it has skill, else by counts; within limits."""
+"""Projects step times of a study to other worker counts, by a replay on links or by a + b/N.
+
+The replay is used where it has skill over naive rules.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,30 @@ from dataclasses import dataclass
 
 from stratbench.cell.text.words import short_time
 from stratbench.extensions.projection import naive
-from stratbench.extensions.projection.limits import refusal, refusal_of_two
-from stratbench.extensions.projection.naive import Measured, Rule, Scaling, Skill
+from stratbench.extensions.projection.limits import (
+    projection_refusal_reason,
+    two_count_refusal_reason,
+)
+from stratbench.extensions.projection.naive import MeasuredStep, Rule, Scaling, Skill
 from stratbench.extensions.projection.replay import NEAR_HOST
 from stratbench.extensions.projection.servers import ServerQueue
 
-#: An interval of one doubling that is wider than this, high over low, is not informative.
+#: Maximum ratio of high to low of an informative interval, for one doubling of workers.
 MAX_SPREAD = 4.0
-#: With fewer measured counts one alone is held out, and the best of three naive rules is near it by luck.
+#: Minimum number of measured counts for a naive rule to replace the replay. With fewer, only one count is
+#: left out, and one of three naive rules is close to it by chance.
 MIN_TO_GIVE_WAY = 4
-#: Minimum standard deviation of ln times: no interval is narrower than a repeat.
+#: Minimum standard deviation of ln times, so that no interval is narrower than the scatter of repeats.
 MIN_SD = 0.01
 BY_COUNTS, BY_LINKS = "a + b/N", "replay on measured links"
 
-#: A step's seconds on so many workers with so many seconds of computing.
-Replayed = Callable[[int, float], float]
+#: Returns the seconds of a step, for a worker count and its seconds of computation.
+StepReplay = Callable[[int, float], float]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Interval of the step's time with 80 % coverage; `middle_s` is the projection."""
+    """Interval of the step's time with 80 % coverage; `middle_s` is the projected time."""
 
     low_s: float
     middle_s: float
@@ -36,53 +43,60 @@ class Interval:
 
 @dataclass(frozen=True)
 class Projection:
-    """The projection to a count: an interval by `rule`, or why there is none (`refused`).
+    """Projection of the step time to a worker count, or the reason why there is none.
 
-    `skill`: that of `rule` on the measured counts, over the best naive rule there. `host_s`: time in which
-    the host issues a step, if that is the limit; else 0.
+    Attributes:
+        workers: Number of workers.
+        nodes: Number of nodes, if known.
+        refusal_reason: Why there is no projection, or None.
+        interval: Projected time with its interval.
+        rule: Name of the rule that projects.
+        step_s_by_naive_rule: Seconds that each naive rule projects.
+        skill: Skill of the rule on the measured counts, over the best naive rule there.
+        host_issue_s: Seconds in which the host issues a step, if that is the limit; else 0.
     """
 
     workers: int
     nodes: int | None
-    refused: str | None
+    refusal_reason: str | None
     interval: Interval | None
     rule: str
-    naive_s: dict[str, float]
+    step_s_by_naive_rule: dict[str, float]
     skill: Skill
-    host_s: float = 0.0
+    host_issue_s: float = 0.0
 
 
 def project(
-    points: Sequence[Measured],
+    points: Sequence[MeasuredStep],
     scaling: Scaling,
     targets: Sequence[tuple[int, int | None]],
-    replayed: Replayed | None = None,
-    slowed: Replayed | None = None,
+    replayed: StepReplay | None = None,
+    slowed: StepReplay | None = None,
     measured_levels: Collection[str] = (),
     queue: Callable[[int], ServerQueue] | None = None,
     unsuited: Callable[[int], str | None] = lambda workers: None,
-    repeats_reach: float = 0.0,
+    repeat_half_width_ln: float = 0.0,
     host_s: float = 0.0,
     served: bool = False,
 ) -> list[Projection]:
-    """Project the step's time to other counts of workers.
+    """Project the time of a step to other worker counts.
 
-    The rule is the replay, if there is one with skill, else a + b/N of the measured counts. A replay gives
-    way if it did worse than the best naive rule on two counts or more, or if its interval says nothing.
-    Where a + b/N has no skill, either, the better naive rule's time is in the interval, and the sentence
-    names it.
+    The rule is the replay, if there is one with skill, else a + b/N of the measured counts. The replay is not
+    used if it was worse than the best naive rule on two counts or more, or if its interval is not
+    informative. If a + b/N has no skill either, the interval is widened to contain the time of the better
+    naive rule.
 
     Args:
-        points: Step times on at least two counts.
-        scaling: What the measured counts have in common: the global batch, or a worker's batch.
-        targets: Workers and nodes (None: unknown) of each wanted count.
-        replayed: The traced step on measured links (`replay`); None without them.
-        slowed: The same with each link as much slower as its times were off their fit; widens the interval.
+        points: Measured step times on at least two worker counts.
+        scaling: Strong if all measured counts have the same global batch, weak if the same batch per worker.
+        targets: Number of workers and of nodes (None if unknown) of each wanted projection.
+        replayed: Replay of the traced step on measured links; None without links.
+        slowed: Replay with each link slower by the error of its fit; widens the interval.
         measured_levels: Levels of the measured links, "within" and "between" nodes.
-        queue: The servers' queue by workers, if their push and pull was measured.
-        unsuited: Why a count cannot be trained at all; None if it can.
-        repeats_reach: How far repeats lie apart (`Evidence`); widens the interval.
-        host_s: Seconds in which the host issues a step on any count, the least that a replayed step takes;
+        queue: Returns the servers' queue for a worker count, if push and pull were measured.
+        unsuited: Returns why a worker count cannot be trained, or None.
+        repeat_half_width_ln: Half-width of the repeats' scatter (`ProjectionInputs`); widens the interval.
+        host_s: Seconds in which the host issues a step on any count, a lower bound of replayed steps;
             0 if unknown.
         served: Whether servers exchange the gradients.
 
@@ -90,59 +104,61 @@ def project(
         A projection for each target, in their order.
     """
     points = sorted(points, key=lambda p: p.workers)
-    name, rule = BY_COUNTS, naive.a_plus_b_over_n
-    skill = naive.skill_of(rule, points, scaling)
+    name, rule = BY_COUNTS, naive.fit_a_plus_b_over_n
+    skill = naive.measure_skill(rule, points, scaling)
     if replayed is not None:
-        by_replay = on_links(replayed, host_s=host_s)
-        its_skill = naive.skill_of(by_replay, points, scaling)
-        held = its_skill.has_any or len(points) < MIN_TO_GIVE_WAY
-        if held and _is_telling(by_replay, points, scaling):
+        by_replay = make_link_rule(replayed, host_s=host_s)
+        its_skill = naive.measure_skill(by_replay, points, scaling)
+        held = its_skill.matches_naive or len(points) < MIN_TO_GIVE_WAY
+        if held and _has_informative_interval(by_replay, points, scaling):
             name, rule, skill = BY_LINKS, by_replay, its_skill
     by_links = name == BY_LINKS
-    more = on_links(replayed, slowed, host_s) if by_links and slowed else rule
+    more = make_link_rule(replayed, slowed, host_s) if by_links and slowed else rule
     projections = []
     for workers, nodes in targets:
-        beside = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
-        reason = unsuited(workers) or refusal(
+        naive_s = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
+        reason = unsuited(workers) or projection_refusal_reason(
             points, workers, nodes, measured_levels, queue, by_links, served
         )
         if not (reason or by_links):
-            reason = _why_not_by_counts(points, scaling, workers)
+            reason = _count_fit_refusal_reason(points, scaling, workers)
         interval, limit_s = None, 0.0
         if not reason:
-            apart = _apart(more, rule, points, scaling, workers)
-            interval = _about(rule, points, scaling, workers, apart)
+            apart = _compute_log_ratio(more, rule, points, scaling, workers)
+            interval = _compute_interval(rule, points, scaling, workers, apart)
             limit_s = host_s if by_links and interval.middle_s <= host_s else 0.0
-            interval = _widened(interval, repeats_reach)
-            if not skill.has_any:
-                interval = _holding(interval, beside[skill.best])
+            interval = _widen_for_repeats(interval, repeat_half_width_ln)
+            if not skill.matches_naive:
+                interval = _widen_to_contain(interval, naive_s[skill.best_naive_rule])
         projections.append(
-            Projection(workers, nodes, reason, interval, name, beside, skill, limit_s)
+            Projection(workers, nodes, reason, interval, name, naive_s, skill, limit_s)
         )
     return projections
 
 
-def _is_telling(rule: Rule, points: Sequence[Measured], scaling: Scaling) -> bool:
-    """Return whether the interval of the next doubling is informative."""
-    return 2 * _reach(rule, points, scaling, 1.0) <= math.log(MAX_SPREAD)
+def _has_informative_interval(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) -> bool:
+    """Return whether the interval for one doubling of workers is informative."""
+    return 2 * _compute_half_width_ln(rule, points, scaling, 1.0) <= math.log(MAX_SPREAD)
 
 
-def _why_not_by_counts(points: Sequence[Measured], scaling: Scaling, workers: int) -> str | None:
-    """Return why a + b/N of the measured counts gives nothing for `workers`, or None."""
-    if reason := refusal_of_two(points, scaling, workers):
+def _count_fit_refusal_reason(
+    points: Sequence[MeasuredStep], scaling: Scaling, workers: int
+) -> str | None:
+    """Return why a + b/N of the measured counts allows no projection to `workers`, or None."""
+    if reason := two_count_refusal_reason(points, scaling, workers):
         return reason
-    if not _is_telling(naive.a_plus_b_over_n, points, scaling):
+    if not _has_informative_interval(naive.fit_a_plus_b_over_n, points, scaling):
         return (
-            "a + b/N is so far off the measured counts that the interval of the next doubling spans more "
-            f"than a factor of {MAX_SPREAD:g}: measure links, or steps on more counts"
+            "a + b/N fits the measured counts so badly that the interval for twice as many workers spans "
+            f"more than a factor of {MAX_SPREAD:g}: measure links, or steps on more counts"
         )
-    if naive.a_plus_b_over_n(points, scaling, workers) <= 0:
-        return "a + b/N falls below zero there: measure links, or steps on more counts"
+    if naive.fit_a_plus_b_over_n(points, scaling, workers) <= 0:
+        return f"a + b/N is below zero at {workers} workers: measure links, or steps on more counts"
     return None
 
 
-def _widened(interval: Interval, reach: float) -> Interval:
-    """Return the interval of a single repeat: the middle one's uncertainty, and that of repeats."""
+def _widen_for_repeats(interval: Interval, reach: float) -> Interval:
+    """Return the interval of a single repeat, from that of the middle repeat and the repeats' scatter."""
     if not reach:
         return interval
     low, middle, high = (math.log(t) for t in (interval.low_s, interval.middle_s, interval.high_s))
@@ -153,70 +169,73 @@ def _widened(interval: Interval, reach: float) -> Interval:
     )
 
 
-def _holding(interval: Interval, step_s: float) -> Interval:
-    """Return the interval, widened to contain a time above zero."""
+def _widen_to_contain(interval: Interval, step_s: float) -> Interval:
+    """Return the interval, widened to contain `step_s` if that is above zero."""
     if step_s <= 0:
         return interval
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
 
 
-def _apart(
-    one: Rule, other: Rule, points: Sequence[Measured], scaling: Scaling, workers: int
+def _compute_log_ratio(
+    one: Rule, other: Rule, points: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> float:
-    """Return the log ratio of two rules' times."""
-    return naive.log_error(one(points, scaling, workers), other(points, scaling, workers))
+    """Return ln of the ratio of two rules' times for a worker count."""
+    return naive.compute_log_error(one(points, scaling, workers), other(points, scaling, workers))
 
 
-def on_links(replayed: Replayed, shown: Replayed | None = None, host_s: float = 0.0) -> Rule:
-    """Return a rule with communication from the replay, and only computation from the counts.
+def make_link_rule(
+    replayed: StepReplay, shown: StepReplay | None = None, host_s: float = 0.0
+) -> Rule:
+    """Return a rule that projects communication by the replay, and computation from the counts.
 
-    Each measured step gives its computation, such that the replay gives the measured time. In weak scaling
-    that is the same at all counts, in strong scaling it is a + b/N. A step takes at least `host_s`: the host
-    issues steps asynchronously, so that the device's steps follow one another in the longer of both times.
+    The computation of each measured step is the one for which the replay gives the measured time. In weak
+    scaling it is equal at all counts, in strong scaling it is a + b/N. A step takes at least `host_s`,
+    since the host issues steps asynchronously and the longer of both times sets the pace.
 
     Args:
-        replayed: Replays a count.
-        shown: Replays the wanted count, if not `replayed`.
-        host_s: Time in which the host issues a step.
+        replayed: Replays a step on measured counts.
+        shown: Replays a step on the projected count, if not `replayed`.
+        host_s: Seconds in which the host issues a step.
     """
 
-    def rule(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
-        compute_s = computing_at(replayed, points, scaling, host_s)(workers)
+    def rule(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
+        compute_s = fit_computation_s(replayed, points, scaling, host_s)(workers)
         return max(host_s, (shown or replayed)(workers, compute_s))
 
     return rule
 
 
-def computing_at(
-    replayed: Replayed, points: Sequence[Measured], scaling: Scaling, host_s: float = 0.0
+def fit_computation_s(
+    replayed: StepReplay, points: Sequence[MeasuredStep], scaling: Scaling, host_s: float = 0.0
 ) -> Callable[[int], float]:
-    """Return a function for seconds of computation on any count, from the measured steps.
+    """Return a function for the seconds of computation on any worker count, fitted to measured steps.
 
     A step that the host may limit gives only an upper bound. It is left out if there are others.
 
     Args:
-        replayed: Replays a count.
-        points: Measured counts.
+        replayed: Replays a step.
+        points: Measured step times.
         scaling: Weak or strong scaling.
-        host_s: Time in which the host issues a step.
+        host_s: Seconds in which the host issues a step.
     """
     full = [p for p in points if p.step_s > NEAR_HOST * host_s] or points
     computing = [
-        Measured(p.workers, computing_of(replayed, p.workers, p.step_s), p.nodes) for p in full
+        MeasuredStep(p.workers, solve_computation_s(replayed, p.workers, p.step_s), p.nodes)
+        for p in full
     ]
     if scaling == "weak":
         compute_s = sum(p.step_s for p in computing) / len(computing)
         return lambda workers: compute_s
-    return lambda workers: max(0.0, naive.a_plus_b_over_n(computing, scaling, workers))
+    return lambda workers: max(0.0, naive.fit_a_plus_b_over_n(computing, scaling, workers))
 
 
-def computing_of(replayed: Replayed, workers: int, step_s: float) -> float:
-    """Return seconds of computation with which the replay takes `step_s`, at least 0.
+def solve_computation_s(replayed: StepReplay, workers: int, step_s: float) -> float:
+    """Return the seconds of computation for which the replay takes `step_s`, at least 0.
 
     Args:
-        replayed: Replays a count.
-        workers: Worker count.
-        step_s: Time of a step.
+        replayed: Replays a step.
+        workers: Number of workers.
+        step_s: Seconds of the step.
     """
     low, high = 0.0, step_s
     if replayed(workers, low) >= step_s:
@@ -227,15 +246,18 @@ def computing_of(replayed: Replayed, workers: int, step_s: float) -> float:
     return (low + high) / 2
 
 
-def left_out_errors(
-    rule: Rule, points: Sequence[Measured], scaling: Scaling
+def compute_left_out_errors(
+    rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling
 ) -> list[tuple[float, float]]:
-    """Return the log error of each count projected from all others, and its distance in doublings.
+    """Return the log error of each count when projected from all others, and its distance.
 
     Args:
         rule: The rule.
-        points: Measured counts.
+        points: Measured step times.
         scaling: Weak or strong scaling.
+
+    Returns:
+        Pairs of ln(projected / measured) and the distance to the nearest other count, in doublings.
     """
     errors = []
     for i, point in enumerate(points):
@@ -244,37 +266,35 @@ def left_out_errors(
             continue
         distance = min(abs(math.log2(point.workers / p.workers)) for p in others)
         projected_s = rule(others, scaling, point.workers)
-        errors.append((naive.log_error(projected_s, point.step_s), distance))
+        errors.append((naive.compute_log_error(projected_s, point.step_s), distance))
     return errors
 
 
-def _about(
-    rule: Rule, points: Sequence[Measured], scaling: Scaling, workers: int, more_sd: float
+def _compute_interval(
+    rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling, workers: int, more_sd: float
 ) -> Interval:
-    """Return the rule's time with an 80 % interval from its errors at left-out counts."""
+    """Return the projected time with its 80 % interval, from the rule's errors at left-out counts."""
     middle_s = rule(points, scaling, workers)
     doublings = max(1.0, math.log2(workers / points[-1].workers))
-    reach = _reach(rule, points, scaling, doublings, more_sd)
+    reach = _compute_half_width_ln(rule, points, scaling, doublings, more_sd)
     return Interval(middle_s * math.exp(-reach), middle_s, middle_s * math.exp(reach))
 
 
-def _reach(
+def _compute_half_width_ln(
     rule: Rule,
-    points: Sequence[Measured],
+    points: Sequence[MeasuredStep],
     scaling: Scaling,
     doublings: float,
     more_sd: float = 0.0,
 ) -> float:
-    """Return the 80 % half-width, in ln, of the step's time around the rule's.
+    """Return the half-width, in ln, of the 80 % interval around the rule's time.
 
-    Infinite for one count.
-
-    Errors are assumed to grow as the root of the doublings (a random walk). Few counts widen it by Student's
-    t.
+    Errors are assumed to grow as the root of the doublings, as in a random walk. With few counts Student's
+    t widens the interval. It is infinite for one count.
     """
     from scipy.special import stdtrit
 
-    errors = left_out_errors(rule, points, scaling)
+    errors = compute_left_out_errors(rule, points, scaling)
     if not errors:
         return math.inf
     mean_square = sum(e * e / max(d, 1.0) for e, d in errors) / len(errors)
@@ -282,30 +302,32 @@ def _reach(
     return float(stdtrit(len(errors), 0.9)) * sd
 
 
-def basis_of(projection: Projection, points: Sequence[Measured]) -> str:
-    """Return a text on the basis of a projection: the measured counts, and the rule."""
+def describe_basis(projection: Projection, points: Sequence[MeasuredStep]) -> str:
+    """Return a text on the basis of a projection: the measured counts and the rule."""
     *some, last = [str(p.workers) for p in points]
     counts = f"{', '.join(some)} and {last}" if some else last
-    text = f"steps measured on {counts} workers, by {_by(projection)}"
-    if projection.skill.value is None:
-        text += "; fewer than three measured counts cannot show its skill"
-    elif not projection.skill.has_any:
-        text += f", though {projection.skill.best} did better on the measured counts"
+    text = f"steps measured on {counts} workers, by {_describe_rule(projection)}"
+    if projection.skill.error_reduction is None:
+        text += "; fewer than three measured counts cannot test this rule"
+    elif not projection.skill.matches_naive:
+        text += (
+            f", though {projection.skill.best_naive_rule} had smaller errors on the measured counts"
+        )
     return text
 
 
-def _by(projection: Projection) -> str:
-    """Return the rule, and the host where it is the limit."""
-    if not projection.host_s:
+def _describe_rule(projection: Projection) -> str:
+    """Return the name of the rule, and a note if the host limits the step."""
+    if not projection.host_issue_s:
         return projection.rule
-    host = short_time(projection.host_s)
-    return f"{projection.rule}, limited by the host, which takes {host} to issue a step"
+    host = short_time(projection.host_issue_s)
+    return f"{projection.rule}, limited by the host, which needs {host} to issue a step"
 
 
-def sentence(projection: Projection, unit: str = "GPUs") -> str:
-    """Return a sentence on a count."""
-    if projection.refused:
-        return f"{projection.workers} {unit}: not projected: {projection.refused}."
+def describe_projected_count(projection: Projection, unit: str = "GPUs") -> str:
+    """Return a sentence on the projected time of a worker count, or why there is none."""
+    if projection.refusal_reason:
+        return f"{projection.workers} {unit}: not projected: {projection.refusal_reason}."
     low, middle, high = (
         short_time(t)
         for t in (
@@ -314,15 +336,16 @@ def sentence(projection: Projection, unit: str = "GPUs") -> str:
             projection.interval.high_s,
         )
     )
-    text = f"{projection.workers} {unit}: {middle} per step (80 %: {low} to {high}), by {_by(projection)}"
-    if projection.skill.value is None:
-        return f"{text}; fewer than three measured counts cannot show its skill."
-    best = projection.skill.best
-    if projection.skill.has_any and projection.rule == BY_COUNTS:
-        return f"{text}; no naive rule did better on the measured counts."
-    if projection.skill.has_any:
-        ratio = f"{1 - projection.skill.value:.2f} times that of {best}"
-        return f"{text}; on the measured counts its error is {ratio}."
-    naive_s = projection.naive_s[best]
-    naive = short_time(naive_s) if naive_s > 0 else "less than nothing here"
-    return f"{text}. On the measured counts it has no skill: {best} did better there, which says {naive}."
+    rule = _describe_rule(projection)
+    text = f"{projection.workers} {unit}: {middle} per step (80 %: {low} to {high}), by {rule}"
+    if projection.skill.error_reduction is None:
+        return f"{text}; fewer than three measured counts cannot test this rule."
+    best = projection.skill.best_naive_rule
+    if projection.skill.matches_naive and projection.rule == BY_COUNTS:
+        return f"{text}; no naive rule had smaller errors on the measured counts."
+    if projection.skill.matches_naive:
+        ratio = f"{1 - projection.skill.error_reduction:.2f} times that of {best}"
+        return f"{text}; on the measured counts the rule's error is {ratio}."
+    naive_s = projection.step_s_by_naive_rule[best]
+    naive = short_time(naive_s) if naive_s > 0 else "a time below zero here"
+    return f"{text}. On the measured counts {best} had smaller errors; it projects {naive}."

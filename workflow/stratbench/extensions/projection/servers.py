@@ -1,4 +1,4 @@
-"""Steps with parameter servers as a queue, and the worker count at which they are saturated."""
+"""Models steps with parameter servers as a queue, and finds where the servers are saturated."""
 
 from __future__ import annotations
 
@@ -7,35 +7,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerQueue:
-    """A closed queue: each worker thinks for `think_s`, then each server serves it in turn.
+    """Closed queue of workers: each computes for `think_s`, then each server serves it in turn.
 
-    `think_s`: its computing, and the latency of what it sends, for which no other worker waits. `demands_s`:
-    seconds of each server for one push and pull of one worker (bytes over its rate, and what it applies).
+    Attributes:
+        think_s: Seconds between two requests of a worker: its computation, and the latency of its
+            messages.
+        service_s_by_server: Seconds that each server needs for one push and pull of one worker.
     """
 
     think_s: float
-    demands_s: tuple[float, ...]
+    service_s_by_server: tuple[float, ...]
 
     @property
-    def knee(self) -> float:
+    def saturation_workers(self) -> float:
         """Number of workers above which the busiest server is the limit: (Z + sum D) / max D."""
-        return (self.think_s + sum(self.demands_s)) / max(self.demands_s)
+        return (self.think_s + sum(self.service_s_by_server)) / max(self.service_s_by_server)
 
 
-def asynchronous(queue: ServerQueue, workers: int) -> float:
-    """Return the seconds between two updates of a worker.
+def compute_asynchronous_step_s(queue: ServerQueue, workers: int) -> float:
+    """Return the seconds between two updates of a worker, if no worker waits for another.
 
     Mean value analysis, exact for exponential service (Reiser and Lavenberg, 1980).
     """
-    waiting = [0.0] * len(queue.demands_s)
+    waiting = [0.0] * len(queue.service_s_by_server)
     rate = 0.0
     for w in range(1, workers + 1):
-        times = [d * (1 + q) for d, q in zip(queue.demands_s, waiting, strict=True)]
+        times = [d * (1 + q) for d, q in zip(queue.service_s_by_server, waiting, strict=True)]
         rate = w / (queue.think_s + sum(times))
         waiting = [rate * t for t in times]
     return workers / rate
 
 
-def synchronous(queue: ServerQueue, workers: int) -> float:
-    """Return seconds of a step that waits for all: equal workers, then each server takes all pushes."""
-    return queue.think_s + workers * max(queue.demands_s)
+def compute_synchronous_step_s(queue: ServerQueue, workers: int) -> float:
+    """Return the seconds of a step that waits for all workers.
+
+    Equal workers compute at the same time, then the busiest server serves all pushes one after the other.
+    """
+    return queue.think_s + workers * max(queue.service_s_by_server)

@@ -1,4 +1,4 @@
-"""The cost of waiting for the slowest of N workers, from the workers' own step times."""
+"""Computes the cost of waiting for the slowest of N workers, from the workers' own step times."""
 
 from __future__ import annotations
 
@@ -10,64 +10,64 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Minimum steps and workers for a distribution of the workers' times.
+#: Minimum number of steps and of workers for a distribution of the workers' times.
 MIN_STEPS, MIN_WORKERS = 20, 2
-#: Levels and times of the distribution of workers whose levels are drawn.
+#: Number of levels, and of times per level, of the distribution with drawn levels.
 LEVELS, VARYING = 64, 256
 
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Workers' own times (workers x steps, above zero), as `own_shares` of their job."""
+    """Relative own times of workers (workers x steps, above zero), as `normalise_own_times` returns."""
 
-    series: NDArray
+    own_times: NDArray
 
-    def slowest(self, workers: int, spreads: float = 0.0) -> float:
-        """Return the mean factor of the slowest of `workers` workers over the mean computation.
+    def mean_slowest_factor(self, workers: int, spreads: float = 0.0) -> float:
+        """Return the mean time of the slowest of `workers` workers, over the mean of all.
 
-        Each has a step of any measured worker, with equal probability: the duration of slow periods makes no
-        difference to the mean step. `spreads` standard deviations are added, in ln.
+        Each worker has a step of any measured worker, with equal probability. The duration of slow periods
+        does not change the mean step. The factor is raised by `spreads` standard deviations, in ln.
         """
-        more = spreads * self._log_sd(workers) if spreads else 0.0
-        return math.exp(_log_slowest(self.series, workers) + more)
+        more = spreads * self._log_slowest_sd(workers) if spreads else 0.0
+        return math.exp(_log_slowest(self.own_times, workers) + more)
 
-    def _log_sd(self, workers: int) -> float:
-        """Return the standard deviation of that, by a jackknife over workers, and from their levels.
+    def _log_slowest_sd(self, workers: int) -> float:
+        """Return the standard deviation of ln of the slowest worker's factor.
 
-        Few measured workers matter as far as each has a level of its own: others may have other levels. A
-        standard deviation of few values is widened as Student's t is.
+        A jackknife over workers gives one part. The other part is that the unmeasured workers may have
+        other levels. Student's t widens it for few workers.
         """
         import numpy as np
         from scipy.special import ndtri, stdtrit
 
-        n = len(self.series)
-        without = [_log_slowest(np.delete(self.series, i, axis=0), workers) for i in range(n)]
+        n = len(self.own_times)
+        without = [_log_slowest(np.delete(self.own_times, i, axis=0), workers) for i in range(n)]
         jackknife = math.sqrt((n - 1) * float(np.var(without)))
-        of_levels = self._log_of_levels(workers) / math.sqrt(n - 1)
+        of_levels = self._log_level_contribution(workers) / math.sqrt(n - 1)
         return float(stdtrit(n - 1, 0.9) / ndtri(0.9)) * math.hypot(jackknife, of_levels)
 
-    def _log_of_levels(self, workers: int) -> float:
-        """Return the contribution of log-normal levels to ln of the slowest."""
+    def _log_level_contribution(self, workers: int) -> float:
+        """Return how much log-normal levels of workers add to ln of the slowest one's factor."""
         import numpy as np
         from scipy.special import ndtri
 
-        logs = np.log(self.series)
+        logs = np.log(self.own_times)
         levels = logs.mean(axis=1)
-        varying = np.quantile(logs - levels[:, None], _middles(VARYING))
-        drawn = levels.std(ddof=1) * ndtri(_middles(LEVELS))
+        varying = np.quantile(logs - levels[:, None], _midpoints(VARYING))
+        drawn = levels.std(ddof=1) * ndtri(_midpoints(LEVELS))
         both = np.exp(varying + drawn[:, None])
         return _log_slowest(both, workers) - _log_slowest(np.exp(varying), workers)
 
 
-def _middles(n: int) -> NDArray:
-    """Return the middles of n equal parts of 0 to 1."""
+def _midpoints(n: int) -> NDArray:
+    """Return the midpoints of n equal parts of the interval from 0 to 1."""
     import numpy as np
 
     return (np.arange(n) + 0.5) / n
 
 
 def _log_slowest(times: NDArray, workers: int) -> float:
-    """Ln of the largest of `workers` times, each any of `times`, over their mean."""
+    """Return ln of the mean maximum of `workers` draws from `times`, over the mean of `times`."""
     import numpy as np
 
     ordered = np.sort(times, axis=None)
@@ -75,12 +75,13 @@ def _log_slowest(times: NDArray, workers: int) -> float:
     return math.log(float(ordered @ np.diff(share**workers)) / float(ordered.mean()))
 
 
-def own_shares(times: NDArray) -> NDArray:
-    """Return times (workers x steps, above zero) over their mean, without a step's common part.
+def normalise_own_times(times: NDArray) -> NDArray:
+    """Return times (workers x steps, above zero) over their mean, without each step's common part.
 
-    A delay common to all makes none wait. ln of a time is the worker's level, the step's common part and the
-    worker's own. The covariance of workers is the common part's variance, and its best linear prediction
-    (Henderson 1975) is subtracted from each step. The rest is scaled to the own part's variance.
+    A delay that all workers share makes none of them wait. ln of a time is the sum of the worker's level,
+    the step's common part and the worker's own part. The covariance of workers is the variance of the
+    common part. Its best linear prediction (Henderson 1975) is subtracted from each step. The rest is
+    scaled to the variance of the own part.
     """
     import numpy as np
 
@@ -98,8 +99,8 @@ def own_shares(times: NDArray) -> NDArray:
     return times / times.mean()
 
 
-def stragglers_of(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
-    """Return the stragglers of one count's repeats, or None without long enough series."""
+def fit_stragglers(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
+    """Return the stragglers in one count's repeats, or None if the series are too short."""
     import numpy as np
 
     factors = []
@@ -109,8 +110,8 @@ def stragglers_of(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
         if len(series) < MIN_WORKERS or steps < MIN_STEPS:
             return None
         own = np.array([s[-steps:] for s in series])
-        if not own.all():  # below the clock's resolution
+        if not own.all():  # a time below the clock's resolution
             return None
-        factors.append(own_shares(own))
+        factors.append(normalise_own_times(own))
     steps = min((own.shape[1] for own in factors), default=0)
     return Stragglers(np.concatenate([own[:, -steps:] for own in factors])) if factors else None

@@ -1,6 +1,6 @@
-"""projection.csv: a row for each measured and each projected count of a strategy.
+"""Writes projection.csv, with a row for each measured and each projected count of a strategy.
 
-Intervals hold 80 of 100 cases. Measured rows have the range of their repeats.
+Intervals have 80 % coverage. Measured rows have the range of their repeats.
 """
 
 from __future__ import annotations
@@ -13,22 +13,33 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.extensions.projection.evidence import ProjectionInputs, step_times
-from stratbench.extensions.projection.memory import Peak
-from stratbench.extensions.projection.naive import ideal
-from stratbench.extensions.projection.project import Projection, basis_of
+from stratbench.extensions.projection.evidence import ProjectionInputs, compute_step_times_s
+from stratbench.extensions.projection.memory import ProjectedPeak
+from stratbench.extensions.projection.naive import scale_perfectly
+from stratbench.extensions.projection.project import Projection, describe_basis
 
 
 @dataclass(frozen=True)
 class Row:
-    """A count of a strategy. `kind`: measured, projected or refused (`reason`); empty texts are not known.
+    """A row of projection.csv: a strategy on a number of workers.
 
-    `step`: seconds of a global batch; `train`: of the study's whole training; `target`: of the training
-    until the score that the config asks for. `gpu_hours` and, where GPUs have a price, `cost`: of the
-    training, or as `target_...` until that score; without servers, start and evaluation. `memory`: a
-    worker's peak, in bytes. Each low, middle, high.
-    `evidence`: from what it is projected. `skill`: on the measured counts, 1 no error, 0 the best naive
-    rule's. `host_s`: in which the host issues a step, where that is the limit.
+    Low, middle and high values belong to an interval. An empty text means unknown.
+
+    Attributes:
+        kind: measured, projected or refused.
+        step_s: Seconds per global batch.
+        efficiency: Time with perfect scaling from the smallest measured count, divided by the time.
+        train_s: Seconds of the whole training of the study.
+        target_s: Seconds of the training until the target score.
+        gpu_hours: GPU-hours of the training, without servers, start and evaluation.
+        cost: Cost of these GPU-hours, if GPUs have a price.
+        target_gpu_hours: GPU-hours until the target score.
+        memory_bytes: Peak memory of a worker.
+        evidence: Measurements on which the projection rests.
+        rule: Name of the rule that projects.
+        skill: Skill on the measured counts: 1 without error, 0 as good as the best naive rule.
+        reason: Why nothing is projected.
+        host_s: Seconds in which the host issues a step, if that is the limit.
     """
 
     experiment: str
@@ -67,7 +78,7 @@ class Row:
     memory_low_bytes: float | None = None
     memory_bytes: float | None = None
     memory_high_bytes: float | None = None
-    #: Why there is no time to the target, if the config has one.
+    #: Why the time to the target score is unknown, if the config has a target.
     why_no_target: str = ""
     evidence: str = ""
     rule: str = ""
@@ -80,120 +91,140 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Properties of a strategy's trainings: the batches of one by count, and the fraction to the target.
+class TrainingFacts:
+    """Properties of a strategy's trainings that turn step times into times and costs.
 
-    `to_target`: (low, high) of the training time, None where it is not known; then `why_no_target`, if
-    one was asked for. `price`: of a GPU for an hour; None: not known, or no GPU.
+    Attributes:
+        steps_by_count: Number of steps of a training, by worker count.
+        target_share_range: Minimum and maximum fraction of the training time until the target score;
+            None if unknown.
+        no_target_reason: Why that fraction is unknown, if the config has a target.
+        price_per_gpu_hour: Price of a GPU per hour; None if unknown or without GPUs.
     """
 
-    steps: Mapping[int, int]
-    to_target: tuple[float, float] | None
-    why_no_target: str = ""
-    price: float | None = None
+    steps_by_count: Mapping[int, int]
+    target_share_range: tuple[float, float] | None
+    no_target_reason: str = ""
+    price_per_gpu_hour: float | None = None
 
 
-def rows_of(
+def make_rows(
     evidence: ProjectionInputs,
     base: str,
     projections: Sequence[Projection],
-    peaks: Mapping[int, Peak | None],
-    whole: Whole,
+    peaks: Mapping[int, ProjectedPeak | None],
+    facts: TrainingFacts,
 ) -> list[Row]:
-    """Return the rows of one strategy: measured counts, then the others.
+    """Return the rows of one strategy: measured counts, then projected ones.
 
     Args:
         evidence: Measurements of the strategy.
-        base: Its strategy, if a variant.
-        projections: Its projections.
-        peaks: Peak memory by count.
-        whole: Its trainings.
+        base: Name of the strategy that a variant is based on.
+        projections: Projections of the strategy.
+        peaks: Peak memory of a worker, by worker count.
+        facts: Properties of the strategy's trainings.
     """
     common = {
         "experiment": evidence.experiment, "model": evidence.model, "strategy": evidence.strategy,
-        "base": base, "scaling": evidence.scaling, "device": evidence.gpu or "CPU",
-        "why_no_target": whole.why_no_target,
+        "base": base, "scaling": evidence.scaling, "device": evidence.gpu_name or "CPU",
+        "why_no_target": facts.no_target_reason,
     }  # fmt: skip
     rows = []
-    for point, records in zip(evidence.points, evidence.records, strict=True):
-        times = step_times(records)
+    for point, records in zip(evidence.measured_steps, evidence.records_by_count, strict=True):
+        times = compute_step_times_s(records)
         used = sorted(r["memory"]["peak_bytes"] for r in records if r["memory"]["peak_bytes"])
         memory = (used[0], used[len(used) // 2], used[-1]) if used and not evidence.on_cpu else None
         rows.append(
             Row(
                 **common, workers=point.workers, nodes=point.nodes, kind="measured",
-                **_times(evidence, whole, point.workers, min(times), point.step_s, max(times)),
-                **_three("memory", "_bytes", memory),
+                **_make_time_columns(evidence, facts, point.workers, min(times), point.step_s, max(times)),
+                **_make_interval_columns("memory", "_bytes", memory),
             )
         )  # fmt: skip
     for p in projections:
-        i, peak = p.interval, peaks.get(p.workers)
-        times = _times(evidence, whole, p.workers, i.low_s, i.middle_s, i.high_s) if i else {}
-        memory = (peak.low, peak.middle, peak.high) if peak and i else None
+        i, peak, naive_s = p.interval, peaks.get(p.workers), p.step_s_by_naive_rule
+        times = (
+            _make_time_columns(evidence, facts, p.workers, i.low_s, i.middle_s, i.high_s)
+            if i
+            else {}
+        )
+        memory = (peak.low_bytes, peak.middle_bytes, peak.high_bytes) if peak and i else None
         rows.append(
             Row(
-                **common, workers=p.workers, nodes=p.nodes, kind="refused" if p.refused else "projected",
-                **times, **_three("memory", "_bytes", memory),
-                evidence=basis_of(p, evidence.points) if i else "", rule=p.rule if i else "",
-                skill=p.skill.value, reason=p.refused or "", perfect_s=p.naive_s["perfect"],
-                same_loss_s=p.naive_s["same loss per doubling"], a_plus_b_s=p.naive_s["a + b/N"],
-                host_s=p.host_s or None,
+                **common, workers=p.workers, nodes=p.nodes,
+                kind="refused" if p.refusal_reason else "projected", **times,
+                **_make_interval_columns("memory", "_bytes", memory),
+                evidence=describe_basis(p, evidence.measured_steps) if i else "", rule=p.rule if i else "",
+                skill=p.skill.error_reduction, reason=p.refusal_reason or "", perfect_s=naive_s["perfect"],
+                same_loss_s=naive_s["same loss per doubling"], a_plus_b_s=naive_s["a + b/N"],
+                host_s=p.host_issue_s or None,
             )
         )  # fmt: skip
     return rows
 
 
-def _times(
-    evidence: ProjectionInputs, whole: Whole, workers: int, *step_s: float
+def _make_time_columns(
+    evidence: ProjectionInputs, facts: TrainingFacts, workers: int, *step_s: float
 ) -> dict[str, float | None]:
-    """Return step, efficiency, time and cost of the training and to the target.
+    """Return the columns of step, efficiency, training and target, from low, middle and high step times.
 
     They follow from the step's low, middle and high time.
     """
-    ideal_s = ideal(evidence.points[0], evidence.scaling, workers)
-    trained = [t * whole.steps[workers] for t in step_s]
-    # A long step is a low efficiency.
+    ideal_s = scale_perfectly(evidence.measured_steps[0], evidence.scaling, workers)
+    trained = [t * facts.steps_by_count[workers] for t in step_s]
+    # The highest step time gives the lowest efficiency.
     efficiencies = [ideal_s / t for t in reversed(step_s)]
     target = None
-    if whole.to_target is not None:
-        low, high = whole.to_target
+    if facts.target_share_range is not None:
+        low, high = facts.target_share_range
         target = (trained[0] * low, trained[1] * (low + high) / 2, trained[2] * high)
     return (
-        _three("step", "_s", step_s)
-        | _three("efficiency", "", efficiencies)
-        | _three("train", "_s", trained)
-        | _three("target", "_s", target)
-        | _paid("", trained, workers, whole.price)
-        | _paid("target_", target, workers, whole.price)
+        _make_interval_columns("step", "_s", step_s)
+        | _make_interval_columns("efficiency", "", efficiencies)
+        | _make_interval_columns("train", "_s", trained)
+        | _make_interval_columns("target", "_s", target)
+        | _make_cost_columns("", trained, workers, facts.price_per_gpu_hour)
+        | _make_cost_columns("target_", target, workers, facts.price_per_gpu_hour)
     )
 
 
-def _paid(
-    of: str, times_s: Sequence[float] | None, workers: int, price: float | None
+def _make_cost_columns(
+    prefix: str, times_s: Sequence[float] | None, workers: int, price: float | None
 ) -> dict[str, float | None]:
-    """GPU-hours of times on so many workers, and what they cost."""
+    """Return the columns of GPU-hours and cost of some times on a number of workers.
+
+    Args:
+        prefix: Prefix of the columns' names.
+        times_s: Low, middle and high seconds, or None if unknown.
+        workers: Number of workers.
+        price: Price of a GPU per hour, or None.
+    """
     hours = times_s and [t * workers / 3600 for t in times_s]
     cost = None if price is None or hours is None else [h * price for h in hours]
-    return _three(f"{of}gpu_hours", "", hours) | _three(f"{of}cost", "", cost)
+    return _make_interval_columns(f"{prefix}gpu_hours", "", hours) | _make_interval_columns(
+        f"{prefix}cost", "", cost
+    )
 
 
-def _three(name: str, unit: str, values: Sequence[float] | None) -> dict[str, float | None]:
+def _make_interval_columns(
+    name: str, unit: str, values: Sequence[float] | None
+) -> dict[str, float | None]:
     keys = (f"{name}_low{unit}", f"{name}{unit}", f"{name}_high{unit}")
     return dict(zip(keys, values or (None, None, None), strict=True))
 
 
-def unfit_rows(evidence: ProjectionInputs, base: str, counts: Sequence[int]) -> list[Row]:
-    """Return an unsupported row per count, for a strategy that cannot be projected.
+def make_unfit_rows(evidence: ProjectionInputs, base: str, counts: Sequence[int]) -> list[Row]:
+    """Return a refused row per worker count, for a strategy that cannot be projected.
 
     Args:
         evidence: Measurements of the strategy.
-        base: Its strategy, if a variant.
+        base: Name of the strategy that a variant is based on.
         counts: Worker counts.
     """
     return [
         Row(
-            evidence.experiment, evidence.model, evidence.strategy, base, "", evidence.gpu or "CPU",
-            workers, None, "refused", reason=evidence.unfit,
+            evidence.experiment, evidence.model, evidence.strategy, base, "", evidence.gpu_name or "CPU",
+            workers, None, "refused", reason=evidence.unfit_reason,
         )
         for workers in counts
     ]  # fmt: skip
@@ -204,12 +235,12 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     names = [f.name for f in fields(Row)]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
-    writer.writerows([_text(getattr(row, name)) for name in names] for row in rows)
+    writer.writerows([_format_field(getattr(row, name)) for name in names] for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text.getvalue())
 
 
-def _text(value: Any) -> Any:
+def _format_field(value: Any) -> Any:
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else value

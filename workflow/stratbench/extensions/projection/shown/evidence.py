@@ -1,4 +1,4 @@
-"""A projection as evidence of a decision: candidates on unmeasured numbers of workers."""
+"""Adds projections to a decision: candidates on numbers of workers that were not measured."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from stratbench.extensions.projection.shown.projected import (
 
 
 class ProjectionEvidence(Evidence):
-    """A projection.csv.
+    """Evidence of a decision from a projection.csv.
 
     Args:
-        projected: Projections by the number of workers, of those that the constraints allow.
-        crossings: Sentences on where the lead passes from one strategy to another.
+        projected: Projections by strategy and number of workers, within the constraints.
+        crossings: Sentences on where the fastest strategy changes, by experiment and model.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class ProjectionEvidence(Evidence):
     def extend(
         self, question: Question, candidates: Sequence[Candidate], constraints: Constraints
     ) -> Iterator[Candidate]:
-        """Yield each strategy on the available GPUs, if that count was not measured, and on fewer.
+        """Yield each strategy on the available GPUs, if not measured there, and on fewer GPUs.
 
-        Its time is that of the projection, with an interval of 80 %. Its score is that of the largest
-        measured number of workers. If nothing is projected to all GPUs, the strategy's candidates say why.
+        The time is the projected one, with an interval of 80 %. The score is that of the largest measured
+        number of workers. If nothing is projected to all GPUs, the strategy's candidates state the reason.
 
         Args:
             question: Experiment and model.
@@ -55,7 +55,7 @@ class ProjectionEvidence(Evidence):
             usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
             by_count = self.projected.get((*question, name), {}) if usable else {}
             requested = by_count.get(
-                constraints.gpus, Projected(why_not_projected(usable, constraints.gpus))
+                constraints.gpus, Projected(missing_projection_reason(usable, constraints.gpus))
             )
             for c in line:
                 c.not_projected = requested.reason
@@ -64,28 +64,28 @@ class ProjectionEvidence(Evidence):
                     yield make_candidate(usable, gpus, made)
 
     def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
-        """Yield where the lead passes on, on other numbers of workers."""
+        """Yield sentences on other worker counts, at which another strategy is fastest."""
         if choice.projected:
             for sentence in self.crossings.get(question, ()):
                 yield f"Another number of workers: {sentence}"
 
 
 def read_evidence(path: str, constraints: Constraints) -> Evidence:
-    """Return the evidence of a projection.csv; none if `path` is ""."""
+    """Return the evidence of a projection.csv, or none if `path` is ""."""
     if not path:
         return Evidence()
     return ProjectionEvidence(read_projection(path, constraints.gpus), read_crossings(path))
 
 
 def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> Candidate:
-    """Return a strategy as projected to so many workers.
+    """Return a candidate: a strategy as projected to a number of workers.
 
     Args:
-        usable: Its usable measured candidates.
+        usable: Measured candidates of the strategy that can be used.
         gpus: Number of workers.
         made: The projection.
     """
-    low_s, middle_s, high_s = made.train_s
+    low_s, middle_s, high_s = made.train_range_s
     candidate = replace(
         usable[-1],
         gpus=gpus,
@@ -96,7 +96,7 @@ def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> C
         time_s=middle_s,
         time_low_s=low_s,
         time_high_s=high_s,
-        memory_bytes=made.memory_bytes,
+        memory_bytes=made.memory_high_bytes,
         score_loss_upper=None,
         held_s=None,
         present=None,
@@ -109,18 +109,18 @@ def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> C
     return candidate
 
 
-def why_not_projected(usable: list[Candidate], gpus: int) -> str:
-    """Return why there is no projection of a strategy at all."""
+def missing_projection_reason(usable: list[Candidate], gpus: int) -> str:
+    """Return why a strategy has no projection to a number of workers."""
     if not usable:
-        return "none of its records can be used"
+        return "none of its records is usable"
     if gpus < (least := usable[0].gpus):
-        return f"{least} workers are the fewest that were measured"
-    return "nothing was projected; `snakemake decide` does so beside the study's records"
+        return f"the smallest measured count is {least} workers"
+    return "nothing was projected; `snakemake decide` does so from the study's records"
 
 
 def describe_projection(first: Candidate, made: Projected) -> str:
-    """Return a text on a projected candidate: values with intervals, and their basis."""
-    (low_s, step_s, high_s), (least, share, most) = made.step_s, made.efficiency
+    """Return a text on a projected candidate: its values with intervals, and the evidence."""
+    (low_s, step_s, high_s), (least, share, most) = made.step_range_s, made.efficiency_range
     parts = [
         f"It would train in {describe_amount(first)}{unit_of_cost(first)}",
         f"at {short_time(step_s)} per global batch (80 %: {short_time(low_s)} to {short_time(high_s)})",
@@ -128,16 +128,16 @@ def describe_projection(first: Candidate, made: Projected) -> str:
     ]
     peak = first.memory_bytes
     parts.append(
-        "a peak of memory that is not known"
+        "an unknown peak memory"
         if peak is None
-        else f"a peak of up to {bytes_text(peak)} per worker"
+        else f"a peak memory of up to {bytes_text(peak)} per worker"
     )
     text = f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}."
-    if made.target_s is not None:
-        low_s, middle_s, high_s = map(short_time, made.target_s)
+    if made.target_range_s is not None:
+        low_s, middle_s, high_s = map(short_time, made.target_range_s)
         paid = "" if made.target_cost is None else f", at a cost of {made.target_cost:.3g}"
         text += (
-            f" The target score takes {middle_s} of it (80 %: {low_s} to {high_s}), "
-            f"{hours_text(made.target_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
+            f" The target score is reached after {middle_s} (80 %: {low_s} to {high_s}), with "
+            f"{hours_text(made.target_gpu_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
         )
     return f"{text} Evidence: {made.evidence}."
