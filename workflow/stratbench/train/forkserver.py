@@ -1,20 +1,21 @@
-"""The fork server: imports PyTorch once and forks the processes of cells for a fast start.
+"""The fork server: a process that imports PyTorch once, and forks the processes of cells.
 
-A launcher starts one for its cell. Cells on the CPUs of one machine share the import, whatever their number
-of threads. Snakemake starts a server for them and names its folder in STRATBENCH_FORK_SERVER. That server
-imports PyTorch when the first cell asks. So do cells in one SLURM job. A cell on GPUs has a server of its
-own, started with its choice of GPUs, unless the shared one was started with the same.
+Cells on the CPUs of one machine, or in one SLURM job, share a fork server. Snakemake starts it and names its
+folder in STRATBENCH_FORK_SERVER. It imports PyTorch when the first cell connects. A cell on GPUs has a server
+of its own, started with the cell's GPUs, unless the shared server was started with the same GPUs.
 
-Each process has its own connection between its launcher and the server: a socket in a folder that only their
-user can open. A line of JSON asks for the process; its pid and, at the end, its exit code come back. If the
-launcher's end of the connection closes, the process is killed. If the server dies, its processes die too.
+Each process has a connection between its launcher and the server: a socket in a folder that only the user can
+open. The launcher sends a line of JSON, and receives the pid and later the exit code. If the launcher closes
+the connection, the process is killed. If the server ends, its processes end too.
 """
 
 from __future__ import annotations
 
 import signal
 
-if __name__ == "__main__":  # from the start: see _Server
+if (
+    __name__ == "__main__"
+):  # before the imports, which take long: Ctrl-C must not end the server (_Server)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 import atexit
@@ -42,19 +43,20 @@ from stratbench.telemetry.heartbeat import STACK_SIGNAL
 from stratbench.train.gpu_locks import VARIABLE as VISIBLE_GPUS
 from stratbench.train.locks import scratch
 
-#: The folder of the server that the cells of this run share.
+#: Environment variable with the folder of the server that the cells of this run share.
 FOLDER_VARIABLE = "STRATBENCH_FORK_SERVER"
-#: The GPUs that it sees, as CUDA_VISIBLE_DEVICES named them when it started.
+#: Environment variable with the value of CUDA_VISIBLE_DEVICES at the start of the shared server.
 GPUS_VARIABLE = "STRATBENCH_FORK_SERVER_GPUS"
-_ANSWER = struct.Struct("!i")  # a greeting, a pid or the negative error of the fork, an exit code
+#: An answer of the server: 0 as a greeting, a pid or the negative error number of the fork, or an exit code.
+_ANSWER = struct.Struct("!i")
 _REQUEST_TIMEOUT_S = 10.0
 _ACCEPT_AGAIN_S = 0.1
 
 
 class ForkServer:
-    """A fork server of this process.
+    """A fork server that belongs to this process.
 
-    When this process ends, the server ends too, after what it has forked.
+    When this process ends, the server waits for the processes that it has forked, and ends too.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,32 +66,33 @@ class ForkServer:
             listener.listen(128)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "stratbench.train.forkserver", str(listener.fileno())],
-                stdin=subprocess.PIPE,  # its end tells the server of ours
+                stdin=subprocess.PIPE,  # its closing tells the server that this process has ended
                 pass_fds=[listener.fileno()],
                 env=os.environ
                 | {
-                    # Read once, when PyTorch is loaded. How many threads a process has it says
-                    # itself, by `torch.set_num_threads`.
+                    # PyTorch reads it once, when it is loaded. Each forked process sets its number of threads
+                    # by `torch.set_num_threads`.
                     "OMP_NUM_THREADS": "1",
-                    # Whether there is a GPU is asked of NVML: asked of CUDA, forks could not use it.
+                    # PyTorch asks NVML whether there is a GPU. Forked processes could not use CUDA if the
+                    # server had initialised it.
                     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
                 },
             )
 
     def stop(self) -> None:
-        """Kill the server, and with it what it has forked. While it imports PyTorch it hears nothing else."""
+        """Kill the server, even while it imports PyTorch, and the processes that it has forked."""
         self._process.kill()
         self._process.wait()
 
 
 class Process:
-    """A process that a fork server forks: the function of `entry` (`function_of`), called with `args`.
+    """A process that a fork server forks. It calls the function of `entry` (`function_of`) with `args`.
 
-    It has the environment and the working directory of its launcher. Attributes are those of
+    It has the environment and the working directory of its launcher. Its attributes are those of
     `multiprocessing.Process`.
     """
 
-    #: Whether it starts processes that count as its own.
+    #: Whether the process starts further processes, which belong to it.
     starts_others = False
 
     def __init__(self, server: Path, name: str, entry: str, *args: str | int) -> None:
@@ -101,7 +104,11 @@ class Process:
         self._request = {"entry": entry, "args": args}
 
     def start(self) -> None:
-        """Have the server fork it. Raises OSError if the server cannot be reached or ends before."""
+        """Let the server fork the process.
+
+        Raises:
+            OSError: If the server cannot be reached, cannot fork, or ends before.
+        """
         request = self._request | {"env": dict(os.environ), "cwd": os.getcwd()}
         self.sentinel.connect(os.fspath(self._server))
         greeting = _receive(self.sentinel)
@@ -115,10 +122,10 @@ class Process:
             raise ConnectionError(f"the fork server ended before {self.name} could start")
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, which sets `exitcode`: negative if a signal killed it."""
+        """Wait for the end of the process, and set `exitcode`, negative if a signal has killed it."""
         if self.exitcode is None and wait([self.sentinel], timeout):
             code = _receive(self.sentinel)
-            self.exitcode = -signal.SIGKILL if code is None else code  # it dies with its server
+            self.exitcode = -signal.SIGKILL if code is None else code  # None: the server was killed
             self.sentinel.close()
 
     def is_alive(self) -> bool:
@@ -126,14 +133,14 @@ class Process:
         return self.exitcode is None
 
     def kill(self) -> None:
-        """Have the server kill it; returns before it has ended."""
+        """Let the server kill the process, without waiting for its end."""
         with contextlib.suppress(OSError):
             self.sentinel.shutdown(socket.SHUT_WR)
 
 
 @contextmanager
 def fork_server(may_share: bool) -> Iterator[Path]:
-    """Yield the address of the fork server that this run's cells share, or of one for this block."""
+    """Yield the address of the shared fork server, or of a new one that ends with this context."""
     shared = _shared() if may_share else None
     if shared is not None:
         print("PyTorch is imported already: this run's cells share a fork server", flush=True)
@@ -149,7 +156,7 @@ def fork_server(may_share: bool) -> Iterator[Path]:
 
 @contextmanager
 def shared_server() -> Iterator[None]:
-    """Let the launchers that this process starts share a fork server."""
+    """Start a fork server that all launchers share which this process starts within the context."""
     with scratch() as folder:
         server = ForkServer(folder)
         os.environ[FOLDER_VARIABLE] = str(folder)
@@ -163,13 +170,13 @@ def shared_server() -> Iterator[None]:
 
 
 def shares_gpus() -> bool:
-    """Return whether the shared server was started with a choice of GPUs, and with this process's."""
+    """Return whether the shared server was started with the GPUs that this process has chosen."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return chosen != "" and chosen == os.environ.get(GPUS_VARIABLE)
 
 
 def share_until_exit() -> None:
-    """`shared_server` until this process ends; if there can be none, cells start their own."""
+    """Start a shared fork server until this process ends. If that fails, each cell starts its own."""
     stack = contextlib.ExitStack()
     try:
         stack.enter_context(shared_server())
@@ -179,12 +186,12 @@ def share_until_exit() -> None:
 
 
 def address(folder: str | Path) -> Path:
-    """Return where the server listens. Each Python environment has an address of its own."""
+    """Return the path of the server's socket. Each Python environment has a path of its own."""
     return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}"
 
 
 def _shared() -> Path | None:
-    """Return the shared server, if there is one that has imported what it needs."""
+    """Return the address of the shared server, or None if there is none that has imported PyTorch."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         return None
@@ -198,7 +205,7 @@ def _shared() -> Path | None:
 
 
 def _receive(connection: socket.socket) -> int | None:
-    """Return the next answer, or None where the other side has ended."""
+    """Return the next answer of the server, or None if the server has ended."""
     try:
         answer = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
     except ConnectionError:
@@ -207,20 +214,23 @@ def _receive(connection: socket.socket) -> int | None:
 
 
 class _Server:
-    """The server's own process: one loop over requests, ends of launchers and ends of children."""
+    """The server's process. One loop handles requests, launchers that end, and children that exit."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._entries: dict[str, Callable[..., Any]] = {}
-        self._children: dict[int, socket.socket] = {}  # by pid
+        self._children: dict[int, socket.socket] = {}  # pid -> connection to its launcher
         self._has_owner = True
-        self._alive, self._alive_here = os.pipe()  # the other end's end is this process's
+        # Children wait for the pipe's end of file, which tells them that this process has ended.
+        self._alive, self._alive_here = os.pipe()
         self._wake, wake = socket.socketpair()
         wake.setblocking(False)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launchers' business
-        signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what it forks begins so
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers handle Ctrl-C
+        signal.signal(
+            STACK_SIGNAL, signal.SIG_IGN
+        )  # forked processes inherit this until they set a handler
         self._selector = selectors.DefaultSelector()
         for source, action in (
             (listener, self._accept),
@@ -231,7 +241,7 @@ class _Server:
         self._wake_sender = wake
 
     def run(self) -> None:
-        """Serve until the owner has ended and all children have."""
+        """Handle events until the owner and all children have ended."""
         while self._has_owner or self._children:
             for key, _ in self._selector.select():
                 key.data(key.fileobj)
@@ -242,14 +252,14 @@ class _Server:
         path = Path(self._listener.getsockname())
         self._listener.close()
         self._has_owner = False
-        with contextlib.suppress(OSError):  # an owner that was killed has left its folder
+        with contextlib.suppress(OSError):  # an owner that was killed has not removed its folder
             path.unlink()
             path.parent.rmdir()
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:  # no descriptor is free: the next one to end gives some back
+        except OSError:  # no file descriptor is free until a connection ends
             time.sleep(_ACCEPT_AGAIN_S)
             return
         if not self._entries:
@@ -282,10 +292,14 @@ class _Server:
         self._answer(connection, pid)
 
     def _launcher_ended(self, connection: socket.socket, pid: int) -> None:
-        if self._children.get(pid) is not connection:  # reaped since the look that heard of both
+        if (
+            self._children.get(pid) is not connection
+        ):  # `_reap` has handled the child in the same round
             return
         self._selector.unregister(connection)
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so it is still this child's
+        os.kill(
+            pid, signal.SIGKILL
+        )  # the child is not reaped yet, so that the pid is still its own
 
     def _reap(self, wake: socket.socket) -> None:
         wake.recv(4096)
@@ -301,11 +315,11 @@ class _Server:
 
     @staticmethod
     def _answer(connection: socket.socket, number: int) -> None:
-        with contextlib.suppress(OSError):  # its launcher has ended
+        with contextlib.suppress(OSError):  # the launcher may have ended
             connection.sendall(_ANSWER.pack(number))
 
     def _be_child(self, request: dict[str, Any]) -> None:
-        """Become the requested process. Never returns."""
+        """Run the requested function in the forked process, and exit."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -333,20 +347,20 @@ class _Server:
 
 
 def entries() -> dict[str, Callable[..., Any]]:
-    """Return the functions that a process can run, by name. Imports PyTorch."""
+    """Import PyTorch, and return the functions that a forked process can run, by name."""
     import stratbench.workload.with_torch  # noqa: F401
     from stratbench.train import worker
 
-    gc.freeze()  # else every full collection in a child would look at these objects
+    gc.freeze()  # full garbage collections in children then skip the objects that exist now
     return {"worker": worker.main, "server": worker.serve_parameters}
 
 
 def function_of(entry: str, listed: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the function of an entry: a listed one, or `module:name`, which is imported."""
+    """Return the function of an entry, which is a name in `listed`, or `module:name`."""
     module, _, name = entry.partition(":")
     return listed[entry] if entry in listed else getattr(import_module(module), name)
 
 
 if __name__ == "__main__":
     _Server(socket.socket(fileno=int(sys.argv[1]))).run()
-    os._exit(0)  # at once: to clear away what was imported would take 0.5 s
+    os._exit(0)  # without clean-up, which would take 0.5 s for the imported modules

@@ -21,7 +21,12 @@ from stratbench.workload.users_code import ModelError
 
 
 def check_inputs(data: Path, s: Settings) -> None:
-    """Raise ModelError or DataError if a user's code or the prepared data do not match the settings."""
+    """Check that the user's code and the prepared data are those of the settings.
+
+    Raises:
+        ModelError: If the user's code has changed.
+        DataError: If the prepared data do not match or do not suit the settings.
+    """
     files = strategy_class(s.strategy).files(s.options)
     if files and users_code.digest_of(files) != s.options["sha256"]:
         names = names_text(list(files))
@@ -35,9 +40,12 @@ def check_inputs(data: Path, s: Settings) -> None:
 
 
 def check_data(folder: Path, s: Settings) -> None:
-    """Raise DataError if the prepared data do not match or do not suit the settings.
+    """Check the prepared data by their meta data, and a user's own data by their sizes as well.
 
-    Built-in data were checked with the config. Little was known then of a user's own data.
+    Sizes of a user's own data are not known before they are prepared.
+
+    Raises:
+        DataError: If the prepared data do not match or do not suit the settings.
     """
     meta = prepared.read_meta(folder)
     check_spec(meta, folder, s)
@@ -55,14 +63,18 @@ def check_data(folder: Path, s: Settings) -> None:
 
 
 def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
-    """Raise DataError if the metadata in `folder` are of another data set than the settings'.
+    """Check that a folder has the data set of the settings.
 
-    The other may have the same name: another config's with the same results, or an earlier state of it.
+    Another data set may have the same name: that of another config with the same `results`, or an older
+    version.
 
     Args:
-        meta: Metadata of the prepared data set.
-        folder: Its folder.
+        meta: Meta data of the prepared data set.
+        folder: Folder of the prepared data set.
         s: Settings of the cell.
+
+    Raises:
+        DataError: If the folder has another data set.
     """
     wanted = {"format": prepared.FORMAT, "name": s.dataset, "spec": s.data_spec}
     if other := [key for key, value in wanted.items() if meta.get(key) != value]:
@@ -76,11 +88,11 @@ def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
         )
 
 
-# ---------------------------------------------------------------- what a record says of them
+# ---------------------------------------------------------------- entries of the record
 
 
 def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the record's `data`."""
+    """Return the entry `data` of the record."""
     buffered = job.settings.data_placement == "host"
     return {
         "name": job.cell.dataset,
@@ -94,7 +106,7 @@ def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def unbuilt_model(job: Job) -> dict[str, Any]:
-    """Return the record's `model` where no worker describes it."""
+    """Return the entry `model` of the record if no worker has described the model."""
     return {
         "parameters": None,
         "trainable_parameters": None,
@@ -107,9 +119,11 @@ def unbuilt_model(job: Job) -> dict[str, Any]:
 
 
 def model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the record's `model`, with the files and git revision of a user's own.
+    """Return the entry `model` of the record. A user's own model has files and git revision.
 
-    `built` has the results of building it in a worker, or None if none got so far.
+    Args:
+        job: Job of the cell.
+        built: Description of the model by a worker. None: no worker has built it.
     """
     built, spec = built or unbuilt_model(job), job.settings.own_model
     if spec is None:
@@ -119,12 +133,12 @@ def model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the record's `task`, with the files and git revision of a user's own.
+    """Return the entry `task` of the record. A user's own task has files and git revision.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         worker: Results of a worker.
-        meta: Metadata of the data set.
+        meta: Meta data of the data set.
     """
     s, shape = job.settings, job.data_shape
     facts = worker.get("task") or tasks.facts_of_task(
@@ -138,19 +152,19 @@ def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[s
 
 
 def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the record's entry of a user's code: its call, hash, files and git revision."""
+    """Return the record's description of a user's code: call, hash, files and git revision."""
     files = users_code.sources(spec["call"], users_code.code_folders())
     return {key: spec[key] for key in ("call", "sha256", "version")} | files_entry(files)
 
 
 def files_entry(files: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the record's entry of a user's files: their names and git revision."""
+    """Return the record's description of a user's files: names and git revision."""
     git = git_state(next(iter(files.values())).parent) if files else None
     return {"files": list(files), "git": git}
 
 
 def own_data_entry(job: Job) -> dict[str, Any]:
-    """Return the record's `data.own` of a user's data set: its files, or the code that made it."""
+    """Return the entry `data.own` of the record: files or code of a user's data set."""
     spec = job.settings.data_spec
     if not is_own(spec):
         return {}

@@ -1,4 +1,4 @@
-"""The job: everything that a cell's processes get from the launcher, as one JSON text."""
+"""The job of a cell: everything that its processes need from the launcher, as one JSON text."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
 
-#: How long SLURM may take to start the agents of a job on its nodes, in seconds.
+#: Maximum seconds that SLURM needs to start the agents of a job on its nodes.
 MAX_CALL_S = 60.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """One cell's run.
-
-    Paths are absolute. The timeline and the time limit count from the origin: `origin_unix_s` is its date,
-    `origin_s` the value that this node's monotonic clock had then. Measurements use the latter, since a date
-    may be changed.
-    """
+    """The training of one cell, as its launcher has set it up. All paths are absolute."""
 
     cell: Cell
     settings: Settings
     data_dir: Path
-    #: The meta data of what is prepared there: the workers train on this data set or on none.
+    #: Meta data of the prepared data set in `data_dir`. Workers refuse to train on another one.
     data: dict[str, Any]
     folder: RunFolder
-    #: Workers on each node, in the order of their ranks; the last node may have fewer.
+    #: Number of workers on each node, in the order of ranks. The last node may have fewer.
     workers_per_node: int
     use_cuda: bool
+    #: CPU threads per worker.
     threads: int
+    #: Unix time of the start, from which the timeline and the time limit count.
     origin_unix_s: float
+    #: Value of this node's monotonic clock at the start. Measurements use it, since a date may be changed.
     origin_s: float
+    #: Time limit in seconds from the start. None: none.
     time_limit_s: float | None
-    #: Whether it is a segment: those of a block share a fork server, on the same devices.
+    #: Whether this is a segment of a block, which shares a fork server and devices with the block's other
+    #: segments.
     in_block: bool = False
-    #: How long the cell's own job waited in SLURM's queue; None: there is none, or it is not known.
+    #: Seconds that the cell's SLURM job waited in the queue. None: there is no such job, or it is not known.
     queue_wait_s: float | None = None
-    #: Of a cell that keeps checkpoints the attempts before this one (`train.restarts.attempts`).
+    #: Earlier attempts of a cell with checkpoints (`train.restarts.attempts`).
     attempts: tuple[dict[str, Any], ...] = ()
-    #: Repeats of the cell that the configuration asks for; None: not known.
+    #: Number of repeats of the cell in the config. None: not known.
     planned_repeats: int | None = None
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """The shape of a sample as it is stored."""
+        """Shape of a stored sample."""
         return tuple(self.data["shape"])
 
     @property
@@ -61,18 +61,23 @@ class Job:
 
     @property
     def deadline_s(self) -> float | None:
-        """Time limit on this node's monotonic clock, or None without a limit."""
+        """Value of this node's monotonic clock at the time limit, or None without a limit."""
         return None if self.time_limit_s is None else self.origin_s + self.time_limit_s
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the origin."""
+        """Seconds since the start."""
         return time.monotonic() - self.origin_s
 
     def on_another_node(self, spent_s: float, local: Path) -> Job:
-        """Return the job on this node's clock, with its folder `local`, `spent_s` after the call.
+        """Return the job for another node, with that node's clock and local folder.
 
-        If the dates of both nodes agree, they correct it by the seconds that the call took.
+        If the clocks of both nodes agree on the date, the start is corrected by the seconds that the call
+        took.
+
+        Args:
+            spent_s: Seconds between the cell's start and the call of this node's agent.
+            local: Folder for temporary files on this node.
         """
         by_date_s = time.time() - self.origin_unix_s
         agree = spent_s <= by_date_s <= spent_s + MAX_CALL_S
@@ -82,7 +87,7 @@ class Job:
 
     @property
     def spent_s(self) -> float:
-        """Seconds of the attempts before this one, which its times count."""
+        """Seconds of all earlier attempts, which the cell's times include."""
         return sum(attempt["ran_s"] for attempt in self.attempts)
 
     @property
@@ -106,25 +111,25 @@ class Job:
         return -(-self.world_size // self.workers_per_node)
 
     def ranks_of(self, node: int) -> range:
-        """Return the ranks that run on node number `node`."""
+        """Return the ranks that run on a node."""
         first = node * self.workers_per_node
         return range(first, min(first + self.workers_per_node, self.world_size))
 
     def node_of(self, rank: int) -> int:
-        """Return the number of the node that worker `rank` runs on."""
+        """Return the number of the node on which a rank runs."""
         return rank // self.workers_per_node
 
     def workers_beside(self, rank: int) -> int:
-        """Return the number of workers on the node of worker `rank`, itself included."""
+        """Return how many workers run on the node of a rank, including the rank itself."""
         return len(self.ranks_of(self.node_of(rank)))
 
     def to_json(self) -> str:
-        """Return the job as a text for `from_json`."""
+        """Return the job as JSON for `from_json`."""
         return json.dumps(asdict(self), default=os.fspath)
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Return the job that `to_json` wrote."""
+        """Return the job from the JSON that `to_json` has written."""
         fields = json.loads(text)
         fields["cell"] = Cell(**fields["cell"])
         fields["settings"] = Settings(**fields["settings"])

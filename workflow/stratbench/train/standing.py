@@ -1,8 +1,8 @@
-"""Diagnosis of the workers when a cell was ended: slow, or hung.
+"""Diagnosis of a cell that was ended: whether its workers were slow, or hung.
 
-The agent of each node reads its workers' heartbeats: at the time limit, when a worker has failed, and now and
-then. If none has made progress for too long, it has each process write the stacks of its threads. The
-launcher evaluates the results of all agents.
+The agent of each node reads its workers' heartbeats at the time limit, when a worker has failed, and
+periodically. If no worker has made progress for too long, it lets each process write the stacks of its
+threads. The launcher evaluates the results of all agents.
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ from stratbench.telemetry.timeline import read_phases
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
 
-#: A cell is ended before its limit, or without one, if no worker got on for so long, in seconds. A
-#: collective that does not come has ended by then (`worker.COLLECTIVE_S`), and says more.
+#: Seconds without progress of any worker after which a cell is ended. A collective times out earlier
+#: (`worker.COLLECTIVE_S`), with a better message.
 HUNG_S = 900.0
-#: How long processes may take to write their stacks, in seconds; a stopped one never does.
+#: Maximum seconds that processes get to write their stacks. A stopped process never writes one.
 STACKS_S = 2.0
 STACK_POLL_S = 0.05
-#: So many kinds of standing are told in a reason.
+#: Maximum number of different states of workers in a message.
 MAX_TOLD = 4
 _CALL = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Last state of a worker. Times are those of `HeartbeatReading`, and None before its first."""
+    """The last known state of a worker."""
 
-    #: Training steps that it had begun to take, the device perhaps behind them.
+    #: Number of training steps that the worker has started. Its GPU may not have finished them.
     steps: int
-    #: Its phase (`train`, `eval`, ...), or the last one with `after` before it.
+    #: Phase of the worker (`train`, `eval`, ...). Between two phases: `after` and the last one.
     phase: str
-    #: Its exit code; None: it ran.
+    #: Exit code of the worker. None: it was running.
     exit_code: int | None = None
+    #: Seconds since its last progress. None: it has sent no heartbeat.
     quiet_s: float | None = None
+    #: Seconds of its longest step. None: it has sent no heartbeat.
     longest_step_s: float | None = None
+    #: Whether the worker counts as hung (`HeartbeatReading.hangs`).
     hangs: bool = False
-    #: Its innermost call, as `function (file.py:12)`; None: it was not asked, or did not answer.
+    #: Innermost call, as `function (file.py:12)`. None: it was not requested, or the worker did not answer.
     call: str | None = None
-    #: The shard groups that it has called in its last step.
+    #: Numbers of the shard groups that the worker has called in its last step.
     groups: Sequence[int] = ()
 
     def __str__(self) -> str:
@@ -59,14 +62,15 @@ class Standing:
 
 
 def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
-    """Return whether every running worker of this node has trained, and been quiet for HUNG_S.
+    """Return whether all running workers of this node have trained and then made no progress for HUNG_S.
 
-    Before the first step there is no pace to compare with. A server's workers on other nodes may continue.
+    Workers that have not taken a step do not count as hung here. With parameter servers on several nodes the
+    answer is False, because workers of other nodes may continue.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         workers: Processes of this node's workers.
-        awake_since_s: End of the node's last pause.
+        awake_since_s: End of the node's last pause, on its monotonic clock.
     """
     if job.has_servers and job.n_nodes > 1:
         return False
@@ -75,7 +79,7 @@ def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) ->
     readings = [
         read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
         for rank in ranks
-        if rank is not None  # a user's program has no heartbeat
+        if rank is not None  # a command has no rank and sends no heartbeat
     ]
     return bool(readings) and all(
         reading is not None and reading.steps and reading.hangs and reading.quiet_s > HUNG_S
@@ -86,21 +90,21 @@ def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) ->
 def note_standing(
     job: Job, node: int, processes: Sequence[Process], at_limit: bool, awake_since_s: float
 ) -> None:
-    """Write the state of this node's workers.
+    """Write the last state of this node's workers to a file of the run folder.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         node: Number of the node.
-        processes: All processes of the cell on it, ended or not.
+        processes: All processes of the cell on this node, running or not.
         at_limit: Whether the time limit was reached.
-        awake_since_s: End of the node's last pause.
+        awake_since_s: End of the node's last pause, on its monotonic clock.
     """
     now_s = time.monotonic()
     by_name = {p.name: p for p in processes}
     standings = {}
     for rank in job.ranks_of(node):
         if (name := worker_name(rank)) not in by_name:
-            return  # a user's program trains, of which this is not known
+            return  # a command trains, whose processes have no known state
         reading = read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
         standings[name] = {
             "steps": reading.steps if reading else 0,
@@ -121,7 +125,7 @@ def note_standing(
 
 
 def phase_of(job: Job, rank: int) -> str:
-    """Return the phase of a worker by its log; `start` before its first."""
+    """Return the present phase of a worker from its log, or `start` before its first phase."""
     phases = read_phases([job.folder.phases(rank)])
     open_ones = [p.phase for p in phases if math.isinf(p.end_s)]
     if open_ones:
@@ -131,7 +135,7 @@ def phase_of(job: Job, rank: int) -> str:
 
 
 def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
-    """Have processes write their stacks; returns when they have, or after STACKS_S."""
+    """Let processes write their stacks, and wait until they have, for at most STACKS_S."""
     answering = [p for p in running if p.pid is not None and job.folder.stack(p.name).exists()]
     for process in answering:
         with contextlib.suppress(ProcessLookupError):
@@ -148,12 +152,10 @@ def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
 
 
 def calls_in(path: Path) -> list[str]:
-    """Return the calls of a process's main thread, innermost first.
+    """Return the calls in a process's stack file, innermost first, or an empty list without a file.
 
-    Empty if it has written none.
-
-    Those of autograd's own thread come before them, where the main thread waits for it: collectives of
-    backward are called there. `faulthandler` writes the oldest thread last.
+    They are those of the main thread, which `faulthandler` writes last. If the main thread waits for
+    autograd's thread, the calls of that thread come first, because it calls the collectives of backward.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -174,10 +176,7 @@ def calls_in(path: Path) -> list[str]:
 
 
 def innermost_call(path: Path) -> str | None:
-    """Return the innermost call of `calls_in` as `function (file.py:12)`.
-
-    Return None if it wrote no stack.
-    """
+    """Return the innermost call in a stack file as `function (file.py:12)`, or None without a stack."""
     calls = calls_in(path)
     if not calls:
         return None
@@ -186,11 +185,9 @@ def innermost_call(path: Path) -> str | None:
 
 
 def why_no_timeout(job: Job) -> str | None:
-    """Return why a cell that was ended at its time limit failed.
+    """Return why a cell that reached its time limit counts as failed, or None if it was only slow.
 
-    Return None if it was just slow.
-
-    It failed if no worker had taken a step, or if it hung (`why_hung`).
+    It counts as failed if no worker had taken a step, or if it hung (`why_hung`).
     """
     standings = standings_of(job)
     results = job.folder.read_workers(job.world_size)
@@ -203,16 +200,14 @@ def why_no_timeout(job: Job) -> str | None:
 
 
 def standings_of(job: Job) -> dict[int, Standing]:
-    """Return the last state of each worker by rank, as far as the agents wrote it."""
+    """Return the last state of each worker by rank. Workers whose agent has written none are absent."""
     return {rank_of(name): Standing(**entry) for name, entry in job.folder.read_standing().items()}
 
 
 def unlike_step(standings: Mapping[int, Standing]) -> int | None:
-    """Return the step, from 1, in which two workers had called different shard groups.
+    """Return the step, from 1, in which two workers called different shard groups, or None.
 
-    Return None if none had.
-
-    Calls of which one worker only has fewer are no difference: it may be the slower one.
+    It is no difference if one worker has only called fewer groups, because it may be slower.
     """
     first, *others = standings.values() or [Standing(0, "")]
     for other in others:
@@ -223,10 +218,7 @@ def unlike_step(standings: Mapping[int, Standing]) -> int | None:
 
 
 def why_hung(standings: Mapping[int, Standing]) -> str | None:
-    """Return which ranks wait for which, if all were quiet for over `HeartbeatReading.patience_s`.
-
-    Otherwise, return None. They wait for one another, or for something that does not come.
-    """
+    """Return a sentence with the last state of each rank if all running workers hang, or None."""
     running = {rank: standing for rank, standing in standings.items() if standing.exit_code is None}
     if not running or not all(standing.hangs for standing in running.values()):
         return None
@@ -241,7 +233,7 @@ def why_hung(standings: Mapping[int, Standing]) -> str | None:
 def _has_stepped(
     job: Job, rank: int, standing: Standing | None, result: dict[str, Any] | None
 ) -> bool:
-    """Return whether a worker is known to have taken a step. A lost agent has written no state."""
+    """Return whether a worker is known to have taken a step, even if its agent has written no state."""
     if standing is not None:
         return standing.steps > 0
     if result is not None and result["status"] in ("ok", "diverged"):
@@ -250,7 +242,7 @@ def _has_stepped(
 
 
 def _ranks_text(standings: Mapping[int, Standing]) -> str:
-    """Return the state of ranks, those with the fewest steps first: the others wait for them."""
+    """Return the states of all ranks as text, those with the fewest steps first: others wait for them."""
     by_state: dict[str, list[int]] = {}
     for rank, standing in sorted(standings.items(), key=lambda item: (item[1].steps, item[0])):
         by_state.setdefault(str(standing), []).append(rank)
