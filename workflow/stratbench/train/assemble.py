@@ -32,7 +32,10 @@ from stratbench.workload.data.sources import DataError
 
 def make_record(job: Job, ending: Ending) -> Record:
     """Return the record of a cell that ended with a result."""
-    total_s, finished_at = job.elapsed_s, datetime.now(UTC)  # what follows may take seconds
+    total_s, finished_at = (
+        job.elapsed_s,
+        datetime.now(UTC),
+    )  # taken first, since assembling may take seconds
     s, strategy = job.settings, strategy_class(job.settings.strategy)
     runner = runner_of(s)
     whole = [w for w in runner.workers(job) if "phases_s" in w]
@@ -85,13 +88,13 @@ def make_record(job: Job, ending: Ending) -> Record:
 def strategy_entry(
     s: Settings, strategy: type[Strategy], worker: dict[str, Any], is_gang: bool
 ) -> dict[str, Any]:
-    """Return the record's `strategy`.
+    """Return the entry `strategy` of the record.
 
     Args:
         s: Settings of the cell.
         strategy: Class of its strategy.
         worker: Results of a worker.
-        is_gang: Whether all workers are there from beginning to end.
+        is_gang: Whether all workers are present from beginning to end.
     """
     details = worker.get("strategy", {}).get("details", {})
     by_zeros = bool(details.get("moved_by_zeros"))
@@ -111,13 +114,13 @@ def strategy_entry(
 def batch_entry(
     s: Settings, strategy: type[Strategy], meta: dict[str, Any], run: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the record's `batch`.
+    """Return the entry `batch` of the record.
 
     Args:
         s: Settings of the cell.
         strategy: Class of its strategy.
-        meta: Metadata of the data set.
-        run: Totals of the run.
+        meta: Meta data of the data set.
+        run: Totals over all workers, or an empty dict if the cell has not finished.
     """
     return {
         "global_batch": s.global_batch,
@@ -138,22 +141,22 @@ def time_figures(
     run: dict[str, Any],
     is_gang: bool,
 ) -> dict[str, Any]:
-    """Return the record's `time`, except for the breakdown of a step and the total.
+    """Return the entry `time` of the record, without the breakdown of a step and the total.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         strategy: Class of its strategy.
         workers: Results of the workers.
         first: Results of the worker whose set-up time counts.
-        run: Totals of the run.
-        is_gang: Whether all workers are there from beginning to end.
+        run: Totals over all workers, or an empty dict if the cell has not finished.
+        is_gang: Whether all workers are present from beginning to end.
     """
     s = job.settings
     train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
     return {
         "train_time_s": train_time_s,
         "epoch_times_s": run.get("epoch_times_s", []),
-        # Clocks of nodes of several attempts do not compare.
+        # Several attempts may run on different nodes, whose clocks cannot be compared.
         "start_skew_ms": start_skew_ms(workers) if is_gang and not job.attempts else None,
         "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy.breakdown_note,
@@ -170,13 +173,13 @@ def time_figures(
 def score_entry(
     ending: Ending, worker: dict[str, Any], per_epoch: list[dict[str, Any]], better: str
 ) -> dict[str, Any]:
-    """Return the record's `score`.
+    """Return the entry `score` of the record.
 
     Args:
         ending: How the cell ended.
         worker: Results of the worker that evaluated.
-        per_epoch: Results of the epochs.
-        better: Whether `higher` or `lower` scores are better.
+        per_epoch: Results of each epoch.
+        better: Direction of better scores, `higher` or `lower`.
     """
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
@@ -189,7 +192,7 @@ def score_entry(
 
 
 def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
-    """Return the record's entry of one worker."""
+    """Return one worker's element of the record's list `workers`."""
     keys = ("rank", "steps", "samples", "train_time_s", "epoch_starts_s", "memory", "provenance")
     entry = {key: w[key] for key in keys}
     if own := w.get("own_ms"):
@@ -202,10 +205,11 @@ def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
-    """Return the lag between first and last worker in ms, for each start of their clocks.
+    """Return how many ms the last worker starts an epoch after the first, for each epoch.
 
-    Only workers on one node share a clock: with several nodes it is the largest difference within a node.
-    None if no two workers share a node.
+    Only workers on one node share a clock. So with several nodes this is the largest difference within a
+    node.
+    None: no two workers share a node.
     """
     nodes: dict[str, list[list[float]]] = {}
     for w in workers:
@@ -240,15 +244,12 @@ def profile_entry(job: Job) -> dict[str, Any] | None:
 
 
 def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
-    """Return mean, deviation and percentiles of the step times of all workers, in ms.
-
-    Return None without steps.
-    """
+    """Return mean, standard deviation and percentiles of step times in ms, or None without steps."""
     if not step_ms:
         return None
     x = sorted(step_ms)
     mean = statistics.fmean(x)
-    # Between two steps linearly, as NumPy does; its import would take a third of a launcher's start.
+    # Percentiles are interpolated as by NumPy, whose import would take a third of a launcher's start.
     cuts = statistics.quantiles(x, n=100, method="inclusive") if len(x) > 1 else x * 99
     return {
         "count": len(x), "mean": mean, "std": math.sqrt(statistics.fmean((v - mean) ** 2 for v in x)),
@@ -257,14 +258,14 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
 
 
 def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | None:
-    """Return seconds for process start, imports, rendezvous, and building and wrapping the model.
+    """Return the seconds for process start, imports, rendezvous, and building and wrapping the model.
 
-    The first two are left out if a worker may have started at any time.
+    Process start and imports do not count for an elastic worker, which may start at any time.
 
     Args:
         worker: Results of the worker.
-        is_gang: Whether all workers are there from beginning to end.
-        spent_s: Time of the attempts before the worker's.
+        is_gang: Whether all workers are present from beginning to end.
+        spent_s: Seconds of earlier attempts of the cell.
     """
     if not worker:
         return None
@@ -274,25 +275,19 @@ def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | No
 
 
 def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest of the workers' compile times and of their counts.
-
-    Nothing where none compiled.
-    """
+    """Return the largest compile time and counts of any worker, or an empty dict if none has compiled."""
     figures = [w["compile"] for w in workers if w.get("compile")]
     keys = ("compile_s", "compilations", "recompilations")
     return {key: max(f[key] for f in figures) for key in keys} if figures else {}
 
 
 def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
-    """Return the maximum time of a worker in a phase, in seconds.
-
-    Return None if unknown.
-    """
+    """Return the longest time of a worker in a phase, in seconds, or None if it is not known."""
     return max((w["phases_s"][key] for w in workers if key in w["phases_s"]), default=None)
 
 
 def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the memory results of the rank that used most memory."""
+    """Return the memory values of the rank that used most memory."""
     if not workers:
         return dict.fromkeys(("method", "peak_bytes", "peak_over_base_bytes", "model_states"))
     worst = max(workers, key=lambda w: w["memory"]["peak_bytes"])["memory"]
@@ -301,16 +296,13 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "method": worst["method"],
         "peak_bytes": worst["peak_bytes"],
         "peak_over_base_bytes": worst["peak_over_base_bytes"],
-        "model_states": largest or None,  # what a command holds is not known
+        "model_states": largest or None,  # not known if a command has trained
         **{key: worst[key] for key in ("requested_peak_bytes", "cublas_bytes") if key in worst},
     }
 
 
 def memory_of_stages(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """Return the peaks of the rank that used most of each stage's.
-
-    Nothing where the network is not cut.
-    """
+    """Return the peak memory per pipeline stage, that of its worst rank, or an empty dict without stages."""
     each = [[w for w in workers if mesh.place(w["rank"]).stage == i] for i in range(mesh.stages)]
     if mesh.stages == 1 or not all(each):
         return {}
@@ -320,7 +312,7 @@ def memory_of_stages(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any
 
 
 def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
-    """Return what the launcher knows about the run: versions, times, nodes, other load."""
+    """Return the entry `provenance` of the record: versions, times, nodes and other load."""
     first_unix_s = job.attempts[0]["started_unix_s"] if job.attempts else job.origin_unix_s
     return {
         "stratbench": __version__,

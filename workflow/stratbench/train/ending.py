@@ -1,4 +1,4 @@
-"""Classification of how a cell ended: with a result (such as ok, oom or timeout), or an error."""
+"""Classification of a cell's end: a result (such as ok, oom or timeout), or an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stratbench.workload.users_code import calls_differ
 
 @dataclass(frozen=True)
 class Ending:
-    """How a cell ended: a record's status or `error`, and the reason if it is not `ok`."""
+    """The end of a cell: the status of its record, or `error`, and the reason unless the status is `ok`."""
 
     status: str
     reason: str | None
@@ -32,15 +32,15 @@ KILLED_FOR_MEMORY = Ending("oom", "the kernel killed a process because the host 
 
 
 def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
-    """Return how a cell ended, from the files of its processes and their exits.
+    """Return how a cell ended, from the files and the exit codes of its processes.
 
-    A cause takes precedence over its consequences: when one worker is out of memory or killed, its peers fail
-    too, because their partner is gone. A worker's own report takes precedence over the deadline.
+    A cause has precedence over its consequences: if one worker is out of memory or killed, other workers
+    fail, too. A worker's own report has precedence over the time limit.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         exits: How its processes exited.
-        kills_before: Count of `oom_kills` before the cell, or None if unknown.
+        kills_before: Result of `oom_kills` before the cell. None: not known.
     """
     workers = job.folder.read_workers(job.world_size)
     if refused := first_reason(workers, "unsupported"):
@@ -53,26 +53,23 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
 
 
 def first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
-    """Return the reason of the first worker with this status.
-
-    Return None if none has it.
-    """
+    """Return the reason of the first worker with a status, or None if no worker has this status."""
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
 
-#: Messages of gloo and NCCL where a worker's peer is gone.
+#: Messages of gloo and NCCL after another worker was lost.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process (exited|has terminated)"
 )
 
 
 def cause_of_error(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) -> str | None:
-    """Return the first error that is not the loss of another worker, else the first.
+    """Return the first error that is not the loss of another worker, or else the first error.
 
     Args:
-        workers: The workers' results by rank.
-        was_ended: Whether the cell reached its limit: then the loss of a worker is no error. On several
-            nodes one is ended shortly before the others.
+        workers: Results of the workers by rank.
+        was_ended: Whether the cell has reached its time limit. Then the loss of a worker is no error, because
+            the processes of one node end before those of others.
     """
     errors = [w["reason"] for w in workers.values() if w["status"] == "error"]
     causes = [reason for reason in errors if not _LOST_PEER.search(reason)]
@@ -80,21 +77,21 @@ def cause_of_error(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) ->
 
 
 def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """Return how a cell of interdependent workers ended, none of which was out of memory.
+    """Return how a cell without parameter servers ended, if no worker was out of memory.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         exits: How its processes exited.
         workers: Results of the workers by rank.
     """
     s, step = job.settings, unlike_step(standings_of(job))
-    if step is not None:  # whatever came of it: gloo aborts, and NCCL waits
+    if step is not None:  # different collectives: gloo aborts, and NCCL waits forever
         return Ending("unsupported", calls_differ(s.model, s.strategy, f"step {step}"))
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
         return Ending("error", watchdog_reason(job, killed) or str(killed[0]))
     if reason := cause_of_error(workers, was_ended=exits.timed_out):
-        # A peer did not come to a collective in time. Whoever still runs is the one.
+        # A worker did not reach a collective in time. It is one of those that still run.
         waits = why_hung(standings_of(job)) if "Timed out waiting" in reason else None
         return Ending("error", f"{reason}; {waits}" if waits else reason)
     if exits.timed_out or exits.hung:
@@ -111,10 +108,10 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
 
 
 def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """Return how a cell with parameter servers ended: they decide whether a lost worker matters.
+    """Return how a cell with parameter servers ended. The servers decide whether a lost worker is an error.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         exits: How its processes exited.
         workers: Results of the workers by rank.
     """
@@ -125,7 +122,7 @@ def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, A
     if lost:
         own = [own_reason(workers.get(w["worker"])) for f in servers for w in f.get("lost", ())]
         return Ending("error", ": ".join([lost, *filter(None, own[:1])]))
-    # The servers do not begin before every worker has joined.
+    # A worker that fails before it joins is an error, because training starts only with all workers.
     for rank, worker in workers.items():
         if worker["status"] == "error" and not has_joined(job, rank):
             return Ending("error", worker["reason"])
@@ -134,31 +131,32 @@ def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, A
     if len(servers) < job.n_servers:
         dead = next((p for p in exits.processes if rank_of(p.name) is None and p.exit_code), None)
         return Ending("error", str(dead or "a parameter server left no statistics"))
-    evaluates = not job.settings.steps  # else whoever is through tells as much
+    # With `steps` nothing is evaluated, so that any finished worker will do.
+    evaluates = not job.settings.steps
     if not any(w["status"] == "ok" and (w["per_epoch"] or not evaluates) for w in workers.values()):
         return Ending("error", first_reason(workers, "error") or "no worker lived to evaluate")
     return Ending("ok", None)
 
 
 def hung_or_slow(job: Job, exits: Exits) -> Ending:
-    """Return how a cell ended that reached its limit or hung. Only slowness is a result."""
+    """Return how a cell ended that reached its time limit or hung. Only slowness is a result."""
     if exits.hung:
         return Ending("error", why_hung(standings_of(job)) or "it hangs: no worker got on")
     return failed_or_slow(job, why_no_timeout(job))
 
 
 def failed_or_slow(job: Job, why_failed: str | None) -> Ending:
-    """Return the ending of a cell at its limit: slow, without another reason."""
+    """Return the ending of a cell at its time limit: an error if there is a reason, else `timeout`."""
     return Ending("error", why_failed) if why_failed else slow(job.time_limit_s)
 
 
 def slow(limit_s: float) -> Ending:
-    """Return the ending of a cell that reached its limit without failing."""
+    """Return the ending of a cell that reached its time limit, in seconds, without a failure."""
     return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
 
 
 def own_reason(worker: Mapping[str, Any] | None) -> str | None:
-    """Return a lost worker's own reason, unless it only repeats that of the servers."""
+    """Return the reason that a lost worker reports, unless it only repeats a server's reason."""
     reason = worker is not None and worker["status"] == "error" and worker["reason"]
     return (
         reason
@@ -167,8 +165,8 @@ def own_reason(worker: Mapping[str, Any] | None) -> str | None:
     )
 
 
-#: What PyTorch's watchdog of NCCL writes before it ends a process by SIGABRT: the first names the
-#: collective and its number, the second comes always.
+#: Messages of PyTorch's NCCL watchdog before it ends a process by SIGABRT. The first names the collective,
+#: but is not always written. The second is.
 _WATCHDOG_SAYS = (
     re.compile(r"Collective \w+\(.*raised the following async exception: .*"),
     re.compile(r"[\w ]*watchdog thread terminated with exception: .*"),
@@ -176,9 +174,9 @@ _WATCHDOG_SAYS = (
 
 
 def watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
-    """Return why NCCL's watchdog ended the first of the processes that it ended, or None.
+    """Return the message of NCCL's watchdog on the first process that it has ended, or None.
 
-    The reason is an error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
+    It reports an error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
     """
     for process in killed:
         path = job.folder.log(process.name)
@@ -194,7 +192,7 @@ def watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
 def out_of_memory(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
     """Return the ending of a cell with a worker out of memory.
 
-    It is a result if the cell had its GPU to itself.
+    It is a result, unless other programs used the GPU as well.
     """
     lacking = {rank: w for rank, w in workers.items() if w["status"] == "oom"}
     for worker in lacking.values():
@@ -222,18 +220,16 @@ def _in_gib(held_bytes: int | None) -> str:
 
 
 def has_killed(kills_before: int | None) -> bool:
-    """Return whether the control group counts more memory kills than before; not if unknown."""
+    """Return whether the kernel has killed a process of the control group for memory since `kills_before`."""
     return kills_before is not None and oom_kills() > kills_before
 
 
 def oom_kills(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the out-of-memory kills in this process's control group.
-
-    Return 0 where that cannot be read.
+    """Return the number of out-of-memory kills in this process's control group, or 0 if it cannot be read.
 
     Args:
-        proc: The kernel's list of this process's groups, of both versions.
-        root: Where control groups are mounted.
+        proc: The kernel's list of this process's control groups, of version 1 or 2.
+        root: Folder in which control groups are mounted.
     """
     try:
         groups = [line.split(":", 2) for line in proc.read_text(encoding="utf-8").splitlines()]

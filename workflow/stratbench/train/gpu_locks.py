@@ -1,4 +1,4 @@
-"""Reservation of a cell's GPUs: under a file lock, so that no two cells share one."""
+"""Reservation of GPUs for a cell by file locks, so that no two cells share a GPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
 
 
-#: The driver's, one for each GPU.
+#: Pattern of the driver's device files. Each GPU has one.
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-#: A GPU's name in it: a number, or the beginning of a UUID.
+#: Name of a GPU in CUDA_VISIBLE_DEVICES: a number, or the beginning of a UUID.
 _NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
@@ -31,10 +31,12 @@ class DeviceError(RuntimeError):
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES.
 
-    As in CUDA, what follows a name that is no GPU's is hidden. Raises DeviceError for a GPU that is
-    named twice: CUDA would show none.
+    As in CUDA, a name that is not a GPU's hides all names after it.
+
+    Raises:
+        DeviceError: If one GPU is named twice, for which CUDA would show none.
     """
     library, visible = nvml.Nvml(), os.environ.get(VARIABLE)
     if visible is None:
@@ -54,7 +56,7 @@ def visible_gpus() -> list[str]:
 
 
 def unknown_gpu() -> str | None:
-    """Return a text on the entry at which CUDA stops reading CUDA_VISIBLE_DEVICES, or None."""
+    """Return a sentence on the first name in CUDA_VISIBLE_DEVICES that is not a GPU's, or None."""
     library, names = nvml.Nvml(), os.environ.get(VARIABLE, "")
     for name in _names(names):
         if _identity(name, library) is None:
@@ -63,16 +65,16 @@ def unknown_gpu() -> str | None:
 
 
 def _names(visible: str) -> list[str]:
-    """Return the names in CUDA_VISIBLE_DEVICES up to -1 or an empty one, which hides the rest."""
+    """Return the names in CUDA_VISIBLE_DEVICES before the first -1 or empty name, which hides the rest."""
     names = [name.strip() for name in visible.split(",")]
     ends = [i for i, name in enumerate(names) if name in ("", "-1")]
     return names[: ends[0]] if ends else names
 
 
 def _identity(name: str, library: nvml.Nvml) -> str | None:
-    """Return a GPU's unique identity whatever it is called, or None for something else.
+    """Return the UUID of a GPU from any of its names, or None if the name is not a GPU's.
 
-    It is the UUID. If NVML does not answer or does not know the name, it is whatever the name says.
+    If NVML does not answer or does not know the name, return the name itself.
     """
     if not _NAME.fullmatch(name):
         return None
@@ -122,13 +124,17 @@ def unseen_gpu() -> str | None:
 
 @contextmanager
 def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
-    """Lock `wanted` of `gpus` until the block ends, waiting for other cells on this node.
+    """Lock some GPUs until the context ends, and yield their names. Wait while other cells use them.
 
-    The locks are in the user's own folder on this node and end with the process. A killed cell leaves none
-    behind, and no other user can hold one.
+    The locks are in the user's own folder on this node, and end with the process. So a killed cell leaves no
+    lock, and no other user can take one.
+
+    Args:
+        gpus: Names of the visible GPUs.
+        wanted: Number of GPUs to lock.
 
     Raises:
-        DeviceError: When the node has too few.
+        DeviceError: If fewer GPUs are visible than wanted.
     """
     if wanted > len(gpus):
         seen = "; ".join(filter(None, [", ".join(gpus) or "none", unknown_gpu()]))
@@ -153,7 +159,7 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
                     held.callback(os.close, descriptor)
                     mine.append(gpu)
             if len(mine) < wanted:
-                # Give back what was taken: two cells that each hold half would wait forever.
+                # Release the GPUs that were locked: two cells with half of the GPUs each would wait forever.
                 held.close()
                 mine.clear()
                 if not announced:
@@ -164,9 +170,9 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
 
 
 def lock_names(gpus: list[str]) -> dict[str, str]:
-    """Return a file name for each GPU: its full UUID if NVML knows it.
+    """Return the name of the lock file for each GPU: its full UUID if NVML knows it.
 
-    A scheduler may show every job its own GPU as number 0, so that numbers of two jobs cannot be compared.
+    Numbers would not do, because a scheduler may show every job its own GPU as number 0.
     """
     library = nvml.Nvml()
     return {gpu: (_identity(gpu, library) or gpu).replace("/", "_") for gpu in gpus}
@@ -179,10 +185,7 @@ def show_only(gpus: list[str]) -> None:
 
 @contextmanager
 def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
-    """Hold this node's GPUs for a cell in the block, where it trains on them.
-
-    Yields whether it uses any.
-    """
+    """Reserve this node's GPUs for a cell within the context, and yield whether the cell trains on GPUs."""
     gpus = [] if settings.device == "cpu" else visible_gpus()
     cuda = wants_cuda(settings.device, gpus)
     if settings.device != "cpu" and (unknown := unknown_gpu()):
@@ -194,16 +197,16 @@ def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
 
 
 def threads_of(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:
-    """Return CPU threads of each worker on this node: as configured, or its fraction of the cores.
+    """Return the number of CPU threads per worker on this node: as configured, or its share of the cores.
 
-    It is the same for all strategies of a cell. In a SLURM job with just the requested cores, those of the
-    servers are not lent to the workers; on a full machine nothing else needs them.
+    If a SLURM job has exactly the requested cores, the servers' cores are not counted. So all strategies of a
+    comparison have the same number of threads.
 
     Args:
         settings: Settings of the cell.
         workers: Number of workers on this node.
-        cpus: Cores that the cell has requested on the node.
-        server_cpus: How many of them are for parameter servers.
+        cpus: Number of cores that the cell has requested on the node.
+        server_cpus: Number of these cores that are for parameter servers.
     """
     cores = len(usable_cores())
     if "SLURM_JOB_ID" in os.environ and cores == cpus:

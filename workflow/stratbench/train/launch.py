@@ -1,4 +1,4 @@
-"""The launcher: runs one cell and writes its record, or stores the evidence of its failure.
+"""The launcher of a cell: trains it, and writes its record or the evidence of its failure.
 
 python -m stratbench.train.launch --cell JSON --settings JSON --data DIR --record FILE --logs DIR
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 
-# Until `main` has its own way, Ctrl-C ends the imports without a traceback.
+# During the imports Ctrl-C ends the process without a traceback. `main` sets its own handler.
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -56,15 +56,16 @@ EVIDENCE_LINES = 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the cell; return the exit code. The cell is locked until its result or evidence is stored."""
+    """Train the cell, and return the exit code. The cell is locked until its record or evidence is stored."""
     args = parse_arguments(argv)
     cell = Cell(**json.loads(args.cell))
     settings = Settings.from_json(args.settings)
 
     def train(held: ExitStack) -> None:
-        # Beside workers that are jobs of their own, a second launcher would hold its place all the time.
+        # For an elastic cell, a second launcher does not wait, since it would occupy a job for the whole
+        # training.
         waited = held.enter_context(hold_cell(args.logs, wait=runner_of(settings).is_gang))
-        # Snakemake deletes a record before it has the cell trained again.
+        # Snakemake has deleted the old record, so that an existing one is from another launcher.
         foreign = waited or args.parent is not None
         if foreign and record.is_of(args.record, args.cell, args.settings):
             print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Failure(RuntimeError):
-    """Training failed, and how each of its processes exited."""
+    """The failure of a training, with the exits of its processes."""
 
     def __init__(self, reason: str, processes: Sequence[agent.ProcessExit] = ()) -> None:
         super().__init__(reason)
@@ -84,7 +85,7 @@ class Failure(RuntimeError):
 
 
 class Launched(Protocol):
-    """A launcher's training: a cell or a block."""
+    """A cell or a block, which a launcher trains."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -96,18 +97,19 @@ def run_to_end(
     work: Callable[[ExitStack], None],
     logs: Callable[[], Path],
 ) -> int:
-    """Do the work of a cell's or a block's launcher; return the exit code.
-
-    Locks that the work takes are held until the evidence of a failure is stored.
+    """Call the work of a launcher, store the evidence if it fails, and return the exit code.
 
     Args:
         of: The cell or block.
         begun: First line to print.
-        parent: Process with which this one ends.
-        work: The work, which enters its contexts in a stack.
-        logs: Returns the folder for evidence.
+        parent: Process whose end also ends this process, or None.
+        work: Function that does the work. It enters its contexts, such as locks, in the stack that it gets,
+            so that they last until the evidence of a failure is stored.
+        logs: Function that returns the folder for evidence.
     """
-    sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold what the locale cannot write
+    sys.stdout.reconfigure(
+        errors="backslashreplace"
+    )  # logs may have characters that the locale lacks
     print(begun, flush=True)
     with ExitStack() as held:
         try:
@@ -119,7 +121,9 @@ def run_to_end(
         except agent.Stopped as stopped:
             print(f"{title_of(of)}: stopped by {stopped}; all its processes were ended", flush=True)
             return 128 + stopped.signum
-        except Held as e:  # the evidence in the cell's folder is the holder's
+        except (
+            Held
+        ) as e:  # evidence in the cell's folder belongs to the launcher that holds the lock
             print(f"{title_of(of)}: {e}", flush=True)
             return 1
         except Failure as e:
@@ -132,15 +136,14 @@ def run_to_end(
 
 
 def title_of(of: Launched) -> str:
-    """Return a cell or a block, in the first words of a line about it."""
+    """Return the kind and the name of a cell or block, for the beginning of a message."""
     return f"{'cell' if isinstance(of, Cell) else 'block'} {of}"
 
 
 def begin_log(logs: Path, first_line: str) -> None:
-    """Truncate this launcher's log, if its output goes to the log of this cell or block.
+    """Truncate the log to which this launcher writes, once it has locked the cell or block.
 
-    Its shell appends, and the launcher truncates once it holds the cell: while it waits, the log is
-    another's.
+    The shell opens the log for appending, because another launcher may still write to it.
     """
     with contextlib.suppress(OSError):
         is_log = os.path.samestat(os.fstat(1), logs.with_name(f"{logs.name}.log").stat())
@@ -151,14 +154,15 @@ def begin_log(logs: Path, first_line: str) -> None:
 
 
 def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None:
-    """Train a cell that is locked, and write its record.
-
-    Raise Failure if it has no result.
+    """Train a locked cell, and write its record.
 
     Args:
-        args: The launcher's command line.
-        cell: The cell.
-        settings: Its settings.
+        args: Command line of the launcher.
+        cell: Cell to train.
+        settings: Settings of the cell.
+
+    Raises:
+        Failure: If the cell has no result.
     """
     if not record.can_validate():
         print(
@@ -180,7 +184,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
         job, exits, ending = runner.run(job, args)
     if ending.status == "error":
         raise Failure(ending.reason, exits.processes)
-    agent.on_signals(lambda _: None)  # what is as good as finished is not given up
+    agent.on_signals(lambda _: None)  # from here on a signal must not lose the result
     merge_timeline(job.folder.sample_files(), job.folder.phase_logs(), args.timeline)
     finished = assemble.make_record(job, ending)
     record.write(args.record, finished)
@@ -191,7 +195,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Return the launcher's command line."""
+    """Parse the command line of a cell's launcher."""
     parser = launchers_parser(__doc__)
     parser.add_argument("--cell", required=True, help="the cell's seven coordinates, as JSON")
     parser.add_argument("--record", required=True, type=Path, help="where the record goes")
@@ -206,7 +210,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def launchers_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser of the options that a cell's and a block's launcher share."""
+    """Return a parser with the options that the launchers of cells and blocks share."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -238,17 +242,15 @@ def job_of(
     logs: Path | None = None,
     in_block: bool = False,
 ) -> Iterator[Job]:
-    """Yield the job, on the devices that are reserved for it.
-
-    Its time limit counts from here.
+    """Yield the job of a cell or segment, whose time limit counts from now.
 
     Args:
-        cell: The cell.
-        settings: Its settings, with a time limit (0: none).
+        cell: Cell to train.
+        settings: Settings of the cell.
         use_cuda: Whether it trains on GPUs.
-        args: The launcher's command line.
-        logs: Log folder in place of that of `args`.
-        in_block: Whether it is a segment of a block.
+        args: Command line of the launcher.
+        logs: Log folder. None: that of `args`.
+        in_block: Whether the job is a segment of a block.
     """
     meta = prepared.verified_meta(args.data)
     check_spec(meta, args.data, settings)
@@ -279,17 +281,17 @@ def fail(
     processes: list[str],
     trace: Sequence[str] = (),
 ) -> int:
-    """Store and print the evidence of a failure, as far as the disk allows.
+    """Store and print the evidence of a failure. An error of the disk is only printed.
 
     Args:
         log_dir: Folder for the evidence.
-        cell: The cell or block.
+        cell: Cell or block that failed.
         reason: Why it failed.
-        processes: A line per process.
+        processes: One line per process on its exit.
         trace: Lines of a traceback.
 
     Returns:
-        The exit code.
+        The exit code of the launcher, 1.
     """
     folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
     logs = {p.name: last_lines(p)[-EVIDENCE_LINES:] for p in folder.process_logs()}
@@ -310,7 +312,7 @@ def fail(
         where = f"kept in {path}"
     except OSError as e:
         where = f"not kept: {e}"
-    with contextlib.suppress(OSError):  # this log may be on the same full disk
+    with contextlib.suppress(OSError):  # the log may be on the same full disk
         print(f"\n{title_of(cell)} FAILED: {reason}")
         for line in processes:
             print(f"  {line}")
@@ -331,4 +333,6 @@ if __name__ == "__main__":
     code = main()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    os._exit(code)  # at once: of a launcher that is killed before, Snakemake deletes the record
+    os._exit(
+        code
+    )  # without clean-up: if the launcher were killed now, Snakemake would delete the record

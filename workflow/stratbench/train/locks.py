@@ -1,4 +1,4 @@
-"""Locks that keep cells apart, and this user's own folder on this node."""
+"""Locks that prevent two launchers from training one cell, and the user's own folder on this node."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from stratbench.cell.locks import held_folder, lock, open_lock, try_lock
 
 POLL_S = 0.5
-#: How many names are tried for the folder of a user: other users may have taken some.
+#: Number of names that are tried for the user's folder. Other users may have created some of them.
 _NAMES = 100
-#: Bytes of the longest path that a local socket may have on every system.
+#: Maximum length of a local socket's path, in bytes, that every system supports.
 _MAX_SOCKET_PATH = 103
 
 
@@ -26,10 +26,12 @@ _MAX_SOCKET_PATH = 103
 
 
 def own_folder(parent: str | Path | None = None) -> Path:
-    """Return a folder below `parent` that no other user can read or write.
+    """Return a folder below `parent` that no other user can read or write, and create it if it is missing.
 
-    The default parent is the temporary folder. It is the same one for all of the user's processes. Names that
-    other users have taken are skipped.
+    All processes of the user get the same folder. Names that other users have created are skipped.
+
+    Args:
+        parent: Folder of the user's folder. None: the folder for temporary files.
     """
     stem = Path(parent or tempfile.gettempdir()) / f"stratbench-{os.geteuid()}"
     paths = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(1, _NAMES))]
@@ -59,10 +61,9 @@ def _is_own(path: Path) -> bool:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield a folder for sockets and other short-lived files of this process.
+    """Yield a folder for sockets and other temporary files of this process.
 
-    Its path is short enough for the names of sockets. Also remove the folders that killed processes have
-    left.
+    Its path is short enough for sockets. The function also removes folders that killed processes have left.
     """
     base = own_folder()
     if len(os.fsencode(base)) + len("/job-12345678/12345678-999") > _MAX_SOCKET_PATH:
@@ -75,21 +76,28 @@ def scratch() -> Iterator[Path]:
 
 
 class Held(RuntimeError):
-    """Another launcher holds the cell; the text names it."""
+    """Another launcher has locked the cell. The message names it."""
 
 
 @contextmanager
 def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
-    """Hold the cell with this log folder; yields whether another launcher was waited for.
+    """Lock the cell of a log folder, and yield whether this had to wait for another launcher.
 
-    Without `wait`, raises Held where there is one. Else it waits for the launcher that trains it, on
-    whichever node, and for the workers of one that was killed. Raises NoLocks on a file system without locks.
+    The function waits for a launcher that trains the cell on any node, and for the workers of a killed one.
+
+    Args:
+        logs: Log folder of the cell.
+        wait: Whether to wait for another launcher.
+
+    Raises:
+        Held: If another launcher has locked the cell and `wait` is False.
+        NoLocks: If the file system has no locks.
     """
     logs.mkdir(parents=True, exist_ok=True)
     reason = "another launcher trains this cell"
     descriptor, waited = _wait_for(logs / "launcher.lock", reason, wait)
     try:
-        # For launchers that wait; on a full disk they wait unknowing.
+        # Launchers that wait print this name. On a full disk they wait without it.
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.write(descriptor, _own_name().encode())
@@ -101,15 +109,21 @@ def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def _own_name() -> str:
-    """Return a text on this process for launchers that wait for it."""
+    """Return the name of this process for the messages of launchers that wait for it."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"process {os.getpid()} on {socket.gethostname()}{f', SLURM job {job}' if job else ''}"
 
 
 def _wait_for(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
-    """A descriptor that holds `path` locked, and whether it had to be waited for.
+    """Lock a file, and wait for its present holder.
 
-    Held without `wait`.
+    Args:
+        path: File to lock.
+        reason: Why the file may be locked, for messages.
+        wait: Whether to wait. If not, Held is raised.
+
+    Returns:
+        The descriptor of the locked file, and whether the function has waited.
     """
     waited = False
     while (descriptor := try_lock(path)) is None:
@@ -126,9 +140,10 @@ def _wait_for(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
 
 
 def hold_as_worker(logs: Path) -> None:
-    """Have the next launcher of the cell wait for the end of this process.
+    """Let the next launcher of the cell wait until this process has ended.
 
-    Raises BlockingIOError if one has begun already: the launcher of this process was killed.
+    Raises:
+        BlockingIOError: If the next launcher has started already, because this process's launcher was killed.
     """
     path = logs / "workers.lock"
-    lock(open_lock(path), fcntl.LOCK_SH, path)  # until the end
+    lock(open_lock(path), fcntl.LOCK_SH, path)  # the lock ends with the process
