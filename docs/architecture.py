@@ -61,7 +61,7 @@ NO_TORCH = (
     PAIRED,
 )
 #: The extensions that run beside training, and may import it.
-TRAINING = ("checkpoints", "commands", "elastic", "links", "verdict")
+TRAINING = ("checkpoints", "commands", "elastic", "links", "servers", "verdict")
 #: The files that a newcomer reads first, in this order, and what each says.
 FIRST_FILES = {
     "config.yaml": "the study `demo`: experiments, strategies, models, numbers of workers",

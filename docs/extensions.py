@@ -53,6 +53,7 @@ MODULES = {
     "local": ("extensions.local",),
     "libraries": ("extensions.libraries",),
     "labelled": ("extensions.labelled",),
+    "servers": ("ps", "strategies.ps"),
     "deepspeed": ("extensions.deepspeed.strategy",),
     "explore": ("extensions.explore.explore",),
 }

@@ -22,7 +22,6 @@ from typing import Any
 from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.facts import Facts, longest_pauses_s
 from stratbench.strategies import REGISTRY, strategy_class
-from stratbench.strategies.ps import node_by_placement
 from stratbench.telemetry.flops import TRAINING_FLOPS
 from stratbench.telemetry.machine.hardware import datasheet_of
 
@@ -780,6 +779,8 @@ def links_of(told: Told, sent: float, received: float, taken: int) -> None:
 
 def counted_by_servers(told: Told, nodes: int) -> tuple[int, int]:
     """Bytes within nodes, and over the busiest link between nodes (one way), by the servers' count."""
+    from stratbench.strategies.ps import node_by_placement
+
     out, back, local = [0] * nodes, [0] * nodes, 0
     for k, server in enumerate(told.servers):
         here = node_by_placement(told("strategy.options.server_placement"), k, told.gpus, nodes)

@@ -20,6 +20,8 @@ from stage import Child, ChildFailed, Stage, end_tree
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
+from stratbench.extensions.servers.node import servers_of
+from stratbench.extensions.servers.process import serve_parameters
 from stratbench.ps.server import serve
 from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.strategies import option_defaults, strategy_class
@@ -27,7 +29,6 @@ from stratbench.strategies.base import Strategy, Worker
 from stratbench.telemetry.shards import whole_tensor
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import worker as worker_process
-from stratbench.train.agent import servers_of
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.prepare import prepare
@@ -175,7 +176,7 @@ def served(job: Job) -> Iterator[None]:
     """
     configs = servers_of(job, 0)
     servers = [
-        Child(worker_process.serve_parameters, json.dumps(asdict(config)), str(job.folder.path))
+        Child(serve_parameters, json.dumps(asdict(config)), str(job.folder.path))
         for config in configs
     ]
     try:

@@ -286,7 +286,6 @@ def test_the_sampler_is_told_the_gpus_of_the_cells_own_workers(
     monkeypatch.setattr(agent, "Sampler", sampler)
     monkeypatch.setattr(agent, "fork_server", lambda may_share: nullcontext("socket"))
     monkeypatch.setattr(agent, "Process", lambda _, name, *args: SimpleNamespace(name=name))
-    monkeypatch.setattr(agent, "servers_of", lambda job, node: [])
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"):
         monkeypatch.setenv(name, "1")  # what is set for the workers is taken back
     job = SimpleNamespace(

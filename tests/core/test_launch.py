@@ -56,15 +56,14 @@ from stratbench.cell.settings import Settings
 from stratbench.telemetry import heartbeat as heartbeat_module
 from stratbench.telemetry.heartbeat import Heartbeat, read_heartbeat
 from stratbench.telemetry.pauses import PauseWatch
-from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import agent, assemble, ending, forkserver, launch, standing
 from stratbench.train import job as job_module
-from stratbench.train.agent import Exits, ProcessExit
+from stratbench.train.agent import Exits, NodeProcesses, ProcessExit
 from stratbench.train.beside.profile import RECORDED_STEPS
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.train.nodes import srun as srun_module
-from stratbench.train.running.runner import Runner
+from stratbench.train.running.runner import Runner, runner_of
 from stratbench.train.standing import Standing
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.prepared import verified_meta
@@ -294,7 +293,7 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     s = settings(strategy, epochs=100, lr=1e-6)  # a server's worker draws them all at first
     RunFolder.of_logs(tmp_path / "logs").create()
     with job_for(s, tiny_data, tmp_path / "logs", 9_000) as job:
-        exits, ended = Runner().launch(job, 1)
+        exits, ended = runner_of(s).launch(job, 1)
     assert exits.timed_out
     assert ended.status == "error", ended
     assert "it hangs: no worker got on for" in ended.reason
@@ -925,42 +924,6 @@ def test_kills_for_memory_are_counted_in_control_groups_of_both_versions(
     assert ending.oom_kills(proc, tmp_path) == 3
 
 
-@pytest.mark.parametrize(("joins", "expected"), [(False, "error"), (True, "timeout")])
-def test_an_error_of_a_worker_that_servers_wait_for_wins_over_the_deadline(
-    tmp_path, joins, expected
-):
-    job = replace(job_with(tmp_path, [None, LOST]), settings=settings("ps-async"))
-    for rank in (0, 1) if joins else (0,):
-        joined(tmp_path, rank)
-    exits = Exits([ProcessExit("server0", None), ProcessExit("rank1", 1)], timed_out=True)
-    assert ending.classify(job, exits).status == expected
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ("ValueError: my network broke", "worker 1 was lost: ValueError: my network broke"),
-        ("RunEnded: it was given up", "worker 1 was lost"),  # a consequence, no cause
-    ],
-)
-def test_what_a_worker_that_servers_lost_says_itself_is_told(tmp_path, said, reason):
-    lost = {"status": "error", "reason": said}
-    job = replace(job_with(tmp_path, [None, lost]), settings=settings("ps-sync"))
-    statistics = {"error": "worker 1 was lost", "lost": [{"worker": 1, "reason": "closed"}]}
-    RunFolder(tmp_path).server_statistics(0).write_text(json.dumps(statistics))
-    exits = Exits([ProcessExit("rank1", 1)], timed_out=False)
-    assert ending.classify(job, exits) == ending.Ending("error", reason)
-
-
-def test_the_record_has_what_a_lost_worker_says_itself():
-    """An asynchronous cell that went on without one is ok."""
-    lost = {"status": "error", "reason": "AcceleratorError: CUDA error: uncorrectable ECC error"}
-    told = [{"worker": 1, "reason": "the connection was closed"}]
-    reasons = {1: ending.own_reason(lost)}
-    found = assemble.servers_entry(reasons, [{"server": 0, "lost": told, "step_ends_s": [1.0]}])
-    assert found == [{"server": 0, "lost": [told[0] | {"own_reason": lost["reason"]}]}]
-
-
 def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
     tmp_path, tiny_data, monkeypatch
 ):
@@ -997,44 +960,12 @@ class FakeProcess:
         self.sentinel, self._other_end = multiprocessing.Pipe()
 
 
-def joined(folder: Path, rank: int) -> None:
-    """Worker `rank` has connected to its servers, and trains."""
-    log = PhaseLog(RunFolder(folder).phases(rank), rank, time.monotonic())
-    for event in ("start", "end"):
-        log.write("build", event)
-    log.write("train", "start")
-
-
-@pytest.mark.parametrize(
-    ("n_nodes", "ended", "expected"),
-    [
-        (1, {"rank0": 0}, False),
-        (1, {"rank0": 0, "rank1": 0}, True),  # the servers have nobody left
-        (2, {"rank0": 0, "rank1": 0}, False),  # workers of another node may be at it still
-        (1, {"rank0": -9}, False),  # the servers know
-        (2, {"rank0": -9, "rank1": 0}, False),
-        (1, {"rank1": -9}, True),  # the servers would wait for it
-        (2, {"rank1": 1}, True),
-        (1, {"server0": 1}, True),
-        (2, {"server0": 0}, False),
-    ],
-)
-def test_what_a_servers_cell_cannot_go_on_without(tmp_path, n_nodes, ended, expected):
-    job = replace(job_with(tmp_path, [None, None]), settings=settings("ps-async"))
-    job = replace(job, workers_per_node=2 // n_nodes)
-    joined(tmp_path, 0)
-    if ended.get("rank1") == 0:
-        joined(tmp_path, 1)
-    workers = [FakeProcess("rank0"), FakeProcess("rank1")]
-    assert agent.stuck(job, [FakeProcess("server0")], workers, ended) is expected
-
-
 def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch):
     begun = time.monotonic()
     job = job_with(tmp_path, [None], origin_s=begun, time_limit_s=0.3)
     dates = itertools.cycle([time.time() + 7200, time.time() - 7200])
     monkeypatch.setattr(time, "time", lambda: next(dates))  # somebody sets the clock
-    exits = agent.supervise(job, [], [FakeProcess("rank0")], PauseWatch())
+    exits = agent.supervise(NodeProcesses(job, [FakeProcess("rank0")]), PauseWatch())
     assert 0.3 <= time.monotonic() - begun < LIMIT_S
     assert exits.timed_out
     assert exits.processes == [ProcessExit("rank0", None)]
@@ -1061,7 +992,7 @@ def test_without_a_limit_a_cell_ends_when_no_worker_gets_on(
     workers = [FakeProcess("rank0"), FakeProcess("rank1")]
     assert standing.hung_for_good(job, workers, 0.0) is hung
     if hung:
-        exits = agent.supervise(job, [], workers, PauseWatch())
+        exits = agent.supervise(NodeProcesses(job, workers), PauseWatch())
         assert exits == Exits([ProcessExit(w.name, None) for w in workers], False, hung=True)
 
 

@@ -493,11 +493,11 @@ def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, wa
 #: The launcher, but its servers give a silent worker up sooner.
 IMPATIENT = """
 from dataclasses import replace
-from stratbench.strategies import ps
+from stratbench.extensions.servers import node
 from stratbench.train import launch
 
-told = ps.server_configs
-ps.server_configs = lambda *a: [replace(c, heartbeat_deadline_s=10.0) for c in told(*a)]
+told = node.server_configs
+node.server_configs = lambda *a: [replace(c, heartbeat_deadline_s=10.0) for c in told(*a)]
 raise SystemExit(launch.main())
 """
 

@@ -155,7 +155,7 @@ def asked():
 torch._C._cuda_getDeviceCount = torch._C._cuda_init = asked
 torch._C._cuda_getCurrentRawStream = asked  # a build for CUDA has it, and is taken for one now
 from stratbench.train import forkserver
-assert set(forkserver.entries()) >= {"worker", "server"}
+assert "worker" in forkserver.entries()
 assert not torch.cuda.is_initialized()
 try:
     torch.cuda.is_available()

@@ -74,10 +74,13 @@ def test_a_circle_of_types_or_of_rooms_is_found(monkeypatch):
         architecture, "graph", lambda types=False, all_=types: all_ if types else {}
     )
     assert "modules import each other in a circle" in " ".join(architecture.import_faults())
-    rooms = {"ps.wire.link": {"ps.policies.policy"}, "ps.policies.options": {"ps.wire.frames"}}
+    rooms = {
+        "train.nodes.srun": {"train.beside.beside"},
+        "train.beside.profile": {"train.nodes.paused"},
+    }
     monkeypatch.setattr(architecture, "graph", lambda types=False: rooms)
     [fault] = architecture.import_faults()
-    assert fault.startswith("rooms import each other in a circle: ps.")
+    assert fault.startswith("rooms import each other in a circle: train.")
 
 
 def test_a_crowded_folder_is_found(monkeypatch):

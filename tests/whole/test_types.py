@@ -28,6 +28,7 @@ MAXIMUM = {
     "extensions/plan": 160,
     "extensions/projection": 28,
     "extensions/queue": 11,
+    "extensions/servers": 1,
     "extensions/sets": 22,
     "extensions/splitting": 58,
     "extensions/verdict": 22,

@@ -23,6 +23,7 @@ from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.elastic.split import Weighted
+from stratbench.extensions.servers.figures import mean_loss
 from stratbench.ps import server
 from stratbench.ps.policies.averaging import SyncPolicy
 from stratbench.ps.server_run import ServerRun
@@ -33,7 +34,6 @@ from stratbench.strategies.ddp import DDP
 from stratbench.strategies.ps import server_configs
 from stratbench.telemetry.shards import whole_tensor
 from stratbench.train.loop import summed
-from stratbench.train.running.totals import mean_loss
 from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT
 from stratbench.workload.tasks import NextToken

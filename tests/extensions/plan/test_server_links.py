@@ -10,7 +10,7 @@ from ps_harness import Served, Worked, config
 from test_placement import SECRET, placed
 
 from stratbench.extensions.plan.servers import busiest_link_bytes, server_needs
-from stratbench.train.efficiency import links_of_nodes
+from stratbench.extensions.servers.figures import links_of_nodes
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -22,5 +22,6 @@ NAMES = (
     "local",
     "libraries",
     "labelled",
+    "servers",
     "explore",
 )

@@ -1,7 +1,7 @@
 """Training strategies: one file per family, and a line each in this registry or in an extension.
 
-Each policy of the parameter server (`ps/policies/policies.py`) is a strategy, too. Strategy modules import
-torch inside functions only, so that the workflow can read a strategy's name and options in milliseconds.
+Strategy modules import torch inside functions only, so that the workflow can read a strategy's name and
+options in milliseconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.extensions import installed, resolve
-from stratbench.ps.policies.policies import POLICIES
 
 if TYPE_CHECKING:
     from stratbench.strategies.base import Strategy, Traits
@@ -26,7 +25,6 @@ REGISTRY: dict[str, str] = {
     "zero1": "stratbench.strategies.sharding.zero:ZeRO1",
     "zero1-torch": "stratbench.strategies.sharding.zero:TorchZeRO1",
     **{name: cls for e in installed().values() for name, cls in e.strategies.items()},
-    **dict.fromkeys(POLICIES, "stratbench.strategies.ps:class_of_policy"),
 }
 
 

@@ -7,29 +7,25 @@ a fork server. The agent itself never imports torch, so that it can act whatever
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from stratbench.cell.extensions import resolve
-from stratbench.cell.run_folder import RunFolder, rank_of, server_name, worker_name
-from stratbench.ps.server_config import ServerConfig
+from stratbench.cell.run_folder import worker_name
 from stratbench.telemetry.machine.busy import busy_check
 from stratbench.telemetry.machine.foreign_processes import gpu_place
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
-from stratbench.telemetry.timeline import read_phases
 from stratbench.train import gpu_locks, standing
 from stratbench.train.forkserver import Process, fork_server, shares_gpus
 from stratbench.train.job import Job
@@ -70,29 +66,69 @@ class ProcessExit:
 class Exits:
     """Exits of a node's or a cell's processes, and whether the time limit caused them.
 
-    `hung`: they were ended because none made progress.
+    `hung`: they were ended because none made progress. `tolerated`: processes without which the others
+    went on.
     """
 
     processes: list[ProcessExit]
     timed_out: bool
     hung: bool = False
+    tolerated: frozenset[str] = frozenset()
 
 
-#: The servers and the workers of a node. What trains in a worker's place has the attributes of `Process`.
-Processes = tuple[list[Process], list[Any]]
+class NodeProcesses:
+    """The processes of a node, which depend on each other. Others override what differs.
+
+    What trains in a worker's place has the attributes of `Process`.
+    """
+
+    #: How often it is asked for abandoned processes, in seconds; None: with every look.
+    poll_s: ClassVar[float | None] = None
+
+    def __init__(self, job: Job, workers: Sequence[Any], others: Sequence[Process] = ()) -> None:
+        """`others`: processes that start before the workers."""
+        self.job, self.workers = job, workers
+        self.processes = [*others, *workers]
+
+    def tolerates(self, name: str) -> bool:
+        """Return whether the others go on without a process that has failed."""
+        return False
+
+    def stuck(self, ended: Mapping[str, int]) -> bool:
+        """Return whether the processes that still run can no longer reach an orderly end.
+
+        `ended`: exit codes of ended processes, by name.
+        """
+        return any(code != 0 and not self.tolerates(name) for name, code in ended.items())
+
+    def hangs(self, awake_since_s: float) -> bool:
+        """Return whether none makes progress (`standing.hung_for_good`)."""
+        return standing.hung_for_good(self.job, self.workers, awake_since_s)
+
+    def abandoned(self) -> set[str]:
+        """Return names of the processes that the others gave up, and that are to be killed."""
+        return set()
 
 
 @contextmanager
-def processes_of(job: Job, node: int) -> Iterator[Processes]:
-    """The servers and workers of this node, not yet started."""
-    with fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus()) as path:
-        text = job.to_json()
-        servers = server_processes(path, job.folder, servers_of(job, node))
-        workers = [
-            Process(path, worker_name(rank), "worker", text, rank, local_rank)
-            for local_rank, rank in enumerate(job.ranks_of(node))
-        ]
-        yield servers, workers
+def processes_of(job: Job, node: int) -> Iterator[NodeProcesses]:
+    """Yield the workers of this node, not yet started."""
+    with forking(job) as path:
+        yield NodeProcesses(job, workers_of(job, node, path))
+
+
+def forking(job: Job) -> AbstractContextManager[Path]:
+    """Return the context of the fork server of a cell's processes."""
+    return fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus())
+
+
+def workers_of(job: Job, node: int, fork_server: Path) -> list[Process]:
+    """Return the workers of a node, not yet started."""
+    text = job.to_json()
+    return [
+        Process(fork_server, worker_name(rank), "worker", text, rank, local_rank)
+        for local_rank, rank in enumerate(job.ranks_of(node))
+    ]
 
 
 def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> Exits:
@@ -106,8 +142,8 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
         making: What makes them, as `processes_of` does: "module:function".
     """
     set_environment(job, job.n_nodes == 1)
-    with resolve(making)(job, node) as (servers, workers):
-        processes = [*servers, *workers]
+    with resolve(making)(job, node) as group:
+        processes = group.processes
         gpus = gpus_of(job, node)
         job.folder.write_places(node, places_of([p.name for p in processes], gpus))
         sampler = Sampler(
@@ -119,40 +155,24 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
         )
         watch = PauseWatch()
         try:
-            # While nothing trains yet: a server of this cell's own is importing PyTorch meanwhile.
+            # While nothing trains yet: a fork server of this cell's own is importing PyTorch meanwhile.
             job.folder.write_busy(node, busy_check())
             for p in processes:
                 p.start()
                 sampler.watch(p.name, p.pid, below=p.starts_others)
-            exits = supervise(job, servers, workers, watch)
+            exits = supervise(group, watch)
             failed = exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes)
             if failed:
                 watch.look()
                 late, since_s = exits.timed_out, watch.awake_since_s
                 standing.note_standing(job, node, processes, late, since_s)
-            return exits
+            failed_names = (p.name for p in exits.processes if p.exit_code != 0)
+            return replace(exits, tolerated=frozenset(filter(group.tolerates, failed_names)))
         finally:
             end_all(processes)
             sampler.stop()
             watch.stop()
             keep_pauses(job, node, watch)
-
-
-def server_processes(
-    fork_server: Path, run: RunFolder, configs: Sequence[ServerConfig], entry: str = "server"
-) -> list[Process]:
-    """Return the processes of parameter servers, not yet started.
-
-    Args:
-        fork_server: Folder of the fork server.
-        run: Run folder of the cell.
-        configs: Config of each server.
-        entry: The function that each process calls.
-    """
-    return [
-        Process(fork_server, server_name(c.server), entry, json.dumps(asdict(c)), str(run.path))
-        for c in configs
-    ]
 
 
 def set_environment(job: Job, on_one_host: bool) -> None:
@@ -192,36 +212,16 @@ def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any
     }
 
 
-def servers_of(job: Job, node: int) -> list[ServerConfig]:
-    """Return the configs of the parameter servers on this node, empty for a collective strategy."""
-    if not job.has_servers:
-        return []
-    from stratbench.strategies.ps import node_of_server, server_configs
-
-    host = socket.gethostname() if job.n_nodes > 1 else None
-    configs = server_configs(job.settings, job.train_samples, job.folder, host)
-    return [c for c in configs if node_of_server(job.settings, c.server, job.n_nodes) == node]
-
-
-def supervise(
-    job: Job,
-    servers: list[Process],
-    workers: Sequence[Process],
-    watch: PauseWatch,
-) -> Exits:
+def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
     """Wait for the end of the processes or the deadline; return how they exited.
 
-    Once the rest cannot continue, they have GRACE_S to end. Workers of a collective cannot continue without
-    each other. Workers of a parameter server can, as long as the servers run. A worker that the servers have
-    given up is killed: it may be stopped for good.
+    Once the rest cannot continue, they have GRACE_S to end.
 
     Args:
-        job: The cell's.
-        servers: Processes of servers.
-        workers: Processes of workers.
+        group: The processes.
         watch: Detects pauses, which count towards no limit.
     """
-    processes = [*servers, *workers]
+    job, processes = group.job, group.processes
     ended: dict[str, int] = {}
     grace_ends: float | None = None
     next_look = time.monotonic() + LOOK_S
@@ -233,21 +233,22 @@ def supervise(
             break
         if now >= next_look:
             watch.look()
-            since_s = watch.awake_since_s
-            if standing.hung_for_good(job, workers, since_s):
+            if group.hangs(watch.awake_since_s):
                 return Exits(_exits(processes, ended), timed_out=False, hung=True)
             next_look = now + LOOK_S
-        poll_s = 0.5 if job.has_servers else LOOK_S
-        until = min(t for t in (deadline_s, grace_ends, now + poll_s) if t is not None)
+        until = min(
+            t for t in (deadline_s, grace_ends, now + (group.poll_s or LOOK_S)) if t is not None
+        )
         running = {p.sentinel: p for p in processes if p.name not in ended}
         for sentinel in wait(list(running), timeout=max(until - now, 0)):
             process = running[sentinel]
             process.join()
             ended[process.name] = process.exitcode
+        abandoned = group.abandoned()
         for p in running.values():
-            if p.name not in ended and p.name in workers_given_up(job):
+            if p.name not in ended and p.name in abandoned:
                 p.kill()
-        if grace_ends is None and stuck(job, servers, workers, ended):
+        if grace_ends is None and group.stuck(ended):
             grace_ends = time.monotonic() + GRACE_S
     return Exits(_exits(processes, ended), timed_out=False)
 
@@ -262,45 +263,6 @@ def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
     if time.monotonic() >= job.deadline_s + watch.stopped_s:
         watch.look()  # one may have ended just now
     return job.deadline_s + watch.stopped_s
-
-
-def stuck(
-    job: Job,
-    servers: list[Process],
-    workers: Sequence[Process],
-    ended: dict[str, int],
-) -> bool:
-    """Return whether the processes that still run can no longer reach an orderly end.
-
-    Args:
-        job: The cell's.
-        servers: This node's servers, which may still have the workers of other nodes.
-        workers: This node's workers.
-        ended: Exit codes of ended processes, by name.
-    """
-    if not job.has_servers:
-        return any(code != 0 for code in ended.values())
-    failed = {p.name for p in (*servers, *workers) if ended.get(p.name) not in (0, None)}
-    if any(p.name in failed for p in servers) or any(
-        not has_joined(job, rank_of(name)) for name in failed
-    ):
-        return True
-    return job.n_nodes == 1 and all(p.name in ended for p in workers)
-
-
-def has_joined(job: Job, rank: int) -> bool:
-    """Return whether worker `rank` had joined its servers. They wait for one that ended before it did."""
-    phases = read_phases([job.folder.phases(rank)])
-    return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)
-
-
-def workers_given_up(job: Job) -> set[str]:
-    """Return names of the workers that the servers gave up.
-
-    Empty before server 0 has ended.
-    """
-    server = job.folder.read_server(0) if job.has_servers else None
-    return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
 
 
 def _exits(processes: Sequence[Process], ended: dict[str, int]) -> list[ProcessExit]:
@@ -347,11 +309,7 @@ def main() -> None:
         sys.exit(128 + stopped.signum)
     for p in exits.processes:
         print(f"node {node}: {p}", flush=True)
-    # A worker lost to a parameter server ends nobody else's node; one that it never had does.
-    failed = [p.name for p in exits.processes if p.exit_code != 0]
-    if job.has_servers:
-        ranks = {name: rank_of(name) for name in failed}
-        failed = [name for name, rank in ranks.items() if rank is None or not has_joined(job, rank)]
+    failed = any(p.exit_code != 0 and p.name not in exits.tolerated for p in exits.processes)
     sys.exit(1 if exits.timed_out or exits.hung or failed else 0)
 
 

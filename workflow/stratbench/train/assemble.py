@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -21,7 +20,7 @@ from stratbench.strategies.base import Strategy
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import git_state
 from stratbench.train import efficiency
-from stratbench.train.ending import Ending, own_reason
+from stratbench.train.ending import Ending
 from stratbench.train.inputs import data_entry, model_entry, task_entry
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import pauses_entry
@@ -39,16 +38,13 @@ def make_record(job: Job, ending: Ending) -> Record:
     s, strategy = job.settings, strategy_class(job.settings.strategy)
     runner = runner_of(s)
     whole = [w for w in runner.workers(job) if "phases_s" in w]
-    servers = job.folder.read_servers(job.n_servers)
-    workers = job.folder.read_workers(job.world_size) if servers else {}
-    reasons = {rank: own_reason(worker) for rank, worker in workers.items()}
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
     if meta != job.data:
         raise DataError(f"{job.data_dir} was prepared again while the cell trained; start it again")
     ended = ending.status in ("ok", "diverged") and whole
-    run = runner.totals(job, whole, servers) if ended else {}
-    communication = efficiency.communication_figures(job, whole, servers, run, runner.is_gang)
+    run = runner.totals(job, whole) if ended else {}
+    communication = runner.communication(job, whole, run)
     task = task_entry(job, first, meta)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -76,9 +72,9 @@ def make_record(job: Job, ending: Ending) -> Record:
         "score": score_entry(
             ending, first, run.get("per_epoch") or runner.epochs(job), task["better"]
         ),
-        "server": {"servers": servers_entry(reasons, servers)} if servers else None,
+        "server": runner.server_entry(job),
         "workers": [worker_entry(w) for w in whole],
-        "profile": profile_entry(job),
+        "profile": profile_entry(job, runner.profile_note),
         **({"pauses": pauses} if (pauses := pauses_entry(job, runner.trained)) else {}),
         **({runner.section: runner.entry(job, whole)} if runner.section else {}),
         "provenance": launcher_provenance(job, finished_at),
@@ -219,27 +215,14 @@ def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
     return [max(each) for each in zip(*skews_ms, strict=False)] if skews_ms else None
 
 
-def servers_entry(
-    reasons: Mapping[int, str | None], servers: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the servers' statistics, with each lost worker's own report, without single step times.
+def profile_entry(job: Job, note: str | None) -> dict[str, Any] | None:
+    """Return the path of the profiler's trace, relative to the cell's log folder, or None.
 
-    `reasons` are the workers' reports by rank.
+    `note`: what it leaves out.
     """
-    entries = []
-    for server in servers:
-        lost = [entry | {"own_reason": reasons.get(entry["worker"])} for entry in server["lost"]]
-        statistics = {key: value for key, value in server.items() if key != "step_ends_s"}
-        entries.append(statistics | {"lost": lost})
-    return entries
-
-
-def profile_entry(job: Job) -> dict[str, Any] | None:
-    """Return the path of the profiler's trace, relative to the cell's log folder, or None."""
     trace = job.folder.profile_trace
     if not trace.exists():
         return None
-    note = "the servers had ended: the exchange with them is not in it" if job.has_servers else None
     return {"trace": str(trace.relative_to(job.folder.logs)), "note": note}
 
 

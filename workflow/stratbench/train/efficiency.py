@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stratbench.strategies.ps import node_of_server
 from stratbench.telemetry.machine.hardware import datasheet_of
 from stratbench.telemetry.timeline import energy_within, read_phases
 from stratbench.train.job import Job
@@ -64,20 +63,14 @@ def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
 
 
 def communication_figures(
-    job: Job,
-    workers: list[dict[str, Any]],
-    servers: list[dict[str, Any]],
-    run: dict[str, Any],
-    is_gang: bool = True,
+    workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
     """Return the bytes that a worker sends and receives per step, with bandwidth and times.
 
     Return None if no worker reports its traffic.
 
     Args:
-        job: The cell's.
         workers: Results of the workers.
-        servers: Statistics of the servers.
         run: Totals of the run.
         is_gang: Whether all workers are there from beginning to end.
     """
@@ -96,42 +89,7 @@ def communication_figures(
     if train_time_s := run.get("train_time_s"):
         steps_per_s = steps / len(reported) / train_time_s
         figures["implied_bytes_per_s"] = max(figures[key] for key in _RATES) * steps_per_s
-        if servers:
-            server_bytes = [
-                sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in servers
-            ]
-            figures["busiest_server_bytes_per_s"] = max(server_bytes) / train_time_s
-    if servers:
-        figures |= links_of_nodes(job, workers)
     return figures
-
-
-def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the bytes that stay on a node, and those over the busiest link between nodes.
-
-    Workers count them. Lost workers, of which nothing is known, are left out.
-    """
-    sent, received, local = [0] * job.n_nodes, [0] * job.n_nodes, 0
-    steps = 0
-    for w in workers:
-        if not w.get("communication"):
-            continue
-        steps += w["steps"]
-        own = job.node_of(w["rank"])
-        for k, (out, back) in enumerate(w["communication"]["by_server_bytes"]):
-            node = node_of_server(job.settings, k, job.n_nodes)
-            if node == own:
-                local += out + back
-                continue
-            for at, gone, come in ((own, out, back), (node, back, out)):
-                sent[at] += gone
-                received[at] += come
-    # A step of all workers is a global batch.
-    batches = steps / job.world_size
-    return {
-        "local_bytes_per_step": local / steps,
-        "busiest_link_bytes_per_batch": max(*sent, *received) / batches,
-    }
 
 
 def mean_phases_ms(

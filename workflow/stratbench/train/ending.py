@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import last_lines
-from stratbench.cell.run_folder import rank_of, worker_name
+from stratbench.cell.run_folder import worker_name
 from stratbench.cell.text.words import bytes_text
-from stratbench.ps.wire.link import RunEnded, ServerLost
 from stratbench.telemetry.machine.foreign_processes import describe_gpu
-from stratbench.train.agent import Exits, ProcessExit, has_joined
+from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
 from stratbench.train.standing import standings_of, unlike_step, why_hung, why_no_timeout
 from stratbench.workload.users_code import calls_differ
@@ -28,10 +27,17 @@ class Ending:
     reason: str | None
 
 
+#: Results of workers by rank.
+Workers = Mapping[int, Mapping[str, Any]]
 KILLED_FOR_MEMORY = Ending("oom", "the kernel killed a process because the host had no memory left")
 
 
-def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
+def classify(
+    job: Job,
+    exits: Exits,
+    kills_before: int | None = None,
+    classify_rest: Callable[[Job, Exits, Workers], Ending] | None = None,
+) -> Ending:
     """Return how a cell ended, from the files and the exit codes of its processes.
 
     A cause has precedence over its consequences: if one worker is out of memory or killed, other workers
@@ -41,6 +47,7 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
         job: Job of the cell.
         exits: How its processes exited.
         kills_before: Result of `oom_kills` before the cell. None: not known.
+        classify_rest: Function that classifies endings which depend on the kind of cell. None: that of a gang.
     """
     workers = job.folder.read_workers(job.world_size)
     if refused := first_reason(workers, "unsupported"):
@@ -49,7 +56,7 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
         return out_of_memory(job, workers)
     if any(p.exit_code == -signal.SIGKILL for p in exits.processes) and has_killed(kills_before):
         return KILLED_FOR_MEMORY
-    return (classify_served if job.has_servers else classify_collective)(job, exits, workers)
+    return (classify_rest or classify_collective)(job, exits, workers)
 
 
 def first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
@@ -107,37 +114,6 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
     return Ending("ok", None)
 
 
-def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """Return how a cell with parameter servers ended. The servers decide whether a lost worker is an error.
-
-    Args:
-        job: Job of the cell.
-        exits: How its processes exited.
-        workers: Results of the workers by rank.
-    """
-    servers = job.folder.read_servers(job.n_servers)
-    if diverged := first_reason(workers, "diverged"):
-        return Ending("diverged", diverged)
-    lost = next((f["error"] for f in servers if f["error"]), None)
-    if lost:
-        own = [own_reason(workers.get(w["worker"])) for f in servers for w in f.get("lost", ())]
-        return Ending("error", ": ".join([lost, *filter(None, own[:1])]))
-    # A worker that fails before it joins is an error, because training starts only with all workers.
-    for rank, worker in workers.items():
-        if worker["status"] == "error" and not has_joined(job, rank):
-            return Ending("error", worker["reason"])
-    if exits.timed_out or exits.hung:
-        return hung_or_slow(job, exits)
-    if len(servers) < job.n_servers:
-        dead = next((p for p in exits.processes if rank_of(p.name) is None and p.exit_code), None)
-        return Ending("error", str(dead or "a parameter server left no statistics"))
-    # With `steps` nothing is evaluated, so that any finished worker will do.
-    evaluates = not job.settings.steps
-    if not any(w["status"] == "ok" and (w["per_epoch"] or not evaluates) for w in workers.values()):
-        return Ending("error", first_reason(workers, "error") or "no worker lived to evaluate")
-    return Ending("ok", None)
-
-
 def hung_or_slow(job: Job, exits: Exits) -> Ending:
     """Return how a cell ended that reached its time limit or hung. Only slowness is a result."""
     if exits.hung:
@@ -153,16 +129,6 @@ def failed_or_slow(job: Job, why_failed: str | None) -> Ending:
 def slow(limit_s: float) -> Ending:
     """Return the ending of a cell that reached its time limit, in seconds, without a failure."""
     return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
-
-
-def own_reason(worker: Mapping[str, Any] | None) -> str | None:
-    """Return the reason that a lost worker reports, unless it only repeats a server's reason."""
-    reason = worker is not None and worker["status"] == "error" and worker["reason"]
-    return (
-        reason
-        if reason and not reason.startswith((RunEnded.__name__, ServerLost.__name__))
-        else None
-    )
 
 
 #: Messages of PyTorch's NCCL watchdog before it ends a process by SIGABRT. The first names the collective,

@@ -352,7 +352,7 @@ def entries() -> dict[str, Callable[..., Any]]:
     from stratbench.train import worker
 
     gc.freeze()  # full garbage collections in children then skip the objects that exist now
-    return {"worker": worker.main, "server": worker.serve_parameters}
+    return {"worker": worker.main}
 
 
 def function_of(entry: str, listed: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

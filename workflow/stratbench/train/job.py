@@ -12,7 +12,6 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.strategies import strategy_class
 
 #: Maximum seconds that SLURM needs to start the agents of a job on its nodes.
 MAX_CALL_S = 60.0
@@ -89,16 +88,6 @@ class Job:
     def spent_s(self) -> float:
         """Seconds of all earlier attempts, which the cell's times include."""
         return sum(attempt["ran_s"] for attempt in self.attempts)
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether the cell has parameter servers."""
-        return strategy_class(self.settings.strategy).kind == "server"
-
-    @property
-    def n_servers(self) -> int:
-        """Number of parameter servers, or 0 for a collective strategy."""
-        return self.settings.options["servers"] if self.has_servers else 0
 
     @property
     def world_size(self) -> int:

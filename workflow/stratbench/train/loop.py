@@ -25,7 +25,6 @@ from stratbench.cell.settings import Settings
 from stratbench.strategies import compiled
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.mesh import Mesh
-from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.memory import MemoryMeter
@@ -169,7 +168,7 @@ def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
 
 
 def train_with_server(
-    strategy: ParameterServer,
+    strategy: Any,
     data: DeviceData,
     worker: Worker,
     phases: Phases,
@@ -287,7 +286,7 @@ def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], 
 
 
 def evaluate_epoch(
-    strategy: ParameterServer, data: DeviceData, worker: Worker, epoch: int
+    strategy: Any, data: DeviceData, worker: Worker, epoch: int
 ) -> dict[str, float | None]:
     """Return the evaluation of the servers' state after an epoch, as `Channel.score` takes it.
 
@@ -303,7 +302,7 @@ def evaluate_epoch(
 
 
 def evaluate_epochs(
-    strategy: ParameterServer, data: DeviceData, worker: Worker, progress: Progress
+    strategy: Any, data: DeviceData, worker: Worker, progress: Progress
 ) -> list[str]:
     """Evaluate the servers' state after each epoch.
 
@@ -326,7 +325,7 @@ def evaluate_epochs(
 
 
 def served_entry(
-    strategy: ParameterServer, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
+    strategy: Any, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
 ) -> dict[str, Any]:
     """Return the entry of an epoch whose server state the model has loaded.
 

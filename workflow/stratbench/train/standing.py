@@ -64,16 +64,13 @@ class Standing:
 def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
     """Return whether all running workers of this node have trained and then made no progress for HUNG_S.
 
-    Workers that have not taken a step do not count as hung here. With parameter servers on several nodes the
-    answer is False, because workers of other nodes may continue.
+    Workers that have not taken a step do not count as hung here.
 
     Args:
         job: Job of the cell.
         workers: Processes of this node's workers.
         awake_since_s: End of the node's last pause, on its monotonic clock.
     """
-    if job.has_servers and job.n_nodes > 1:
-        return False
     ranks = [rank_of(w.name) for w in workers if w.exitcode is None]
     now_s = time.monotonic()
     readings = [

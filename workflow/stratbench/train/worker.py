@@ -7,13 +7,10 @@ torch. Nothing here may allocate a tensor or start a thread at import.
 from __future__ import annotations
 
 import faulthandler
-import json
-import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,12 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from stratbench.cell.extensions import at
-from stratbench.cell.run_folder import RunFolder, server_name, worker_name
+from stratbench.cell.run_folder import worker_name
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.help_page import help_address
-from stratbench.ps.server import serve
-from stratbench.ps.server_config import ServerConfig
-from stratbench.ps.wire.handshake import load_secret
 from stratbench.strategies import acceptance, make_strategy
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.slowdown import Slowdown
@@ -96,34 +90,6 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         leave(code)
     job.folder.write_worker(rank, result)
     leave(0)
-
-
-def serve_parameters(config_json: str, run_dir: str) -> None:
-    """Entry point of a parameter-server process. Exits 0 when its run ended well, else 1."""
-    serve_as_process(ServerConfig(**json.loads(config_json)), run_dir, serve)
-
-
-def serve_as_process(
-    config: ServerConfig, run_dir: str, serve: Callable[[Any, bytes], dict[str, Any]]
-) -> None:
-    """Run one server in this process, which ends with it.
-
-    Args:
-        config: Config of the server.
-        run_dir: Run folder of the cell.
-        serve: Runs the server, given its config and the secret.
-    """
-    folder = RunFolder(Path(run_dir))
-    log_to(folder.log(server_name(config.server)))
-    tell_stacks(folder.stack(server_name(config.server)))
-    hold_as_worker(folder.logs)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    try:
-        status = serve(config, load_secret(folder.secret))["status"]
-    except Exception:
-        traceback.print_exc()
-        leave(EXIT_ERROR)
-    leave(0 if status == "ok" else EXIT_ERROR)
 
 
 def log_to(path: Path) -> None:

@@ -375,9 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="EXTENSION=FILE",
         help="a file that an extension reads in addition to the records, such as verdict=verdict.json",
     )
-    parser.add_argument(
-        "--constraints", default="{}", help="`decide` of config.yaml, as JSON"
-    )
+    parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
     parser.add_argument(
         "--out",
         type=Path,

@@ -20,6 +20,7 @@ from stratbench.cell.installation import INSTALLED, PACKAGE
 from stratbench.extensions.commands.files import command_name, end_path, out_path, report_path
 from stratbench.extensions.commands.strategy import arguments_of, filled, placeholders
 from stratbench.report import VARIABLE
+from stratbench.train.agent import NodeProcesses
 from stratbench.train.job import Job
 
 #: In the environment of all that belongs to a command: what is found with it after the end is killed.
@@ -95,9 +96,9 @@ class CommandProcess:
 
 
 @contextmanager
-def processes_of(job: Job, node: int) -> Iterator[tuple[list[Any], list[CommandProcess]]]:
-    """Yield the processes of a node in place of servers and workers, not yet started."""
-    yield [], [CommandProcess(job, node)]
+def processes_of(job: Job, node: int) -> Iterator[NodeProcesses]:
+    """Yield the process of a node in place of workers, not yet started."""
+    yield NodeProcesses(job, [CommandProcess(job, node)])
 
 
 def end_marked(mark: str) -> None:

@@ -6,7 +6,7 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="workers that come and go",
-    needs=("checkpoints",),
+    needs=("checkpoints", "servers"),
     keys={
         "experiment": "stratbench.extensions.elastic.keys:Elastic",
         "cluster": "stratbench.extensions.elastic.keys:ElasticCluster",

@@ -15,6 +15,8 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.elastic import launch, served
 from stratbench.extensions.elastic.accounts import accounts, served_accounts
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
+from stratbench.extensions.servers.cells import has_servers, read_servers
+from stratbench.extensions.servers.figures import served_run, server_entry
 from stratbench.strategies import strategy_class
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval, read_phases
@@ -24,7 +26,6 @@ from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import keep_pauses
 from stratbench.train.running.runner import Runner
-from stratbench.train.running.totals import served_run
 from stratbench.workload.data import prepared
 
 
@@ -57,7 +58,7 @@ class ElasticRunner(Runner):
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
         job = launch.since_the_first(job)
-        by, watch = served if job.has_servers else launch, PauseWatch()
+        by, watch = served if has_servers(job.settings) else launch, PauseWatch()
         try:
             ending = by.launch(job, asked_of_workers(args), watch)
         finally:
@@ -69,21 +70,23 @@ class ElasticRunner(Runner):
     def workers(self, job: Job) -> list[dict[str, Any]]:
         return list(accounts.members_of(job).values())
 
-    def totals(
-        self, job: Job, workers: list[dict[str, Any]], servers: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        s, per_epoch = job.settings, self.epochs(job)
+    def totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+        s, servers, per_epoch = job.settings, read_servers(job), self.epochs(job)
         if not servers:
             return accounts.run_of_members(job, per_epoch)
         samples = strategy_class(s.strategy).samples_per_step(s)
         kept = served_accounts.until_the_end(servers, len(per_epoch))
         return served_run(workers, kept, samples, per_epoch)
 
+    def server_entry(self, job: Job) -> dict[str, Any] | None:
+        """Make the record's `server`; None for a cell without servers."""
+        return server_entry(job)
+
     def epochs(self, job: Job) -> list[dict[str, Any]]:
-        return served_accounts.epochs_of(job) if job.has_servers else super().epochs(job)
+        return served_accounts.epochs_of(job) if has_servers(job.settings) else super().epochs(job)
 
     def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        return (served_accounts if job.has_servers else accounts).entry_of(job)
+        return (served_accounts if has_servers(job.settings) else accounts).entry_of(job)
 
     def trained(self, job: Job, node: int) -> list[PhaseInterval]:
         """Read when workers trained, on whichever node.

@@ -29,6 +29,8 @@ from stratbench.extensions.elastic.servers.journal import (
     last_incarnation,
     read_journal,
 )
+from stratbench.extensions.servers.cells import count_servers, read_servers
+from stratbench.extensions.servers.node import server_processes
 from stratbench.strategies.ps import server_configs
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.train import agent
@@ -56,7 +58,7 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     forget_end(folder.servers)  # before any server or worker of this incarnation looks
     configs = configs_of(job, across_nodes=worker_job is not None)
     with fork_server(may_share=True) as path, backend_of(job, worker_job) as backend:
-        servers = agent.server_processes(path, folder, configs, SERVER)
+        servers = server_processes(path, folder, configs, SERVER)
         try:
             for process in servers:
                 process.start()
@@ -79,7 +81,7 @@ def configs_of(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
     elastic = ElasticConfig(
         str(own),
         incarnation=1 + last_incarnation(own),
-        resumes=has_state(own, job.n_servers),
+        resumes=has_state(own, count_servers(s)),
         target_score=s.of(Elastic).ends_at,
         higher_is_better=task_of(s, job.data_shape).better == "higher",
     )
@@ -134,7 +136,7 @@ def _wait(
 
 
 def _why_failed(job: Job, process: Process) -> str:
-    errors = (s["error"] for s in job.folder.read_servers(job.n_servers) if s["error"])
+    errors = (s["error"] for s in read_servers(job) if s["error"])
     return next(errors, None) or str(agent.ProcessExit(process.name, process.exitcode))
 
 

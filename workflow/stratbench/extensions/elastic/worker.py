@@ -31,6 +31,8 @@ from stratbench.extensions.elastic.servers.channel import ATTEMPT_S, ReturningCh
 from stratbench.extensions.elastic.servers.config import ElasticServerConfig
 from stratbench.extensions.elastic.servers.run import make_run
 from stratbench.extensions.elastic.split import ElasticSynchronous
+from stratbench.extensions.servers.cells import has_servers
+from stratbench.extensions.servers.process import serve_as_process
 from stratbench.ps.client import Channel
 from stratbench.ps.server import serve
 from stratbench.ps.wire.link import Left, ServerLost
@@ -86,7 +88,7 @@ def leave_on(signals: Sequence[signal.Signals], leaving: threading.Event) -> Non
 
 def _run(job: Job, number: int, local_rank: int, leaving: threading.Event) -> int:
     """Train, and write what came of it; returns the exit code."""
-    train = train_served if job.has_servers else train_split
+    train = train_served if has_servers(job.settings) else train_split
     try:
         result, code = train(job, number, local_rank, leaving), 0
     except (Over, RunOver, Left, ServerLost) as over:
@@ -197,7 +199,7 @@ def returning(
 def serve_parameters(config_json: str, run_dir: str) -> None:
     """Entry point of the process of a parameter server."""
     config = ElasticServerConfig(**json.loads(config_json))
-    worker.serve_as_process(config, run_dir, partial(serve, make_run=make_run))
+    serve_as_process(config, run_dir, partial(serve, make_run=make_run))
 
 
 if __name__ == "__main__":

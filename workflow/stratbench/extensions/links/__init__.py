@@ -8,6 +8,7 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="how fast links between workers are, measured",
+    needs=("servers",),
     rules=("links.smk",),
     commands="stratbench.extensions.links:add_subcommands",
     reading="stratbench.extensions.links.section:READING",

@@ -6,6 +6,7 @@ from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
     says="what a cell will hold, send, take and cost",
+    needs=("servers",),
     keys={"cluster": "stratbench.extensions.plan.keys:PlanCluster"},
     rules=("plan.smk",),
     commands="stratbench.extensions.plan.subcommands:add_subcommands",

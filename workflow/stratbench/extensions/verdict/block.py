@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -190,13 +189,14 @@ class BlockRun:
         self.logs = args.logs / name
         settings, discarded, timed = self._compute_settings_with_discarded_and_timed_steps(strategy)
         RunFolder.of_logs(self.logs).create()
+        runner = runner_of(settings)
         begun_s = time.monotonic()
         with job_of(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
-            job, exits, ending = runner_of(settings).run(job, args)
+            job, exits, ending = runner.run(job, args)
         wall_s = time.monotonic() - begun_s
         if ending.status == "error":
             raise Failure(f"segment {name}: {ending.reason}", exits.processes)
-        if lost := [w for s in job.folder.read_servers(job.n_servers) for w in s.get("lost", ())]:
+        if lost := runner.lost_workers(job):
             raise Failure(
                 f"segment {name}: worker {lost[0]['worker']} was lost: {lost[0]['reason']}"
             )
@@ -320,27 +320,16 @@ def get_disagreement_limit(plan: BlockPlan, differences: Iterable[float]) -> flo
 def collect_timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
     """Return the entry `steps` of a segment's record: the time of each timed step.
 
-    For collective strategies these are the slowest worker's steps. With parameter servers a step is one
-    global batch of pushes, and ends when the slowest server has applied them: a single worker's steps do not
-    show the joint rate.
+    They are the steps of the slowest process. The runner of the cell defines a step: with parameter servers
+    it is one global batch of pushes.
 
     Args:
         job: The segment's job.
         discarded: Number of steps before the timed ones.
         timed: Number of timed steps.
     """
-    if job.has_servers:
-        ends = [s["step_ends_s"] for s in job.folder.read_servers(job.n_servers)]
-        by_process = [
-            [after - before for before, after in pairwise(e[discarded - 1 : discarded + timed])]
-            for e in ends
-        ]
-    else:
-        workers = job.folder.read_workers(job.world_size).values()
-        by_process = [
-            [ms / 1e3 for ms in w["step_ms"][discarded : discarded + timed]] for w in workers
-        ]
-    slowest = max(by_process, key=sum)
+    each = runner_of(job.settings).step_times_s(job)
+    slowest = max((times_s[discarded : discarded + timed] for times_s in each), key=sum)
     return {
         "discarded": discarded,
         "timed": len(slowest),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +16,7 @@ from stratbench.cell.extensions import at
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.help_page import help_address
-from stratbench.ps.wire.handshake import new_secret, write_secret
-from stratbench.strategies import mesh_of, strategy_class
+from stratbench.strategies import mesh_of
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency, gpu_locks
@@ -26,7 +24,7 @@ from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import spoiled_by_pauses, trained_of
 from stratbench.train.nodes.srun import run_on_nodes
-from stratbench.train.running.totals import collective_run, served_run
+from stratbench.train.running.totals import collective_run
 from stratbench.train.standing import Standing, standings_of, why_hung
 
 
@@ -35,6 +33,8 @@ class Runner:
 
     #: The key of the record that `entry` fills; None: it has none.
     section: ClassVar[str | None] = None
+    #: What the profile of a worker leaves out.
+    profile_note: ClassVar[str | None] = None
     #: Whether all workers are there from the start to the end: then figures of all of them together stand.
     is_gang: ClassVar[bool] = True
     #: What makes the processes of a node (`agent.run_node`), by name: the agents of other nodes are told it.
@@ -107,19 +107,12 @@ class Runner:
 
         Return how they exited, and how the cell ended.
         """
-        if job.has_servers:
-            write_secret(job.folder.secret, new_secret())
         kills_before = oom_kills()
-        try:
-            exits = (
-                agent.run_node(job, 0, self.processes)
-                if job.n_nodes == 1
-                else self.launch_with_srun(job, cpus_per_node)
-            )
-        finally:
-            job.folder.secret.unlink(missing_ok=True)
-            # Of a cell that was not evaluated.
-            shutil.rmtree(job.folder.snapshots(job.n_nodes > 1), ignore_errors=True)
+        exits = (
+            agent.run_node(job, 0, self.processes)
+            if job.n_nodes == 1
+            else self.launch_with_srun(job, cpus_per_node)
+        )
         ending = self.classify(job, exits, kills_before)
         if ending.status == "error" and (
             paused := spoiled_by_pauses(job, ending.status, self.trained)
@@ -184,24 +177,40 @@ class Runner:
         """Read what each worker wrote at its end, as far as it wrote anything."""
         return list(job.folder.read_workers(job.world_size).values())
 
-    def totals(
-        self, job: Job, workers: list[dict[str, Any]], servers: list[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         """Return time, samples and epochs of a cell that trained to its end.
 
         Args:
             job: The cell's.
             workers: Results of the workers.
-            servers: Statistics of the servers.
         """
         s = job.settings
-        if not servers:
-            return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
-        each = (w["per_epoch"] for w in workers if w["per_epoch"])
-        per_epoch: list[dict[str, Any]] = next(each, [])
-        return served_run(
-            workers, servers, strategy_class(s.strategy).samples_per_step(s), per_epoch
-        )
+        return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
+
+    def communication(
+        self, job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Make the record's `communication`, or None if no worker reports its traffic.
+
+        Args:
+            job: The cell's.
+            workers: Results of the workers.
+            run: Totals of the run.
+        """
+        return efficiency.communication_figures(workers, run, self.is_gang)
+
+    def server_entry(self, job: Job) -> dict[str, Any] | None:
+        """Make the record's `server`; None where all processes are workers."""
+        return None
+
+    def lost_workers(self, job: Job) -> list[dict[str, Any]]:
+        """Read the workers without which the others went on: number and reason."""
+        return []
+
+    def step_times_s(self, job: Job) -> list[list[float]]:
+        """Read the times of all steps, by each process that counts them."""
+        workers = job.folder.read_workers(job.world_size).values()
+        return [[ms / 1e3 for ms in w["step_ms"]] for w in workers]
 
     def epochs(self, job: Job) -> list[dict[str, Any]]:
         """Read the epochs that were evaluated before the cell ended, however it ended."""

@@ -14,6 +14,7 @@ from stratbench.extensions.elastic.accounts.accounts import (
     worker_jobs,
 )
 from stratbench.extensions.elastic.servers.journal import read_journal, scores_in
+from stratbench.extensions.servers.cells import read_servers
 from stratbench.strategies import strategy_class
 from stratbench.train.job import Job
 
@@ -23,7 +24,7 @@ def entry_of(job: Job) -> dict[str, Any]:
     journal, origin = read_journal(job.folder.servers), job.origin_unix_s
     jobs = [job_entry(e, dates_of(journal, e["number"]), origin) for e in worker_jobs(job)]
     inside_s = sum(end - begin for begin, end in presence(journal))
-    servers = job.folder.read_servers(job.n_servers)
+    servers = read_servers(job)
     incarnations = [e for e in journal if e["event"] == "incarnation"]
     done_twice = sum(e["done_twice"] for e in incarnations)
     s = job.settings

@@ -1,0 +1,24 @@
+"""Facts about a cell's parameter servers: how many, where, and what they wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratbench.cell.settings import Settings
+from stratbench.strategies import strategy_class
+from stratbench.train.job import Job
+
+
+def has_servers(s: Settings) -> bool:
+    """Return whether a cell with these settings has parameter servers."""
+    return strategy_class(s.strategy).kind == "server"
+
+
+def count_servers(s: Settings) -> int:
+    """Return the number of parameter servers of a cell, or 0 for another strategy."""
+    return s.options["servers"] if has_servers(s) else 0
+
+
+def read_servers(job: Job) -> list[dict[str, Any]]:
+    """Return the statistics of the servers that reached their end, by number."""
+    return job.folder.read_servers(count_servers(job.settings))

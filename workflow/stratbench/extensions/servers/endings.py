@@ -1,0 +1,54 @@
+"""Classification of how a cell with parameter servers ended, and what a lost worker says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stratbench.cell.run_folder import rank_of
+from stratbench.extensions.servers.cells import count_servers, read_servers
+from stratbench.extensions.servers.node import has_joined
+from stratbench.ps.wire.link import RunEnded, ServerLost
+from stratbench.train.agent import Exits
+from stratbench.train.ending import Ending, first_reason, hung_or_slow
+from stratbench.train.job import Job
+
+
+def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
+    """Return how a cell with parameter servers ended: they decide whether a lost worker matters.
+
+    Args:
+        job: The cell's.
+        exits: How its processes exited.
+        workers: Results of the workers by rank.
+    """
+    servers = read_servers(job)
+    if diverged := first_reason(workers, "diverged"):
+        return Ending("diverged", diverged)
+    lost = next((f["error"] for f in servers if f["error"]), None)
+    if lost:
+        own = [own_reason(workers.get(w["worker"])) for f in servers for w in f.get("lost", ())]
+        return Ending("error", ": ".join([lost, *filter(None, own[:1])]))
+    # The servers do not begin before every worker has joined.
+    for rank, worker in workers.items():
+        if worker["status"] == "error" and not has_joined(job, rank):
+            return Ending("error", worker["reason"])
+    if exits.timed_out or exits.hung:
+        return hung_or_slow(job, exits)
+    if len(servers) < count_servers(job.settings):
+        dead = next((p for p in exits.processes if rank_of(p.name) is None and p.exit_code), None)
+        return Ending("error", str(dead or "a parameter server left no statistics"))
+    evaluates = not job.settings.steps  # else whoever is through tells as much
+    if not any(w["status"] == "ok" and (w["per_epoch"] or not evaluates) for w in workers.values()):
+        return Ending("error", first_reason(workers, "error") or "no worker lived to evaluate")
+    return Ending("ok", None)
+
+
+def own_reason(worker: Mapping[str, Any] | None) -> str | None:
+    """Return a lost worker's own reason, unless it only repeats that of the servers."""
+    reason = worker is not None and worker["status"] == "error" and worker["reason"]
+    return (
+        reason
+        if reason and not reason.startswith((RunEnded.__name__, ServerLost.__name__))
+        else None
+    )

@@ -1,0 +1,138 @@
+"""Figures of a cell with parameter servers, from the results of its workers and servers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stratbench.extensions.servers.cells import read_servers
+from stratbench.extensions.servers.endings import own_reason
+from stratbench.strategies.ps import node_of_server
+from stratbench.train.job import Job
+
+
+def server_entry(job: Job) -> dict[str, Any] | None:
+    """Return the record's `server`: the servers' statistics, without single step times.
+
+    Each lost worker has its own report. None where no server left statistics.
+    """
+    servers = read_servers(job)
+    if not servers:
+        return None
+    workers = job.folder.read_workers(job.world_size)
+    reasons = {rank: own_reason(worker) for rank, worker in workers.items()}
+    entries = []
+    for server in servers:
+        lost = [entry | {"own_reason": reasons.get(entry["worker"])} for entry in server["lost"]]
+        kept = {key: value for key, value in server.items() if key != "step_ends_s"}
+        entries.append(kept | {"lost": lost})
+    return {"servers": entries}
+
+
+def traffic_of_servers(
+    job: Job,
+    workers: list[dict[str, Any]],
+    servers: list[dict[str, Any]],
+    run: dict[str, Any],
+) -> dict[str, float]:
+    """Return the bytes per second of the busiest server, and those of links between nodes.
+
+    Args:
+        job: The cell's.
+        workers: Results of the workers.
+        servers: Statistics of the servers.
+        run: Totals of the run.
+    """
+    figures = {}
+    if train_time_s := run.get("train_time_s"):
+        moved = [sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in servers]
+        figures["busiest_server_bytes_per_s"] = max(moved) / train_time_s
+    return figures | links_of_nodes(job, workers)
+
+
+def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the bytes that stay on a node, and those over the busiest link between nodes.
+
+    Workers count them. Lost workers, of which nothing is known, are left out.
+    """
+    sent, received, local = [0] * job.n_nodes, [0] * job.n_nodes, 0
+    steps = 0
+    for w in workers:
+        if not w.get("communication"):
+            continue
+        steps += w["steps"]
+        own = job.node_of(w["rank"])
+        for k, (out, back) in enumerate(w["communication"]["by_server_bytes"]):
+            node = node_of_server(job.settings, k, job.n_nodes)
+            if node == own:
+                local += out + back
+                continue
+            for at, gone, come in ((own, out, back), (node, back, out)):
+                sent[at] += gone
+                received[at] += come
+    # A step of all workers is a global batch.
+    batches = steps / job.world_size
+    return {
+        "local_bytes_per_step": local / steps,
+        "busiest_link_bytes_per_batch": max(*sent, *received) / batches,
+    }
+
+
+def served_run(
+    workers: list[dict[str, Any]],
+    servers: list[dict[str, Any]],
+    samples_per_step: int,
+    per_epoch: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the totals that the parameter servers saw, until the last applied push.
+
+    An epoch ends when as many pushes as it has tickets were taken, some of them perhaps of the next epoch.
+    The samples of a lost worker count if its pushes were taken. A late push may have been dropped by some
+    shards and applied by others: `samples_applied` is the mean over the shards.
+
+    Args:
+        workers: Results of the workers.
+        servers: Statistics of the servers.
+        samples_per_step: Samples of a ticket.
+        per_epoch: Evaluation of each epoch; its training loss is added.
+    """
+    first = servers[0]
+    pushes = applied_pushes(servers)
+    ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
+    tickets = first["tickets_settled"]
+    for entry in per_epoch:
+        losses = [w["losses"].get(str(entry["epoch"] - 1), {}) for w in workers]
+        entry["train_loss"] = mean_loss(losses)
+    return {
+        "train_time_s": max(server["train_time_s"] for server in servers),
+        "samples_seen": tickets * samples_per_step,
+        "samples_applied": round(samples_per_step * min(tickets, pushes)),
+        "updates_applied": max(version for server in servers for version in server["updates"]),
+        "epoch_times_s": [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)],
+        "per_epoch": per_epoch,
+    }
+
+
+def mean_loss(losses: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
+    """Return the mean training loss of an epoch, from each worker's report (`loop.Result.losses`).
+
+    None if a loss was not finite, or if the workers that took the steps were lost before reporting.
+    """
+    steps: dict[str, list[tuple[float | None, float]]] = {}
+    for each in losses:
+        for number, sums in each.items():
+            steps.setdefault(number, []).append(sums)
+    if not steps or any(total is None for parts in steps.values() for total, _ in parts):
+        return None
+    means = []
+    for parts in steps.values():
+        weight = sum(w for _, w in parts)
+        means.append(sum(t for t, _ in parts) / weight if weight else 0.0)
+    return statistics.fmean(means)
+
+
+def applied_pushes(servers: list[dict[str, Any]]) -> float:
+    """Return the number of pushes applied to the weights of a shard, as the mean over all shards."""
+    shards = [sum(counts) for server in servers for counts in server["staleness"]]
+    return sum(shards) / len(shards)

@@ -1,0 +1,91 @@
+"""The processes of one node of a cell with parameter servers: servers and workers."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from stratbench.cell.run_folder import RunFolder, rank_of, server_name, worker_name
+from stratbench.ps.server_config import ServerConfig
+from stratbench.strategies.ps import node_of_server, server_configs
+from stratbench.telemetry.timeline import read_phases
+from stratbench.train.agent import NodeProcesses, forking, workers_of
+from stratbench.train.forkserver import Process
+from stratbench.train.job import Job
+
+#: What the process of a server runs.
+SERVER = "stratbench.extensions.servers.process:serve_parameters"
+
+
+@contextmanager
+def processes_of(job: Job, node: int) -> Iterator[NodeProcesses]:
+    """Yield the servers and workers of this node, not yet started."""
+    with forking(job) as path:
+        servers = server_processes(path, job.folder, servers_of(job, node))
+        yield ServedProcesses(job, workers_of(job, node, path), servers)
+
+
+class ServedProcesses(NodeProcesses):
+    """Servers and workers of a node: the workers go on without one another while the servers run.
+
+    A worker that the servers have given up is killed: it may be stopped for good.
+    """
+
+    poll_s = 0.5
+
+    def tolerates(self, name: str) -> bool:
+        """Return whether the process is a worker that had joined the servers."""
+        rank = rank_of(name)
+        return rank is not None and has_joined(self.job, rank)
+
+    def stuck(self, ended: Mapping[str, int]) -> bool:
+        """Return whether the servers have nobody left, or wait for a worker that cannot come."""
+        # The servers may still have the workers of other nodes.
+        return super().stuck(ended) or (
+            self.job.n_nodes == 1 and all(p.name in ended for p in self.workers)
+        )
+
+    def hangs(self, awake_since_s: float) -> bool:
+        """Return whether no worker of the cell makes progress."""
+        # Workers on other nodes may get on.
+        return self.job.n_nodes == 1 and super().hangs(awake_since_s)
+
+    def abandoned(self) -> set[str]:
+        """Return names of the workers that the servers gave up; empty before server 0 has ended."""
+        server = self.job.folder.read_server(0)
+        return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
+
+
+def server_processes(
+    fork_server: Path, run: RunFolder, configs: Sequence[ServerConfig], entry: str = SERVER
+) -> list[Process]:
+    """Return the processes of parameter servers, not yet started.
+
+    Args:
+        fork_server: Folder of the fork server.
+        run: Run folder of the cell.
+        configs: Config of each server.
+        entry: The function that each process calls.
+    """
+    return [
+        Process(fork_server, server_name(c.server), entry, json.dumps(asdict(c)), str(run.path))
+        for c in configs
+    ]
+
+
+def servers_of(job: Job, node: int) -> list[ServerConfig]:
+    """Return the configs of the parameter servers on a node."""
+    host = socket.gethostname() if job.n_nodes > 1 else None
+    configs = server_configs(job.settings, job.train_samples, job.folder, host)
+    return [c for c in configs if node_of_server(job.settings, c.server, job.n_nodes) == node]
+
+
+def has_joined(job: Job, rank: int) -> bool:
+    """Return whether worker `rank` had joined its servers. They wait for one that ended before it did."""
+    phases = read_phases([job.folder.phases(rank)])
+    return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)

@@ -1,0 +1,45 @@
+"""The process of one parameter server of a cell."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.run_folder import RunFolder, server_name
+from stratbench.ps.server import serve
+from stratbench.ps.server_config import ServerConfig
+from stratbench.ps.wire.handshake import load_secret
+from stratbench.train.locks import hold_as_worker
+from stratbench.train.worker import EXIT_ERROR, leave, log_to, tell_stacks
+
+
+def serve_parameters(config_json: str, run_dir: str) -> None:
+    """Entry point of a parameter-server process. Exits 0 when its run ended well, else 1."""
+    serve_as_process(ServerConfig(**json.loads(config_json)), run_dir, serve)
+
+
+def serve_as_process(
+    config: ServerConfig, run_dir: str, serve: Callable[[Any, bytes], dict[str, Any]]
+) -> None:
+    """Run one server in this process, which ends with it.
+
+    Args:
+        config: Config of the server.
+        run_dir: Run folder of the cell.
+        serve: Runs the server, given its config and the secret.
+    """
+    folder = RunFolder(Path(run_dir))
+    log_to(folder.log(server_name(config.server)))
+    tell_stacks(folder.stack(server_name(config.server)))
+    hold_as_worker(folder.logs)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        status = serve(config, load_secret(folder.secret))["status"]
+    except Exception:
+        traceback.print_exc()
+        leave(EXIT_ERROR)
+    leave(0 if status == "ok" else EXIT_ERROR)
