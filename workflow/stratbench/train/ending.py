@@ -47,7 +47,8 @@ def classify(
         job: Job of the cell.
         exits: How its processes exited.
         kills_before: Result of `oom_kills` before the cell. None: not known.
-        classify_rest: Function that classifies endings which depend on the kind of cell. None: that of a gang.
+        classify_rest: Function that classifies endings which depend on the kind of cell. None: that of a
+            gang.
     """
     workers = job.folder.read_workers(job.world_size)
     if refused := first_reason(workers, "unsupported"):
