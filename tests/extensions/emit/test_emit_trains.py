@@ -233,10 +233,11 @@ def test_the_plain_script_reaches_the_cells_losses(start_cell, warm, tiny_data, 
     assert losses_of(output) == pytest.approx(losses_of_cell(launched), rel=2e-5)
 
 
-def test_the_plain_script_takes_the_cells_memory(start_cell, tiny_data, tmp_path):
-    """A network of 134 million parameters, beside which the interpreter's own memory is small."""
+def test_the_plain_script_takes_the_cells_memory(start_cell, warm, tiny_data, tmp_path):
+    """A network of 24 million parameters, of which a further copy would be a tenth of the memory."""
     two_steps = {"epochs": 1, "global_batch": 32, "per_worker_batch": 16}
-    launched = trained(start_cell, "ddp", {}, {**ADAMW, **two_steps, "model": "vgg16"})
+    changes = {**ADAMW, **two_steps, "model": "resnet50"}
+    launched = trained(start_cell, "ddp", {}, changes, env=warm)
     script = emit(launched, "pytorch", tmp_path)
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     command = [sys.executable, "-m", *torchrun, script, launched.record, tiny_data]
@@ -248,7 +249,7 @@ def test_the_plain_script_takes_the_cells_memory(start_cell, tiny_data, tmp_path
     memory = launched.read_record()["memory"]
     assert memory["method"] == "vmhwm"
     # The most of all processes that torchrun started; the record's peak is that of the largest rank.
-    assert used.ru_maxrss * 1024 == pytest.approx(memory["peak_bytes"], rel=0.03)
+    assert used.ru_maxrss * 1024 == pytest.approx(memory["peak_bytes"], rel=0.05)
 
 
 @with_deepspeed
