@@ -18,14 +18,14 @@ from stratbench.cell.text import pages
 from stratbench.extensions.links import measure as links
 from stratbench.extensions.links.collective_cost import (
     ALGORITHMS,
+    CollectiveTime,
     LinkLayout,
     LinkModel,
-    Time,
-    fitted_links,
+    fit_links,
     served,
 )
 from stratbench.extensions.links.processes import run_all
-from stratbench.extensions.links.section import TEMPLATE, links_section
+from stratbench.extensions.links.section import TEMPLATE, make_section_values
 from stratbench.extensions.links.timing import KINDS, Sweep
 from stratbench.extensions.projection.links import Unmeasured, read_links
 from stratbench.telemetry.collectives import CollectiveCall
@@ -34,10 +34,14 @@ SIZES = [1 << i for i in range(10, 27, 2)]
 TRUE = {"within": LinkModel(20e-6, 5e9), "between": LinkModel(100e-6, 1e9)}
 
 
-def made_up(kind: str, layouts: list[LinkLayout], algorithm=None, library="gloo") -> list[Time]:
+def made_up(
+    kind: str, layouts: list[LinkLayout], algorithm=None, library="gloo"
+) -> list[CollectiveTime]:
     algorithm = algorithm or ALGORITHMS[library][kind][0]
     return [
-        Time(library, kind, at.workers, at.nodes, size, repeat, cost.seconds(TRUE) * noise)
+        CollectiveTime(
+            library, kind, at.workers, at.nodes, size, repeat, cost.seconds(TRUE) * noise
+        )
         for at in layouts
         for size in SIZES
         for cost in [algorithm(kind, size, at)]
@@ -47,7 +51,7 @@ def made_up(kind: str, layouts: list[LinkLayout], algorithm=None, library="gloo"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_latency_and_rate_are_recovered_in_spite_of_disturbed_repeats(kind):
-    (link,) = fitted_links(made_up(kind, [LinkLayout(2), LinkLayout(4)]))
+    (link,) = fit_links(made_up(kind, [LinkLayout(2), LinkLayout(4)]))
     assert link.level == "within"
     assert link.alpha_s == pytest.approx(20e-6, rel=1e-3)
     assert link.bytes_per_s == pytest.approx(5e9, rel=1e-3)
@@ -59,7 +63,7 @@ def test_levels_are_told_apart():
     times = made_up(
         "all_reduce", [LinkLayout(2), LinkLayout(4), LinkLayout(4, 2), LinkLayout(8, 2)]
     )
-    found = {link.level: link for link in fitted_links(times)}
+    found = {link.level: link for link in fit_links(times)}
     for level, true in TRUE.items():
         assert found[level].alpha_s == pytest.approx(true.alpha_s, rel=1e-2)
         assert found[level].bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-2)
@@ -91,13 +95,13 @@ def test_nccls_links_give_the_measured_times_back_and_those_on_twice_the_workers
 ):
     """Links that were fitted by one algorithm and priced by another were up to 2.3 times off."""
     times = made_up("all_reduce", layouts, algorithm, "nccl")
-    assert fitted_links(times)[0].algorithm == named
+    assert fit_links(times)[0].algorithm == named
     links.write_links(tmp_path, times, 1.0)
     read = read_links(tmp_path / "links.csv", "nccl")
     last = layouts[-1]
     for at in (*layouts, LinkLayout(2 * last.workers, 2 * last.nodes if last.nodes > 1 else 1)):
         for size in SIZES:
-            seconds, _ = read.chosen(CollectiveCall("all_reduce", size), at)
+            seconds, _ = read.time_collective(CollectiveCall("all_reduce", size), at)
             true_s = algorithm("all_reduce", size, at).seconds(TRUE)
             assert seconds == pytest.approx(true_s, rel=0.01), (at, size)
 
@@ -109,7 +113,7 @@ def test_one_count_tells_ring_and_tree_not_apart_and_the_longer_is_said_beyond(a
     for workers, most in ((8, 1.01), (16, 2.0)):
         at = LinkLayout(workers)
         for size in SIZES:
-            seconds, _ = read.chosen(CollectiveCall("all_reduce", size), at)
+            seconds, _ = read.time_collective(CollectiveCall("all_reduce", size), at)
             true_s = algorithm("all_reduce", size, at).seconds(TRUE)
             assert 0.99 * true_s < seconds < most * true_s
 
@@ -118,41 +122,41 @@ def test_a_server_takes_the_pushes_of_all_workers():
     times = made_up(
         "push_pull", [LinkLayout(1), LinkLayout(2), LinkLayout(4)], served, "servers-tcp"
     )
-    (link,) = fitted_links(times)
+    (link,) = fit_links(times)
     assert link.bytes_per_s == pytest.approx(5e9, rel=1e-3)
 
 
 def test_what_does_not_depend_on_its_bytes_has_no_rate():
-    times = [Time("gloo", "send", 2, 1, size, 0, 1e-4) for size in SIZES[:3]]
-    (link,) = fitted_links(times)
+    times = [CollectiveTime("gloo", "send", 2, 1, size, 0, 1e-4) for size in SIZES[:3]]
+    (link,) = fit_links(times)
     assert link.alpha_s == pytest.approx(1e-4, rel=1e-3)
     assert link.bytes_per_s > 1e12
 
 
 def test_sizes_go_from_a_kibibyte_to_the_largest():
-    sizes = Sweep((2,), 100 << 20, 1).sizes()
+    sizes = Sweep((2,), 100 << 20, 1).list_sizes_bytes()
     assert (sizes[0], sizes[-1]) == (1024, 100 << 20)
     assert sizes == sorted(set(sizes))
-    assert Sweep((2,), 1024, 1).sizes() == [1024]
+    assert Sweep((2,), 1024, 1).list_sizes_bytes() == [1024]
 
 
 def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
-    assert links_section(tmp_path) is None
+    assert make_section_values(tmp_path) is None
     both = [LinkLayout(2), LinkLayout(4), LinkLayout(4, 2), LinkLayout(8, 2)]
-    calm = [Time("gloo", "send", 2, 1, size, 0, 1e-4 + size / 1e9) for size in SIZES]
+    calm = [CollectiveTime("gloo", "send", 2, 1, size, 0, 1e-4 + size / 1e9) for size in SIZES]
     links.write_links(tmp_path, made_up("all_reduce", both) + calm, 1.25)
-    section = links_section(tmp_path)
+    section = make_section_values(tmp_path)
     assert [(r["name"], r["level"], r["doubtful"]) for r in section["rows"]] == [
-        ("all-reduce by gloo", "in a node", True),
+        ("all-reduce by gloo", "within nodes", True),
         ("all-reduce by gloo", "between nodes", True),
-        ("send by gloo", "in a node", False),
+        ("send by gloo", "within nodes", False),
     ]
     assert section["rows"][0]["alpha"] == "20 µs"
     section["charts"][0]["name"] = "<b>"
     html = pages.render(TEMPLATE.name, TEMPLATE.parent, values={"links": section})
     assert html.count("<figure>") == 2
     assert "<b>&lt;b&gt;</b>" in html
-    assert "1.25 times as slow" in html
+    assert "1.25 times as long" in html
     charts = [b64decode(svg).decode() for svg in re.findall(r"base64,([^\"]+)", html)]
     assert "4 workers, 2 nodes" in charts[0]
     assert "4 workers, 2 nodes" not in charts[1]
@@ -161,17 +165,17 @@ def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
     table = tmp_path / "links.csv"
     table.write_text(table.read_text().replace(",ring,", ",<script>,"))
     with pytest.raises(ValueError, match="are no measured links"):
-        links_section(tmp_path)
+        make_section_values(tmp_path)
 
 
 def test_links_are_read_back_for_the_projection(tmp_path):
     links.write_links(tmp_path, made_up("all_reduce", [LinkLayout(2), LinkLayout(4)]), 1.25)
     read = read_links(tmp_path / "links.csv", "gloo")
-    assert read.kappa == 1.25
+    assert read.compute_slowdown == 1.25
     expected = ALGORITHMS["gloo"]["all_reduce"][0]("all_reduce", 1e7, LinkLayout(16)).seconds(TRUE)
-    assert read.chosen(CollectiveCall("all_reduce", 1e7), LinkLayout(16))[0] == pytest.approx(
-        expected, rel=1e-3
-    )
+    assert read.time_collective(CollectiveCall("all_reduce", 1e7), LinkLayout(16))[
+        0
+    ] == pytest.approx(expected, rel=1e-3)
     with pytest.raises(Unmeasured, match="no links of nccl"):
         read_links(tmp_path / "links.csv", "nccl")
     table = (tmp_path / "links.csv").read_text()
@@ -179,7 +183,7 @@ def test_links_are_read_back_for_the_projection(tmp_path):
     with pytest.raises(ValueError, match="algorithm 'bus', expected one of ring, tree"):
         read_links(tmp_path / "links.csv", "gloo")
     (tmp_path / "links.csv").write_text("library,kind\ngloo,send\n")
-    with pytest.raises(ValueError, match=r"is no links\.csv"):
+    with pytest.raises(ValueError, match=r"is not a valid links\.csv"):
         read_links(tmp_path / "links.csv", "gloo")
 
 
@@ -203,9 +207,10 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
     }
     assert all(0 < float(t["seconds"]) < 60 for t in times)
     found = read_links(tmp_path / "links.csv", "gloo")
-    assert found.kappa >= 1
+    assert found.compute_slowdown >= 1
     large, small = (
-        found.chosen(CollectiveCall("all_reduce", n), LinkLayout(2))[0] for n in (1 << 23, 1 << 10)
+        found.time_collective(CollectiveCall("all_reduce", n), LinkLayout(2))[0]
+        for n in (1 << 23, 1 << 10)
     )
     assert large >= small
 
@@ -213,7 +218,7 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_process_that_fails_ends_the_others(tmp_path):
-    with pytest.raises(RuntimeError, match="ended with code"):
+    with pytest.raises(RuntimeError, match="ended with exit code"):
         run_all([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
 
 
@@ -230,7 +235,10 @@ def _waits(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [(["--workers", "1"], "two ends"), (["--workers", "2", "--repeats", "0"], "1 or more")],
+    [
+        (["--workers", "1"], "connects two workers"),
+        (["--workers", "2", "--repeats", "0"], "1 or more"),
+    ],
 )
 def test_impossible_requests_are_refused_with_a_sentence(arguments, told, capsys, tmp_path):
     with pytest.raises(SystemExit):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from stratbench.cell.text.words import short_time
-from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, Time
+from stratbench.extensions.links.collective_cost import CollectiveTime, LinkLayout, LinkModel
 from stratbench.extensions.links.measure import write_links
 from stratbench.extensions.projection import naive
 from stratbench.extensions.projection.evidence import make_link_replay
@@ -200,10 +200,12 @@ def test_a_slow_channel_is_what_the_step_waits_for():
 
 
 def test_computing_is_slower_beside_a_collective():
-    done = simulate_step_s(buckets(0.5), 1.0, lambda _: 0.2, kappa=2.0)
+    done = simulate_step_s(buckets(0.5), 1.0, lambda _: 0.2, compute_slowdown=2.0)
     # 0.2 s of the channel's time take 0.1 s of the work.
     assert done == pytest.approx(1.1)
-    assert simulate_step_s(buckets(), 1.0, lambda _: 0.2, kappa=2.0) == pytest.approx(1.0)
+    assert simulate_step_s(buckets(), 1.0, lambda _: 0.2, compute_slowdown=2.0) == pytest.approx(
+        1.0
+    )
 
 
 def test_gathers_are_waited_for_unless_they_run_ahead():
@@ -416,7 +418,9 @@ def test_servers_fill_sooner_where_a_workers_share_shrinks():
 
 def test_servers_beside_each_worker_grow_in_number_with_them(tmp_path):
     """A push at one of eight servers takes an eighth of what it takes at one."""
-    times = [Time("servers-shm", "push_pull", n, 1, 1 << 24, 0, n * 0.1) for n in (1, 2, 4)]
+    times = [
+        CollectiveTime("servers-shm", "push_pull", n, 1, 1 << 24, 0, n * 0.1) for n in (1, 2, 4)
+    ]
     write_links(tmp_path, times, math.nan)
     found = {}
     for server_placement in ("central", "colocated"):
@@ -454,7 +458,9 @@ def test_servers_without_computing_take_what_was_measured(tmp_path):
 
     sizes = (1 << 16, 1 << 20, 1 << 24)
     times = [
-        Time("servers-shm", "push_pull", n, 1, s, 0, true_s(n, s)) for n in (1, 2, 4) for s in sizes
+        CollectiveTime("servers-shm", "push_pull", n, 1, s, 0, true_s(n, s))
+        for n in (1, 2, 4)
+        for s in sizes
     ]
     write_links(tmp_path, times, math.nan)
     for size in sizes:

@@ -15,7 +15,13 @@ import pytest
 from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.links import measure as links
-from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, Time, ring, tree
+from stratbench.extensions.links.collective_cost import (
+    CollectiveTime,
+    LinkLayout,
+    LinkModel,
+    ring,
+    tree,
+)
 from stratbench.extensions.plan.schedule import records_by_cell
 from stratbench.extensions.projection import __main__ as command
 from stratbench.extensions.projection.evidence import gather_projection_inputs
@@ -99,7 +105,7 @@ def test_every_strategy_gets_intervals_and_refusals(study, capsys):
 def test_measured_links_are_used_where_there_are_some(study, capsys):
     true = {"within": LinkModel(1e-7, 1e12), "between": LinkModel(1e-6, 1e11)}
     times = [
-        Time("gloo", kind, n, nodes, size, 0, cost.seconds(true))
+        CollectiveTime("gloo", kind, n, nodes, size, 0, cost.seconds(true))
         for kind, algorithm in (("all_reduce", ring), ("broadcast", tree))
         for n, nodes in ((2, 1), (4, 1), (4, 2), (8, 2))
         for size in (1 << 10, 1 << 16, 1 << 22)
@@ -121,7 +127,9 @@ def write_free_links(study: dict[str, Any]) -> None:
     """Links within a node that cost nothing."""
     true = {"within": LinkModel(1e-9, 1e15)}
     times = [
-        Time("gloo", kind, n, 1, size, 0, algorithm(kind, size, LinkLayout(n)).seconds(true))
+        CollectiveTime(
+            "gloo", kind, n, 1, size, 0, algorithm(kind, size, LinkLayout(n)).seconds(true)
+        )
         for kind, algorithm in (("all_reduce", ring), ("broadcast", tree))
         for n in (2, 4)
         for size in (1 << 10, 1 << 16, 1 << 22)
@@ -201,7 +209,7 @@ def test_servers_are_projected_by_a_queue_and_not_past_its_knee(study, capsys):
     for share, refused in ((0.01, False), (0.15, True)):
         rate = 4 * record["model"]["parameters"] / (share * step_s)
         times = [
-            Time(f"servers-{wire}", "push_pull", n, 1, size, 0, 1e-9 + n * size / rate)
+            CollectiveTime(f"servers-{wire}", "push_pull", n, 1, size, 0, 1e-9 + n * size / rate)
             for wire in ("shm", "tcp")
             for n in (1, 2, 4)
             for size in (1 << 16, 1 << 20, 1 << 24)
@@ -217,7 +225,7 @@ def test_servers_are_projected_by_a_queue_and_not_past_its_knee(study, capsys):
 
 
 def test_servers_of_several_nodes_are_projected_by_the_counts_alone(study, capsys):
-    times = [Time("servers-shm", "push_pull", n, 1, 1 << 20, 0, n * 1e-6) for n in (1, 2)]
+    times = [CollectiveTime("servers-shm", "push_pull", n, 1, 1 << 20, 0, n * 1e-6) for n in (1, 2)]
     links.write_links(Path(study["results"]) / "small" / "links", times, 1.0)
     study["cluster"]["gpus_per_node"] = 2
     for path in Path(study["results"]).glob("small/cells/one/ps-async/*/*/*/record.json"):
@@ -233,7 +241,9 @@ def test_servers_of_several_nodes_are_projected_by_the_counts_alone(study, capsy
 
 
 def test_a_link_that_is_missing_is_told_and_the_counts_alone_are_used(study, capsys):
-    times = [Time("gloo", "send", 2, 1, size, 0, 1e-3 + size / 1e9) for size in (1024, 1 << 20)]
+    times = [
+        CollectiveTime("gloo", "send", 2, 1, size, 0, 1e-3 + size / 1e9) for size in (1024, 1 << 20)
+    ]
     links.write_links(Path(study["results"]) / "small" / "links", times, 1.0)
     table, told = projected(study, capsys)
     assert "was not measured with gloo" in told
@@ -248,7 +258,7 @@ def test_what_is_sharded_is_traced_on_each_count(tmp_path, footprints, capsys):
     write_records(read, tmp_path)
     for link, fits in ((LinkModel(1e-2, 1e9), False), (LinkModel(1e-7, 1e13), True)):
         times = [
-            Time("gloo", kind, n, 1, size, 0, cost.seconds({"within": link}))
+            CollectiveTime("gloo", kind, n, 1, size, 0, cost.seconds({"within": link}))
             for kind in ("all_gather", "reduce_scatter", "all_reduce")
             for n in (2, 4)
             for size in (1 << 10, 1 << 16, 1 << 22)

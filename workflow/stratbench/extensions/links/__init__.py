@@ -1,4 +1,4 @@
-"""The extension `links`: how fast links between workers are, measured."""
+"""The extension `links`: measures latency and bandwidth of links between workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="how fast links between workers are, measured",
+    says="measured latency and bandwidth of links between workers",
     needs=("servers",),
     rules=("links.smk",),
     commands="stratbench.extensions.links:add_subcommands",
@@ -16,8 +16,12 @@ EXTENSION = Extension(
 
 
 def add_subcommands(add: Any) -> None:
-    """Add `links`; `add`: an `Adder`."""
+    """Add `links` to the command line.
+
+    Args:
+        add: Adds a subcommand (`Adder`).
+    """
     from stratbench.command.subcommands import add_training
 
-    text = "measure what the exchange between workers costs here, for `project`"
+    text = "measure latency and bandwidth between workers here, for `project`"
     add_training(add, "links", text)

@@ -1,9 +1,8 @@
-"""Cost of a collective on a layout: steps and bytes by the algorithms of NCCL and gloo.
+"""Computes the cost of a collective on a layout: steps and bytes by the algorithms of NCCL and gloo.
 
-No torch.
-
-The formulas count. The cost of a step and a byte is measured (`extensions/links/measure.py`), never fitted to
-training times. Fits at 1 and 2 GPUs were wrong by more than the time itself at 64.
+It does not import torch. The formulas count steps and bytes. The cost of a step and of a byte is measured
+(`extensions/links/measure.py`), never fitted to training times. Fits at 1 and 2 GPUs were wrong by more
+than the time itself at 64.
 """
 
 from __future__ import annotations
@@ -19,10 +18,12 @@ Level = Literal["within", "between"]
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Cost on one level of a layout: `alpha_s` per step, and 1 / `bytes_per_s` per byte.
+    """Latency and bandwidth of links on one level of a layout.
 
-    Between nodes the rate is that of a whole node's connection, one way. `log_sd`: standard deviation of the
-    log ratio of measured times to the fit.
+    Attributes:
+        alpha_s: Latency of a step, in seconds.
+        bytes_per_s: Bandwidth; between nodes that of a whole node's connection, one way.
+        log_sd: Standard deviation of ln(measured / fitted time).
     """
 
     alpha_s: float
@@ -32,19 +33,19 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class LinkLayout:
-    """`workers` spread evenly over `nodes`."""
+    """A number of workers that are spread evenly over nodes."""
 
     workers: int
     nodes: int = 1
 
     @property
-    def a_node(self) -> int:
+    def workers_per_node(self) -> int:
         return -(-self.workers // self.nodes)
 
 
 @dataclass(frozen=True)
-class Time:
-    """One measurement: seconds of a collective over a tensor of `n_bytes`, on the slowest rank."""
+class CollectiveTime:
+    """MeasuredLinks seconds of a collective over a tensor of `n_bytes`, on the slowest rank."""
 
     library: str
     kind: str
@@ -57,7 +58,12 @@ class Time:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Steps and bytes on each level that a rank waits for, one after the other."""
+    """Steps and bytes on each level that a rank waits for, one after the other.
+
+    Attributes:
+        steps: Number of steps by level, each of which costs the latency.
+        n_bytes: Bytes by level.
+    """
 
     steps: Mapping[Level, float]
     n_bytes: Mapping[Level, float]
@@ -72,10 +78,11 @@ class CollectiveCost:
 
 
 def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of one ring through all ranks; its slowest link sets the pace.
+    """Return the cost of one ring through all ranks, whose slowest link limits it.
 
-    All-reduce takes 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan 2009).
-    With n nodes, n of each N-1 steps' neighbours are on another one, as NCCL counts them (tuning.cc).
+    An all-reduce takes 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan
+    2009). With n nodes, n of the N ranks have their next neighbour on another node, as NCCL counts
+    (tuning.cc).
 
     Args:
         kind: Kind of the collective.
@@ -90,15 +97,18 @@ def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
         return CollectiveCost({"within": rounds * (n - 1)}, {"within": volume})
     return CollectiveCost(
         {"within": rounds * (n - 1) - between, "between": between},
-        {"within": 0.0, "between": volume},  # the bytes pass both at once; a network is the slower
+        {
+            "within": 0.0,
+            "between": volume,
+        },  # bytes pass both levels at once, and the network is slower
     )
 
 
 def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """Return the cost of a pipelined binary tree: log2 steps up, and down again for an all-reduce.
 
-    Each has S bytes. NCCL's tree is one over the nodes with a chain in each; here a chain's steps count as
-    the tree's.
+    Each step has S bytes. NCCL's tree spans the nodes, with a chain in each node. Here the steps of a chain
+    count like those of a tree.
 
     Args:
         kind: Kind of the collective.
@@ -107,7 +117,7 @@ def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """
     rounds = 2 if kind == "all_reduce" else 1
     between = math.ceil(math.log2(layout.nodes)) if layout.nodes > 1 else 0
-    within = math.ceil(math.log2(layout.a_node)) if layout.a_node > 1 else 0
+    within = math.ceil(math.log2(layout.workers_per_node)) if layout.workers_per_node > 1 else 0
     if not between:
         return CollectiveCost({"within": rounds * within}, {"within": rounds * n_bytes})
     return CollectiveCost(
@@ -119,8 +129,8 @@ def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """Return the cost of a ring in each node, and concurrent rings of equal ranks between nodes.
 
-    An all-reduce is a scatter within, an all-reduce of S/g between, and a gather within (g ranks per node). A
-    node's connection carries the g parts together: S bytes (n-1)/n times each way.
+    With g ranks per node, an all-reduce is a scatter within nodes, an all-reduce of S/g between nodes, and
+    a gather within nodes. A node's connection carries all g parts: S (n-1)/n bytes each way.
 
     Args:
         kind: Kind of the collective.
@@ -128,7 +138,7 @@ def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCos
         layout: Ranks per node, and nodes.
     """
     rounds = 2 if kind == "all_reduce" else 1
-    g, nodes = layout.a_node, layout.nodes
+    g, nodes = layout.workers_per_node, layout.nodes
     return CollectiveCost(
         {"within": rounds * (g - 1), "between": rounds * (nodes - 1)},
         {
@@ -139,7 +149,7 @@ def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCos
 
 
 def direct(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of sending from one rank to another.
+    """Return the cost of one send from one rank to another.
 
     Args:
         kind: Kind of the collective.
@@ -152,9 +162,10 @@ def direct(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 
 Algorithm = Callable[[str, float, LinkLayout], CollectiveCost]
 
-#: What a library may choose, by kind of collective; first what takes longest on many workers. NCCL takes the
-#: one that it predicts to be fastest. Gloo, as PyTorch calls it, has one for each: rings, but trees to
-#: broadcast (its all-reduce's default is RING, ProcessGroupGloo), and it scatters by all-reducing.
+#: Algorithms that a library may choose, by kind of collective. The slowest on many workers is first. NCCL
+#: takes the one that it predicts to be fastest. Gloo, as PyTorch calls it, has one per kind: trees to
+#: broadcast, otherwise rings (the default of its all-reduce is RING, ProcessGroupGloo). It scatters by an
+#: all-reduce.
 ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
     "nccl": {
         "all_reduce": (ring, hierarchical, tree),
@@ -174,7 +185,7 @@ ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
 
 
 def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of a server that takes and answers all workers' pushes one after the other.
+    """Return the cost of pushes and pulls of all workers, which a server answers one after the other.
 
     Args:
         kind: Kind of the collective.
@@ -185,12 +196,12 @@ def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     return CollectiveCost({level: 1}, {level: layout.workers * n_bytes})
 
 
-#: In place of an algorithm's name: the fastest of the library's, tensor by tensor.
+#: Replaces the name of an algorithm: the fastest of the library for each tensor.
 FASTEST = "fastest"
 
 
-def algorithms_of(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
-    """Return the algorithms that a row of `links.csv` names, the fastest of which counts.
+def named_algorithms(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
+    """Return the algorithms that a row of `links.csv` names, of which the fastest counts.
 
     Args:
         name: Name in the row.
@@ -204,16 +215,22 @@ def algorithms_of(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
         return ALGORITHMS[library][kind]
     known = {f.__name__: f for f in (ring, tree, hierarchical, direct, served)}
     if name not in known:
-        raise ValueError(f"algorithm {name!r}, expected one of {', '.join([*known, FASTEST])}")
+        raise ValueError(
+            f"links.csv: unknown algorithm {name!r}, expected one of {', '.join([*known, FASTEST])}"
+        )
     return (known[name],)
 
 
 @dataclass(frozen=True)
 class FittedLink:
-    """A row of `links.csv`: what a kind of collective costs on one level.
+    """A row of `links.csv`: latency and bandwidth of a kind of collective on one level.
 
-    `knee_bytes`: of a step's message whose latency and bytes take the same time; below it latency rules.
-    `log_sd`: root mean square of ln(measured / fitted) over all times of the kind. `workers`: the most.
+    Attributes:
+        knee_bytes: Bytes of a step's message whose latency and transfer take equal time; below it
+            latency dominates.
+        log_sd: Root mean square of ln(measured / fitted) over all times of the kind.
+        workers: Largest measured number of workers.
+        times: Number of measured times.
     """
 
     library: str
@@ -230,15 +247,22 @@ class FittedLink:
     times: int
 
 
-#: Fits whose misfits lie closer are taken for alike.
+#: Fits whose root mean square residuals differ by less count as equally good.
 ALIKE = 0.01
-#: Turns between the links and the algorithm of each tensor.
+#: Maximum number of alternations between fitting links and choosing the algorithm of each tensor.
 MAX_TURNS = 20
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """`misfit`: root mean square of ln(median time / fitted); `log_sd`: of all times."""
+    """Fitted links of one kind of collective.
+
+    Attributes:
+        misfit: Root mean square of ln(median time / fitted time).
+        log_sd: Root mean square of ln(time / fitted time) over all times.
+        links: Fitted links by level.
+        algorithm: Name of the algorithm, or "fastest".
+    """
 
     misfit: float
     log_sd: float
@@ -246,17 +270,18 @@ class _Fit:
     algorithm: str
 
 
-def fitted_links(times: Sequence[Time]) -> list[FittedLink]:
-    """Return latency and rate of each kind on each level, fitted to median times.
+def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
+    """Return latency and bandwidth of each kind of collective on each level, fitted to median times.
 
-    The fit is by least squares of relative errors, neither below zero, over all worker counts and sizes. It
-    uses one of the library's algorithms for all tensors, or the fastest for each: the best fit, and of fits
-    that are ALIKE the first. A level without a rate (no time depends on its bytes) has an infinite one.
+    The fit minimises squared relative errors over all worker counts and sizes, with values of at least
+    zero. It uses one algorithm for all tensors, or the fastest for each tensor, whichever fits best. If
+    fits are equally good within ALIKE, the first counts. A level whose times do not depend on bytes has
+    infinite bandwidth.
     """
     rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
         same_kind = [t for t in times if (t.library, t.kind) == (library, kind)]
-        fit = _best_fit(library, kind, same_kind)
+        fit = _find_best_fit(library, kind, same_kind)
         sizes = [t.n_bytes for t in same_kind]
         rows += [
             FittedLink(
@@ -269,20 +294,24 @@ def fitted_links(times: Sequence[Time]) -> list[FittedLink]:
     return rows
 
 
-def _best_fit(library: str, kind: str, times: Sequence[Time]) -> _Fit:
+def _find_best_fit(library: str, kind: str, times: Sequence[CollectiveTime]) -> _Fit:
     if kind == "push_pull":
-        return _fit((served,), times, served)
+        return _fit_alternately((served,), times, served)
     algorithms = ALGORITHMS[library][kind]
-    fits = [_fit((a,), times, a) for a in algorithms]
+    fits = [_fit_alternately((a,), times, a) for a in algorithms]
     if len(algorithms) > 1:
-        fastest = min((_fit(algorithms, times, a) for a in algorithms), key=lambda fit: fit.misfit)
+        fastest = min(
+            (_fit_alternately(algorithms, times, a) for a in algorithms), key=lambda fit: fit.misfit
+        )
         fits.append(replace(fastest, algorithm=FASTEST))
     best = min(fit.misfit for fit in fits)
     return next(fit for fit in fits if fit.misfit < best + ALIKE)
 
 
-def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorithm) -> _Fit:
-    """Fit links alternately with the choice of the fastest of `algorithms` for each tensor, from `first`."""
+def _fit_alternately(
+    algorithms: Sequence[Algorithm], times: Sequence[CollectiveTime], first: Algorithm
+) -> _Fit:
+    """Fit links and choose the fastest algorithm per tensor, in turns, starting from `first`."""
     repeats: dict[tuple[int, int, int], list[float]] = {}
     for t in times:
         repeats.setdefault((t.workers, t.nodes, t.n_bytes), []).append(t.seconds)
@@ -290,19 +319,23 @@ def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorith
     tensors = [(kind, size, LinkLayout(n, nodes)) for n, nodes, size in repeats]
     medians = [statistics.median(values) for values in repeats.values()]
 
-    def off(seconds: float, fitted_s: float) -> float:
+    def squared_log_error(seconds: float, fitted_s: float) -> float:
         return math.log(seconds / max(fitted_s, 1e-9 * seconds)) ** 2
 
     chosen = [first] * len(tensors)
     fits = []
     for _ in range(MAX_TURNS):
-        links = _solved([a(*tensor) for a, tensor in zip(chosen, tensors, strict=True)], medians)
+        links = _solve_links(
+            [a(*tensor) for a, tensor in zip(chosen, tensors, strict=True)], medians
+        )
         costs = [[(a(*tensor).seconds(links), a) for a in algorithms] for tensor in tensors]
         fastest = [min(of_one, key=lambda cost: cost[0]) for of_one in costs]
         fitted = [seconds for seconds, _ in fastest]
-        misfit = math.sqrt(statistics.fmean(map(off, medians, fitted)))
+        misfit = math.sqrt(statistics.fmean(map(squared_log_error, medians, fitted)))
         each = zip(fitted, repeats.values(), strict=True)
-        log_sd = math.sqrt(statistics.fmean(off(t, f) for f, of_fit in each for t in of_fit))
+        log_sd = math.sqrt(
+            statistics.fmean(squared_log_error(t, f) for f, of_fit in each for t in of_fit)
+        )
         fits.append(_Fit(misfit, log_sd, links, first.__name__))
         before, chosen = chosen, [a for _, a in fastest]
         if chosen == before:
@@ -310,9 +343,11 @@ def _fit(algorithms: Sequence[Algorithm], times: Sequence[Time], first: Algorith
     return min(fits, key=lambda fit: fit.misfit)
 
 
-def _solved(costs: Sequence[CollectiveCost], seconds: Sequence[float]) -> dict[Level, LinkModel]:
-    """Return the links by which these costs take about so long, as shares of it."""
-    import numpy as np  # as scipy: not for those who only read
+def _solve_links(
+    costs: Sequence[CollectiveCost], seconds: Sequence[float]
+) -> dict[Level, LinkModel]:
+    """Return the links for which the costs take these seconds, by least squares of relative errors."""
+    import numpy as np  # imported here, since only fits need numpy and scipy
     from scipy.optimize import nnls
 
     levels = list(dict.fromkeys(level for c in costs for level in c.steps if c.steps[level]))

@@ -1,6 +1,6 @@
-"""The processes that time collectives: on this machine, on a SLURM job's nodes, or by a launcher.
+"""Runs the processes that time collectives: on this machine, on a job's nodes, or by a launcher.
 
-python -m stratbench.extensions.links.group FOLDER as `srun` starts it on each node
+`srun` starts `python -m stratbench.extensions.links.group FOLDER` on each node.
 """
 
 from __future__ import annotations
@@ -22,57 +22,73 @@ import torch
 import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder
-from stratbench.extensions.links.collective_cost import Time
+from stratbench.extensions.links.collective_cost import CollectiveTime
 from stratbench.extensions.links.processes import TIMEOUT_S, run_all
-from stratbench.extensions.links.timing import Sweep, measure
+from stratbench.extensions.links.timing import Sweep, measure_collectives
 from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.rendezvous import tcp_store
 from stratbench.train.nodes.srun import run_on_nodes
 
-#: All times, and kappa.
-Measured = tuple[list[Time], float]
+#: All times, and the slowdown of computation during a collective.
+MeasuredLinks = tuple[list[CollectiveTime], float]
 
 
 @dataclass(frozen=True)
 class LinkGroup:
-    """`a_node` processes on each of `nodes`, with a common `folder` for their rendezvous."""
+    """Processes that time collectives together, `workers_per_node` on each of `nodes` nodes.
+
+    They find each other through a common `folder`.
+    """
 
     sweep: Sweep
     on_gpus: bool
     folder: str
     nodes: int
-    a_node: int
+    workers_per_node: int
 
     @property
-    def world(self) -> int:
-        return self.nodes * self.a_node
+    def world_size(self) -> int:
+        return self.nodes * self.workers_per_node
 
     @property
-    def result(self) -> Path:
-        """The file to which rank 0 writes the measurements."""
+    def result_path(self) -> Path:
+        """File to which rank 0 writes the measurements."""
         return Path(self.folder, "result.json")
 
-    def measured(self) -> Measured:
-        result = json.loads(self.result.read_text(encoding="utf-8"))
-        return [Time(*t) for t in result["times"]], result["kappa"]
+    def read_result(self) -> MeasuredLinks:
+        result = json.loads(self.result_path.read_text(encoding="utf-8"))
+        return [CollectiveTime(*t) for t in result["times"]], result["kappa"]
 
-    def run(self, node: int) -> None:
-        """The processes of one node, until all have ended. Raises RuntimeError where one fails."""
-        run_all([(_member, (self, node, number)) for number in range(self.a_node)])
+    def run_node(self, node: int) -> None:
+        """Run the processes of one node until all have ended.
+
+        Raises:
+            RuntimeError: If a process fails.
+        """
+        run_all([(_run_member, (self, node, number)) for number in range(self.workers_per_node)])
 
 
-def measure_here(sweep: Sweep, on_gpus: bool) -> Measured:
-    """`measure` by processes of this machine. Raises RuntimeError where one fails."""
+def measure_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
+    """Return the measurements by processes of this machine.
+
+    Raises:
+        RuntimeError: If a process fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         group = LinkGroup(sweep, on_gpus, folder, 1, max(sweep.workers))
-        group.run(0)
-        return group.measured()
+        group.run_node(0)
+        return group.read_result()
 
 
-def measure_on_nodes(group: LinkGroup, cpus: int) -> Measured:
-    """`measure` by processes of the SLURM job's nodes, with `cpus` cores on each.
+def measure_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
+    """Return the measurements by processes on all nodes of this SLURM job.
 
-    Raises RuntimeError where one fails.
+    Args:
+        group: The processes to run.
+        cpus: CPU cores per node.
+
+    Raises:
+        RuntimeError: If a process fails.
     """
     folder = RunFolder(Path(group.folder))
     folder.create()
@@ -86,38 +102,38 @@ def measure_on_nodes(group: LinkGroup, cpus: int) -> Measured:
 
         if code := run_on_nodes(group.nodes, cpus, __spec__.name, [str(plan)], left_s):
             raise RuntimeError(
-                f"the measurement on {group.nodes} nodes ended with code {code}; what its processes said "
-                "stands above"
+                f"the measurement on {group.nodes} nodes ended with exit code {code}; the output of its "
+                "processes above says why"
             )
-        return group.measured()
+        return group.read_result()
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _member(group: LinkGroup, node: int, number: int) -> None:
-    rank = node * group.a_node + number
+def _run_member(group: LinkGroup, node: int, number: int) -> None:
+    rank = node * group.workers_per_node + number
     if group.nodes > 1:
-        store = tcp_store(RunFolder(Path(group.folder)), rank, group.world)
+        store = tcp_store(RunFolder(Path(group.folder)), rank, group.world_size)
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        store = dist.FileStore(f"{group.folder}/group", group.world)
-    times, kappa = _in_group(
-        group.sweep, group.on_gpus, number, store=store, rank=rank, world_size=group.world
+        store = dist.FileStore(f"{group.folder}/group", group.world_size)
+    times, compute_slowdown = _measure_in_group(
+        group.sweep, group.on_gpus, number, store=store, rank=rank, world_size=group.world_size
     )
     if rank == 0:
-        result = {"times": [astuple(t) for t in times], "kappa": kappa}
-        group.result.write_text(json.dumps(result), encoding="utf-8")
+        result = {"times": [astuple(t) for t in times], "kappa": compute_slowdown}
+        group.result_path.write_text(json.dumps(result), encoding="utf-8")
 
 
-def as_one_of_many(sweep: Sweep, on_gpus: bool) -> Measured | None:
-    """`measure` as a process that a launcher started; None but for rank 0."""
+def measure_as_member(sweep: Sweep, on_gpus: bool) -> MeasuredLinks | None:
+    """Return the measurements of a process that a launcher started, or None unless it is rank 0."""
     rank = int(os.environ["RANK"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    measured = _in_group(sweep, on_gpus, local_rank, init_method="env://")
+    measured = _measure_in_group(sweep, on_gpus, local_rank, init_method="env://")
     return measured if rank == 0 else None
 
 
-def _in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) -> Measured:
+def _measure_in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) -> MeasuredLinks:
     torch.set_num_threads(1)
     device = torch.device("cuda", number) if on_gpus else torch.device("cpu")
     if on_gpus:
@@ -128,9 +144,10 @@ def _in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) -> Measure
     try:
         if max(sweep.workers) > dist.get_world_size():
             raise RuntimeError(
-                f"--workers {max(sweep.workers)}: only {dist.get_world_size()} were started"
+                f"--workers {max(sweep.workers)}: only {dist.get_world_size()} processes were started; "
+                "start that many, or give a smaller number"
             )
-        measured = measure(sweep, device)
+        measured = measure_collectives(sweep, device)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -139,13 +156,15 @@ def _in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) -> Measure
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("plan", type=Path, help="group.json of `measure_on_nodes`")
+    parser.add_argument(
+        "plan", type=Path, help="the file group.json, which `measure_on_nodes` writes"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     set_gloo_interface()
     plan = json.loads(args.plan.read_text(encoding="utf-8"))
     swept = {k: tuple(v) if isinstance(v, list) else v for k, v in plan["sweep"].items()}
-    LinkGroup(**plan | {"sweep": Sweep(**swept)}).run(int(os.environ["SLURM_NODEID"]))
+    LinkGroup(**plan | {"sweep": Sweep(**swept)}).run_node(int(os.environ["SLURM_NODEID"]))
     return 0
 
 

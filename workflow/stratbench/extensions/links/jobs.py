@@ -1,4 +1,4 @@
-"""The job that measures links for a study: what it asks a scheduler for, and its command line."""
+"""Describes the job that measures links for a study: its resources and its command line."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ from stratbench.study.resources import JobRequest, largest_request, plain_reques
 from stratbench.study.slurm.nodes import Node, most_nodes
 from stratbench.workload.network import models
 
-#: Seconds that links are measured for at most.
+#: Maximum seconds for which links are measured.
 LINKS_S = 1800
-#: Links are measured with tensors up to this, or up to the largest model's weights: beyond it the time
-#: grows with the bytes.
+#: Maximum size of measured tensors. For larger ones the time is proportional to the bytes.
 MAX_MEASURED_MIB = 256
 
 
 def links_request(study: Study, cluster: Mapping[str, Any], offered: Sequence[Node]) -> JobRequest:
-    """Return the request of the measurement: what any of the study's cells on full nodes asks for.
+    """Return the resources of the measuring job: the largest request of the study's cells on full nodes.
 
-    On two nodes, so that what is between them is measured, too, or on one where no partition of
-    `offered` has two that can hold it.
+    The job has two nodes, so that links between nodes are measured as well. It has one node if no partition
+    of `offered` has two suitable ones.
+
+    Args:
+        study: The study.
+        cluster: The block `cluster` of the config.
+        offered: Nodes that SLURM offers.
     """
 
-    def request_on(nodes: int) -> JobRequest:
+    def make_request(nodes: int) -> JobRequest:
         workers = nodes * cluster["gpus_per_node"]
         full = {replace(c, gpus=workers, repeat=0): study.settings(c) for c in study.cells}
         requests = [plain_request(c, s, cluster, LINKS_S) for c, s in full.items()]
         return largest_request(requests, runtime_min(LINKS_S, cluster))
 
-    return request_on(2 if most_nodes(request_on(2), offered) > 1 else 1)
+    return make_request(2 if most_nodes(make_request(2), offered) > 1 else 1)
 
 
 def links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:
-    """Return the command line of the measurement: all that strategies exchange by on one node.
+    """Return the command line that measures all exchanges of the study's strategies on one node.
 
-    Its counts and those of groups of workers within them, the kinds of collectives that the strategies
-    name, the servers' transports, tensors up to the largest model. A study of single workers measures
-    two. On several nodes the measurement adds what is between them.
+    It names the numbers of workers of cells and of groups within them, the kinds of collectives, the
+    servers' transports, and the size of the largest model. A study of single workers measures two workers.
+    On several nodes the measurement adds links between nodes.
     """
     most = cluster["gpus_per_node"]
     counts, kinds, transports = set(), set(), set()

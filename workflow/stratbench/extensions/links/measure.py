@@ -3,11 +3,11 @@
     python -m stratbench.extensions.links.measure --workers 2 4 --largest-mib 100 --out results/links
     torchrun --nnodes 2 --nproc-per-node 8 -m stratbench.extensions.links.measure --workers 16
 
-The first starts the processes of this machine itself (NCCL with --gpus, else gloo), in a SLURM job of several
-nodes as many on each; under torchrun, or any launcher that sets RANK, WORLD_SIZE and MASTER_ADDR, this
-process is one of them. The measurements of a round come in an order of their own, so that a machine that
-changes meanwhile changes all alike. Writes `times.csv` (every measurement) and `links.csv` (a row for each
-kind and level: latency of a step, rate, knee, spread).
+The first command starts the processes of this machine itself, with NCCL if --gpus is given, else with gloo.
+In a SLURM job of several nodes it starts them on each node. Under torchrun, or any launcher that sets RANK,
+WORLD_SIZE and MASTER_ADDR, this process is one of them. The order of the measurements changes in each
+round, so that changes of the machine affect all alike. The output is `times.csv` with every measurement,
+and `links.csv` with a row per kind and level: latency of a step, rate, knee and scatter.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from stratbench.cell.files import write_atomic
-from stratbench.extensions.links.collective_cost import FittedLink, Time, fitted_links
+from stratbench.extensions.links.collective_cost import CollectiveTime, FittedLink, fit_links
 from stratbench.extensions.links.group import (
     LinkGroup,
-    as_one_of_many,
+    measure_as_member,
     measure_here,
     measure_on_nodes,
 )
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         tuple(sorted(set(args.workers))), args.largest_mib << 20, args.repeats, tuple(args.kinds)
     )
     try:
-        result = measured(args, sweep)
+        result = measure_all(args, sweep)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -56,27 +56,29 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measured(args: argparse.Namespace, sweep: Sweep) -> tuple[list[Time], float] | None:
-    """Return all times, and kappa.
+def measure_all(
+    args: argparse.Namespace, sweep: Sweep
+) -> tuple[list[CollectiveTime], float] | None:
+    """Return all times, and the slowdown of computation during a collective.
 
-    Return None in a process that another launcher started, but for rank 0.
+    Return None in a process that another launcher started, unless it is rank 0.
     """
     if "RANK" in os.environ:
-        return as_one_of_many(sweep, args.gpus)
-    times, kappa = [], math.nan
+        return measure_as_member(sweep, args.gpus)
+    times, compute_slowdown = [], math.nan
     nodes, cpus = size_of_job()
     if args.kinds and nodes > 1:
-        # On one of them, and all workers of all nodes (`measure` adds one of each node).
+        # Groups on one node, and all workers of all nodes. `measure_collectives` adds one worker per node.
         here = [n for n in sweep.workers if n <= args.a_node]
         wide = replace(sweep, workers=(*here, nodes * args.a_node))
         folder = str((args.out / "run").resolve())
         group = LinkGroup(wide, args.gpus, folder, nodes, args.a_node)
-        times, kappa = measure_on_nodes(group, cpus)
+        times, compute_slowdown = measure_on_nodes(group, cpus)
     elif args.kinds:
-        times, kappa = measure_here(sweep, args.gpus)
+        times, compute_slowdown = measure_here(sweep, args.gpus)
     if args.servers:
         times += measure_servers(sweep, args.servers)
-    return times, kappa
+    return times, compute_slowdown
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -85,58 +87,78 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workers", type=int, nargs="+", default=[2], help="counts (2)")
-    parser.add_argument("--largest-mib", type=int, default=64, help="the largest tensor (64)")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds (7)")
     parser.add_argument(
-        "--kinds", nargs="*", choices=KINDS, default=KINDS, help="of collectives (all)"
+        "--workers", type=int, nargs="+", default=[2], help="numbers of workers to measure (2)"
     )
-    parser.add_argument("--gpus", action="store_true", help="on GPUs with NCCL; else CPUs and gloo")
+    parser.add_argument(
+        "--largest-mib", type=int, default=64, help="size of the largest tensor in MiB (64)"
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="number of rounds (7)")
+    parser.add_argument(
+        "--kinds",
+        nargs="*",
+        choices=KINDS,
+        default=KINDS,
+        help="kinds of collectives to measure (all)",
+    )
+    parser.add_argument(
+        "--gpus", action="store_true", help="measure on GPUs with NCCL instead of CPUs with gloo"
+    )
     parser.add_argument(
         "--servers",
         nargs="*",
         choices=TRANSPORTS,
         default=[],
-        help="parameter servers, too, by these",
+        help="also measure parameter servers over these transports",
     )
     parser.add_argument(
         "--a-node",
         type=int,
-        help="workers of a node in a SLURM job of several (the largest of --workers)",
+        help="workers per node in a SLURM job of several nodes (the largest of --workers)",
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the two files")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder to write times.csv and links.csv to"
+    )
     args = parser.parse_args(argv)
     args.a_node = args.a_node or max(args.workers)
     if min(args.workers) < 2:
-        parser.error(f"--workers {min(args.workers)}: a link has two ends")
+        parser.error(f"--workers {min(args.workers)}: a link connects two workers; give 2 or more")
     if not args.kinds and not args.servers:
-        parser.error("--kinds without any, and no --servers: nothing to measure")
+        parser.error(
+            "--kinds and --servers are empty: nothing to measure; name a kind or a transport"
+        )
     if args.largest_mib < 1 or args.repeats < 1:
         parser.error("--largest-mib and --repeats: expected 1 or more")
     if args.gpus and "RANK" not in os.environ and max(args.workers) > torch.cuda.device_count():
         n = torch.cuda.device_count()
-        parser.error(f"--workers {max(args.workers)} --gpus: this machine has {n}")
+        parser.error(
+            f"--workers {max(args.workers)} --gpus: this machine has {n} GPUs; give at most {n}"
+        )
     return args
 
 
-def write_links(folder: Path, times: Sequence[Time], kappa: float) -> None:
+def write_links(folder: Path, times: Sequence[CollectiveTime], compute_slowdown: float) -> None:
     """Write `times.csv` and `links.csv`.
 
     Args:
         folder: Folder to write to.
         times: All measurements.
-        kappa: Slowdown of computation during collectives, for their rows.
+        compute_slowdown: Factor by which computation is slower during a collective.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "times.csv", _csv([f.name for f in fields(Time)], map(astuple, times)))
+    write_atomic(
+        folder / "times.csv", _to_csv([f.name for f in fields(CollectiveTime)], map(astuple, times))
+    )
     rows = []
-    for link in fitted_links(times):
-        slowed = "" if link.kind == "push_pull" else f"{kappa:.4g}"
+    for link in fit_links(times):
+        slowed = "" if link.kind == "push_pull" else f"{compute_slowdown:.4g}"
         rows.append([*asdict(link).values(), slowed])
-    write_atomic(folder / "links.csv", _csv([*(f.name for f in fields(FittedLink)), "kappa"], rows))
+    write_atomic(
+        folder / "links.csv", _to_csv([*(f.name for f in fields(FittedLink)), "kappa"], rows)
+    )
 
 
-def _csv(header: list[str], rows: Iterable[Sequence[Any]]) -> str:
+def _to_csv(header: list[str], rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)

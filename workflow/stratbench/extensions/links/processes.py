@@ -1,4 +1,4 @@
-"""Processes of this machine that measure together: one that fails ends the others."""
+"""Runs processes of this machine that measure together; if one fails, the others are ended."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TIMEOUT_S = 1800.0
 
 
 def run_all(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Run each function with its arguments in a process of its own, until all have ended.
+    """Run each function with its arguments in a separate process, and wait until all have ended.
 
     Raises:
-        RuntimeError: If one fails, after ending the others.
+        RuntimeError: If a process fails, after the others were ended.
     """
-    context = forking()
+    context = make_forkserver_context()
     processes = [context.Process(target=function, args=args) for function, args in work]
     deadline = time.monotonic() + TIMEOUT_S
     try:
@@ -34,10 +34,12 @@ def run_all(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
                 process.kill()
                 process.join()
     if codes := [p.exitcode for p in processes if p.exitcode]:
-        raise RuntimeError(f"a process of the measurement ended with code {codes[0]}")
+        raise RuntimeError(
+            f"a measuring process ended with exit code {codes[0]}; its output above says why"
+        )
 
 
-def forking() -> ForkServerContext:
+def make_forkserver_context() -> ForkServerContext:
     """Return a `multiprocessing` context whose processes have imported the modules they need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stratbench.extensions.links.timing", "stratbench.ps.server"])

@@ -1,4 +1,4 @@
-"""The measured links: a section of the report, and the text answer of `snakemake links`.
+"""Renders the measured links, as a section of the report and as text of `snakemake links`.
 
 python -m stratbench.extensions.links.section --folder results/STUDY/links
 """
@@ -17,26 +17,27 @@ from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.files import read_rows
 from stratbench.cell.text.words import bytes_text, short_time
-from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, algorithms_of
+from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, named_algorithms
 
 TEMPLATE = Path(__file__).parent / "templates" / "links.html.j2"
 
-#: Colours of figures, for counts of workers in turn.
+#: Colours of the plots' lines, one per number of workers.
 COLOURS = ("replicas", "bad", "averaging-servers", "wait", "ink", "muted")
-#: A fit whose times scatter about it by more than this (ln) is not to be trusted.
+#: Maximum scatter (ln) of times around a fit that can be trusted.
 TRUSTED_SD = 0.35
 
 
 def make_links_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Make the section where links were measured."""
-    if links := links_section(inputs.study_dir / "links"):
+    """Yield the report's section, if links were measured."""
+    if links := make_section_values(inputs.study_dir / "links"):
         yield Section("links", render_section(TEMPLATE, links=links), "Links")
 
 
-def links_section(folder: Path) -> dict[str, Any] | None:
-    """The values of the section, or None where no links were measured.
+def make_section_values(folder: Path) -> dict[str, Any] | None:
+    """Return the values of the section, or None if no links were measured.
 
-    ValueError: a file is no such table.
+    Raises:
+        ValueError: If a file is not a valid table.
     """
     if not (folder / "links.csv").exists() or not (folder / "times.csv").exists():
         return None
@@ -44,24 +45,24 @@ def links_section(folder: Path) -> dict[str, Any] | None:
         links, times = read_rows(folder / "links.csv"), read_rows(folder / "times.csv")
         kinds = list(dict.fromkeys((r["library"], r["kind"]) for r in links))
         return {
-            "rows": [_line(r) for r in links],
-            "charts": [_chart(*kind, links, times) for kind in kinds],
+            "rows": [_make_table_row(r) for r in links],
+            "charts": [_draw_times(*kind, links, times) for kind in kinds],
             "kappa": next((f"{float(r['kappa']):.2f}" for r in links if r["kappa"]), ""),
         }
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"{folder}: are no measured links ({error!r}); measure them again"
+            f"{folder}: links.csv or times.csv is not a valid table ({error!r}); run `links` again"
         ) from error
 
 
-def _line(r: dict[str, str]) -> dict[str, Any]:
+def _make_table_row(r: dict[str, str]) -> dict[str, Any]:
     rate, knee, log_sd = (float(r[name]) for name in ("bytes_per_s", "knee_bytes", "log_sd"))
     return {
-        "name": _name(r["library"], r["kind"]),
-        "level": "between nodes" if r["level"] == "between" else "in a node",
+        "name": _describe_kind(r["library"], r["kind"]),
+        "level": "between nodes" if r["level"] == "between" else "within nodes",
         "algorithm": r["algorithm"],
         "alpha": short_time(float(r["alpha_s"])),
-        "rate": f"{bytes_text(rate)}/s" if math.isfinite(rate) else "not seen",
+        "rate": f"{bytes_text(rate)}/s" if math.isfinite(rate) else "not measurable",
         "knee": bytes_text(knee) if math.isfinite(knee) else "–",
         "off": f"{100 * (math.exp(log_sd) - 1):.0f} %",
         "doubtful": log_sd > TRUSTED_SD,
@@ -71,16 +72,16 @@ def _line(r: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _name(library: str, kind: str) -> str:
+def _describe_kind(library: str, kind: str) -> str:
     if kind == "push_pull":
         return f"push and pull by {library.removeprefix('servers-')}"
     return f"{kind.replace('_', '-')} by {library}"
 
 
-def _chart(
+def _draw_times(
     library: str, kind: str, links: Sequence[dict[str, str]], times: Sequence[dict[str, str]]
 ) -> dict[str, Any]:
-    """Return median times by bytes, a colour for each layout, with the fit."""
+    """Return a chart of median times over bytes, one colour per layout, with the fit."""
     fitted = [r for r in links if (r["library"], r["kind"]) == (library, kind)]
     levels = {
         r["level"]: LinkModel(float(r["alpha_s"]), float(r["bytes_per_s"]), float(r["log_sd"]))
@@ -91,7 +92,7 @@ def _chart(
         if (t["library"], t["kind"]) == (library, kind):
             at = measured.setdefault((int(t["workers"]), int(t["nodes"])), {})
             at.setdefault(int(t["n_bytes"]), []).append(float(t["seconds"]))
-    algorithms = algorithms_of(fitted[0]["algorithm"], library, kind)
+    algorithms = named_algorithms(fitted[0]["algorithm"], library, kind)
     series = []
     for i, ((workers, nodes), points) in enumerate(sorted(measured.items())):
         layout = LinkLayout(workers, nodes)
@@ -109,7 +110,7 @@ def _chart(
             )
         )
     every = sorted({size for points in measured.values() for size in points})
-    name = _name(library, kind)
+    name = _describe_kind(library, kind)
     return {
         "name": name,
         "svg": log_chart(
@@ -131,19 +132,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="stratbench.extensions.links.section", description=__doc__
     )
-    parser.add_argument("--folder", type=Path, required=True, help="of links.csv and times.csv")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder of links.csv and times.csv"
+    )
     args = parser.parse_args(argv)
     try:
-        section = links_section(args.folder)
+        section = make_section_values(args.folder)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if section is None:
-        print(f"error: {args.folder} has no links.csv and times.csv", file=sys.stderr)
+        print(
+            f"error: {args.folder} has no links.csv and times.csv; run `stratbench links`",
+            file=sys.stderr,
+        )
         return 1
     for r in section["rows"]:
         print(
-            f"{r['name']}, {r['level']}: {r['alpha']} per step, {r['rate']}, times scatter by {r['off']}"
+            f"{r['name']}, {r['level']}: latency {r['alpha']} per step, rate {r['rate']}, scatter of times "
+            f"{r['off']}"
         )
     return 0
 

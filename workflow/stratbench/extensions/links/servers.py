@@ -1,4 +1,4 @@
-"""Times the push and pull of parameter servers, on this machine."""
+"""Measures the time of push and pull at parameter servers on this machine."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratbench.extensions.links.collective_cost import Time
-from stratbench.extensions.links.processes import TIMEOUT_S, forking, run_all
+from stratbench.extensions.links.collective_cost import CollectiveTime
+from stratbench.extensions.links.processes import TIMEOUT_S, make_forkserver_context, run_all
 from stratbench.extensions.links.timing import Sweep
 from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.server import serve
 from stratbench.ps.server_config import ServerConfig
 
-#: Pushes of a worker that are not timed, and that are: fewer where they are so many bytes in all.
+#: Number of pushes per worker that are not timed; minimum and maximum number of timed ones; bytes above
+#: which fewer are timed.
 WARM_PUSHES, MIN_PUSHES, MAX_PUSHES, PUSHED_BYTES = 2, 4, 10, 40 << 20
-#: Weights of fewer bytes all take the same time.
+#: Smallest weights to measure, since smaller ones take equal time.
 SMALLEST_SERVED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """One measurement of servers: `workers` push weights of `n_bytes` by `transport`, in a round."""
+class PushMeasurement:
+    """One measurement of servers: `workers` workers push weights of `n_bytes` over a transport."""
 
     transport: str
     workers: int
@@ -40,85 +41,96 @@ class Pushed:
     repeat: int
 
     @property
-    def pushes(self) -> int:
-        """Number of timed pushes of each worker."""
+    def timed_pushes(self) -> int:
+        """Number of timed pushes per worker."""
         return max(MIN_PUSHES, min(MAX_PUSHES, PUSHED_BYTES // self.n_bytes))
 
-    def config(self, rendezvous: str) -> ServerConfig:
+    def make_server_config(self, rendezvous: str) -> ServerConfig:
         return ServerConfig(
             rendezvous=rendezvous,
             workers=self.workers,
             epochs=1,
-            steps_per_epoch=self.workers * (WARM_PUSHES + self.pushes),
+            steps_per_epoch=self.workers * (WARM_PUSHES + self.timed_pushes),
             slices=1,
             policy="ps-async",
             hyper={"lr": 1e-3},
         )
 
 
-def measure_servers(sweep: Sweep, transports: Sequence[str]) -> list[Time]:
-    """Return the seconds between two pushes of a worker that computes nothing.
+def measure_servers(sweep: Sweep, transports: Sequence[str]) -> list[CollectiveTime]:
+    """Return the seconds between two pushes of workers that do not compute.
 
-    They are by workers and bytes of the weights, with one server on this machine. All sizes, worker counts
-    and transports (`tcp`, `shm`) are measured by the same processes, one after the other.
+    One server on this machine serves them. The same processes measure all sizes of weights, worker counts
+    and transports (`tcp`, `shm`), one after the other.
     """
-    sizes = [s for s in sweep.sizes() if s >= SMALLEST_SERVED_BYTES] or [SMALLEST_SERVED_BYTES]
+    sizes = [s for s in sweep.list_sizes_bytes() if s >= SMALLEST_SERVED_BYTES] or [
+        SMALLEST_SERVED_BYTES
+    ]
     counts = sorted({1, *sweep.workers})
     cells = [(t, n, size) for t in transports for n in counts for size in sizes]
     measurements = [
-        Pushed(*cell, number)
+        PushMeasurement(*cell, number)
         for number in range(sweep.repeats)
         for cell in random.Random(number).sample(cells, len(cells))
     ]
     with tempfile.TemporaryDirectory() as folder:
         secret, most = os.urandom(32), max(counts)
-        together = forking().Barrier(most + 1)
+        together = make_forkserver_context().Barrier(most + 1)
         work: list[tuple[Any, tuple[Any, ...]]] = [
-            (_pusher, (measurements, w, secret, folder, together)) for w in range(most)
+            (_run_pusher, (measurements, w, secret, folder, together)) for w in range(most)
         ]
-        run_all([(_server, (measurements, secret, folder, together)), *work])
+        run_all([(_run_server, (measurements, secret, folder, together)), *work])
         ends = [
             json.loads(Path(folder, f"{w}.json").read_text(encoding="utf-8")) for w in range(most)
         ]
     return [
-        Time(f"servers-{m.transport}", "push_pull", m.workers, 1, m.n_bytes, m.repeat,
-             _push_s(m, [times[i] for times in ends[: m.workers]]))
+        CollectiveTime(f"servers-{m.transport}", "push_pull", m.workers, 1, m.n_bytes, m.repeat,
+             _compute_push_s(m, [times[i] for times in ends[: m.workers]]))
         for i, m in enumerate(measurements)
     ]  # fmt: skip
 
 
-def _push_s(m: Pushed, ends: Sequence[Sequence[float]]) -> float:
-    """Return seconds of a push while all workers push.
+def _compute_push_s(m: PushMeasurement, ends: Sequence[Sequence[float]]) -> float:
+    """Return the seconds per push while all workers push.
 
-    One may have pushed more often than another.
+    Args:
+        m: The measurement.
+        ends: When each push of each worker ended; workers may have pushed different numbers of times.
     """
     start = max(times[WARM_PUSHES - 1] for times in ends if len(times) > WARM_PUSHES)
     stop = min(times[-1] for times in ends if times)
     done = sum(start < t <= stop for times in ends for t in times)
     if not done:
         raise RuntimeError(
-            f"{m.workers} workers, {m.n_bytes} bytes by {m.transport}: not all pushed at once"
+            f"{m.workers} workers, {m.n_bytes} bytes over {m.transport}: the workers did not push at the "
+            "same time; run `links` again on an idle machine"
         )
     return m.workers * (stop - start) / done
 
 
-def _server(measurements: Sequence[Pushed], secret: bytes, folder: str, together: Barrier) -> None:
+def _run_server(
+    measurements: Sequence[PushMeasurement], secret: bytes, folder: str, together: Barrier
+) -> None:
     rounds = measurements[-1].repeat + 1
     for i, m in enumerate(measurements):
         if i == 0 or m.repeat != measurements[i - 1].repeat:
             print(f"servers: round {m.repeat + 1} of {rounds}", flush=True)
         together.wait(TIMEOUT_S)
-        serve(m.config(f"{folder}/{i}"), secret)
+        serve(m.make_server_config(f"{folder}/{i}"), secret)
 
 
-def _pusher(
-    measurements: Sequence[Pushed], worker: int, secret: bytes, folder: str, together: Barrier
+def _run_pusher(
+    measurements: Sequence[PushMeasurement],
+    worker: int,
+    secret: bytes,
+    folder: str,
+    together: Barrier,
 ) -> None:
     torch.set_num_threads(1)
     ends: list[list[float]] = []
     for i, m in enumerate(measurements):
         ends.append([])
-        # None begins the next before all have ended: what they measure would not be by itself.
+        # All workers wait, so that no measurement overlaps with another.
         together.wait(TIMEOUT_S)
         if worker >= m.workers:
             continue

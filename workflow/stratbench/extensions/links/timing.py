@@ -1,4 +1,4 @@
-"""Times collectives, and concurrent computation, in every rank of a process group."""
+"""Measures the time of collectives, and of concurrent computation, in every rank of a process group."""
 
 from __future__ import annotations
 
@@ -15,43 +15,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stratbench.extensions.links.collective_cost import Time
+from stratbench.extensions.links.collective_cost import CollectiveTime
 
 SMALLEST_BYTES = 1 << 10
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
-#: Calls timed together: so many that a small one is well above the clock, and one alone of a large one.
+#: Number of calls that are timed together, and bytes above which one call is enough. Several small calls
+#: are long compared with the clock's resolution.
 MAX_CALLS, CALLS_BYTES = 20, 8 << 20
-#: Side of the square matrices whose product is the computing beside a collective.
+#: Side of the square matrices whose products run during a collective.
 MATRIX = 256
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The measurements to make: worker counts, maximum tensor size, rounds, kinds of collectives."""
+    """Measurements to make: worker counts, maximum tensor size, rounds, and kinds of collectives."""
 
     workers: tuple[int, ...]
     largest_bytes: int
     repeats: int
     kinds: tuple[str, ...] = KINDS
 
-    def sizes(self) -> list[int]:
-        """Return bytes from 1 KiB on, each four times the last, and the largest."""
+    def list_sizes_bytes(self) -> list[int]:
+        """Return tensor sizes in bytes, from 1 KiB in factors of four up to the largest."""
         steps = range(math.ceil(math.log(self.largest_bytes / SMALLEST_BYTES, 4)))
         return [*(SMALLEST_BYTES << 2 * i for i in steps), self.largest_bytes]
 
 
-def measure(sweep: Sweep, device: torch.device) -> tuple[list[Time], float]:
-    """All times of the sweep as the slowest rank saw them, and kappa.
+def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[CollectiveTime], float]:
+    """Return all times of the sweep on the slowest rank, and the slowdown of computation.
 
-    In every rank of a process group.
+    Every rank of the process group calls this function.
     """
     rank, library = dist.get_rank(), dist.get_backend()
     nodes: list[str] = [""] * dist.get_world_size()
-    # Of several nodes SLURM may run on one host.
+    # SLURM may run several of its nodes on one host, so that its node names come first.
     dist.all_gather_object(nodes, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in _timed_ranks(sweep, nodes)}
-    cells = [(k, ranks, size) for k in sweep.kinds for ranks in groups for size in sweep.sizes()]
-    times: list[Time] = []
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in _list_rank_groups(sweep, nodes)}
+    cells = [
+        (k, ranks, size)
+        for k in sweep.kinds
+        for ranks in groups
+        for size in sweep.list_sizes_bytes()
+    ]
+    times: list[CollectiveTime] = []
     for number in range(-1, sweep.repeats):  # the first round connects and warms up
         if rank == 0 and number >= 0:
             print(f"collectives: round {number + 1} of {sweep.repeats}", flush=True)
@@ -59,34 +65,38 @@ def measure(sweep: Sweep, device: torch.device) -> tuple[list[Time], float]:
         for kind, ranks, size in order:
             if rank not in ranks:
                 continue
-            took_s = _timed(kind, ranks, size, groups[ranks], device)
+            took_s = _time_call(kind, ranks, size, groups[ranks], device)
             slowest = torch.tensor([took_s], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups[ranks])
             if number >= 0:
                 passed = (ranks[0], ranks[-1]) if kind == "send" else ranks
                 n_nodes = len({nodes[r] for r in passed})
-                times.append(Time(library, kind, len(ranks), n_nodes, size, number, slowest.item()))
-    return times, kappa(sweep, groups[tuple(range(max(sweep.workers)))], device)
+                times.append(
+                    CollectiveTime(library, kind, len(ranks), n_nodes, size, number, slowest.item())
+                )
+    return times, measure_compute_slowdown(sweep, groups[tuple(range(max(sweep.workers)))], device)
 
 
-def _timed_ranks(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the ranks to time together: the first of several counts, and the first of each node.
+def _list_rank_groups(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the groups of ranks to time: the first ranks of each count, and one rank per node.
 
-    `nodes` has each rank's node.
+    Args:
+        sweep: The measurements to make.
+        nodes: Name of the node of each rank.
     """
     groups = [tuple(range(n)) for n in sweep.workers]
     firsts = tuple(nodes.index(node) for node in dict.fromkeys(nodes))
     return list(dict.fromkeys([*groups, *([firsts] if len(firsts) > 1 else [])]))
 
 
-def _timed(
+def _time_call(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Return seconds of one call by `ranks`.
+    """Return the seconds of one collective call by `ranks`.
 
-    `n_bytes` is that of the full tensor, as in CollectiveCall.
+    `n_bytes` is the size of the full tensor, as in CollectiveCall.
     """
-    call = _call(kind, ranks, n_bytes, group, device)
+    call = _make_call(kind, ranks, n_bytes, group, device)
     calls = max(1, min(MAX_CALLS, CALLS_BYTES // n_bytes))
     dist.barrier(group=group)
     _synchronise(device)
@@ -98,14 +108,16 @@ def _timed(
     return took_s / 2 if kind == "send" else took_s
 
 
-def _call(
+def _make_call(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], Any]:
     n = len(ranks)
-    numbers = -(-n_bytes // 4 // n) * n  # a multiple of the ranks, as sharding pads it
+    numbers = (
+        -(-n_bytes // 4 // n) * n
+    )  # padded to a multiple of the number of ranks, as in sharding
     whole = torch.zeros(numbers, device=device)
     part = torch.zeros(numbers // n, device=device)
-    # PyTorch 2.13 renamed both.
+    # PyTorch 2.13 renamed both collectives.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     match kind:
@@ -118,12 +130,12 @@ def _call(
         case "broadcast":
             return lambda: dist.broadcast(whole, 0, group=group)
         case "send":
-            return lambda: _to_and_fro(whole, ranks[-1], group)
-    raise ValueError(f"kind {kind!r}, expected one of {', '.join(KINDS)}")
+            return lambda: _send_and_return(whole, ranks[-1], group)
+    raise ValueError(f"unknown kind of collective {kind!r}, expected one of {', '.join(KINDS)}")
 
 
-def _to_and_fro(tensor: Tensor, last: int, group: dist.ProcessGroup) -> None:
-    """Send from rank 0 to the last and back; no other rank takes part."""
+def _send_and_return(tensor: Tensor, last: int, group: dist.ProcessGroup) -> None:
+    """Send a tensor from rank 0 to the last rank and back; no other rank takes part."""
     rank = dist.get_rank()
     if rank == 0:
         dist.send(tensor, last, group=group)
@@ -138,14 +150,14 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def kappa(sweep: Sweep, group: dist.ProcessGroup, device: torch.device) -> float:
+def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the factor by which matrix products slow down during an all-reduce of the largest tensor.
 
-    It is that of the median round. On a GPU the products are queued after the collective's start, on streams
-    of their own.
+    It is the median over rounds. On a GPU the products are queued after the start of the collective, on
+    separate streams.
 
     Args:
-        sweep: The measurements.
+        sweep: The measurements to make.
         group: The process group.
         device: Device of the products.
     """
@@ -154,7 +166,7 @@ def kappa(sweep: Sweep, group: dist.ProcessGroup, device: torch.device) -> float
     matrix = torch.ones(MATRIX, MATRIX, device=device)
     tensor = torch.ones(sweep.largest_bytes // 4, device=device)
 
-    def products(count: int) -> None:
+    def compute_products(count: int) -> None:
         for _ in range(count):
             torch.mm(matrix, matrix)
 
@@ -167,28 +179,37 @@ def kappa(sweep: Sweep, group: dist.ProcessGroup, device: torch.device) -> float
         _synchronise(device)
         collective_s = time.perf_counter() - began
         count = 1
-        while (alone_s := _seconds(products, count, device)) < collective_s / 4:
+        while (alone_s := _time_work(compute_products, count, device)) < collective_s / 4:
             count *= 2
         counts = torch.tensor([count], device=device)
-        dist.all_reduce(counts, dist.ReduceOp.MIN, group=group)  # none computes on alone
+        dist.all_reduce(
+            counts, dist.ReduceOp.MIN, group=group
+        )  # no rank computes longer than the collective runs
         count = int(counts.item())
-        alone_s = _seconds(products, count, device)
+        alone_s = _time_work(compute_products, count, device)
         dist.barrier(group=group)
         work = dist.all_reduce(tensor, group=group, async_op=True)
-        ratios.append(_seconds(products, count, device, work.is_completed) / alone_s)
+        ratios.append(_time_work(compute_products, count, device, work.is_completed) / alone_s)
         work.wait()
         _synchronise(device)
     ratios = sorted(r for r in ratios[1:] if math.isfinite(r))
     return max(1.0, ratios[len(ratios) // 2]) if ratios else math.nan
 
 
-def _seconds(
+def _time_work(
     work: Callable[[int], None],
     count: int,
     device: torch.device,
     ended: Callable[[], bool] = lambda: False,
 ) -> float:
-    """Return seconds of the work, or NaN if the concurrent call `ended` before it did."""
+    """Return the seconds of the work, or NaN if the concurrent collective ended earlier.
+
+    Args:
+        work: Does the work a number of times.
+        count: How many times.
+        device: Device of the work.
+        ended: Whether the concurrent collective has ended.
+    """
     began = time.perf_counter()
     work(count)
     if device.type == "cuda":

@@ -278,7 +278,7 @@ def make_link_replay(
             make_schedule(subject_there.request, samples),
             slowest_s,
             compute_collective_s,
-            links.kappa,
+            links.compute_slowdown,
         )
 
     host_issue_s = evidence.host_issue_s or 0.0

@@ -14,7 +14,7 @@ from stratbench.extensions.links.collective_cost import (
     Level,
     LinkLayout,
     LinkModel,
-    algorithms_of,
+    named_algorithms,
 )
 from stratbench.telemetry.collectives import CollectiveCall
 
@@ -34,14 +34,14 @@ class Links:
     Attributes:
         library: nccl or gloo.
         measured: Latency and bandwidth, by kind of collective and level.
-        kappa: Factor by which computation is slower during a collective.
+        compute_slowdown: Factor by which computation is slower during a collective.
         largest: Bytes of the largest measured tensor, by kind.
         algorithms: Algorithm of the fit, by kind.
     """
 
     library: str
     measured: Mapping[str, Mapping[Level, LinkModel]]
-    kappa: float = 1.0
+    compute_slowdown: float = 1.0
     largest: Mapping[str, int] = field(default_factory=dict)
     algorithms: Mapping[str, str] = field(default_factory=dict)
 
@@ -79,12 +79,12 @@ class Links:
             return 0.0, "none"
         self.check_size(call.kind, n_bytes)
         links = self.levels_of(call.kind)
-        levels: list[Level] = ["within"] if layout.a_node > 1 else []
+        levels: list[Level] = ["within"] if layout.workers_per_node > 1 else []
         levels += ["between"] if layout.nodes > 1 else []
         if missing := [level for level in levels if level not in links]:
             raise Unmeasured(
                 f"{call.kind} {missing[0]} nodes was not measured with {self.library}: "
-                f"run `links` on {layout.nodes} nodes with {layout.a_node} workers each"
+                f"run `links` on {layout.nodes} nodes with {layout.workers_per_node} workers each"
             )
         # A ring with one rank per node has no steps within a node.
         links = {"within": LinkModel(0.0, math.inf), "between": LinkModel(0.0, math.inf)} | dict(
@@ -95,7 +95,7 @@ class Links:
         name = self.algorithms.get(call.kind, FASTEST)
         return min(
             (a(call.kind, n_bytes, layout).seconds(links), a.__name__)
-            for a in algorithms_of(name, self.library, call.kind)
+            for a in named_algorithms(name, self.library, call.kind)
         )
 
 
@@ -104,15 +104,15 @@ def _lay_out_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout
 
     A group of neighbours that does not divide a node's ranks spans two nodes, which limits all groups.
     """
-    ranks, a_node = call.ranks, layout.a_node
+    ranks, workers_per_node = call.ranks, layout.workers_per_node
     if ranks is None or ranks == layout.workers:
         return layout, 1
     if layout.nodes == 1:
         return LinkLayout(ranks), 1
-    nodes = -(-ranks // max(1, a_node // call.stride))
-    straddles = call.stride == 1 and nodes == 1 and a_node % ranks > 0
+    nodes = -(-ranks // max(1, workers_per_node // call.stride))
+    straddles = call.stride == 1 and nodes == 1 and workers_per_node % ranks > 0
     return LinkLayout(ranks, 2 if straddles else nodes), min(
-        call.stride, a_node
+        call.stride, workers_per_node
     ) if nodes > 1 else 1
 
 
@@ -126,7 +126,7 @@ def read_links(path: Path, library: str) -> Links:
     measured: dict[str, dict[Level, LinkModel]] = {}
     largest: dict[str, int] = {}
     algorithms: dict[str, str] = {}
-    kappa = 1.0
+    compute_slowdown = 1.0
     try:
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
@@ -138,13 +138,13 @@ def read_links(path: Path, library: str) -> Links:
                 measured.setdefault(row["kind"], {})[row["level"]] = link
                 largest[row["kind"]] = int(row["largest_bytes"])
                 algorithms[row["kind"]] = row["algorithm"]
-                algorithms_of(row["algorithm"], library, row["kind"])
+                named_algorithms(row["algorithm"], library, row["kind"])
                 slowed = float(row["kappa"] or "nan")
-                kappa = slowed if math.isfinite(slowed) else kappa
+                compute_slowdown = slowed if math.isfinite(slowed) else compute_slowdown
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: is not a valid links.csv ({error!r}); run `links` again"
         ) from error
     if not measured:
         raise Unmeasured(f"{path} has no links of {library}: run `links` for it")
-    return Links(library, measured, kappa, largest, algorithms)
+    return Links(library, measured, compute_slowdown, largest, algorithms)

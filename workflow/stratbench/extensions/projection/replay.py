@@ -55,7 +55,7 @@ def simulate_step_s(
     schedule: Schedule,
     compute_s: float,
     seconds: Callable[[CollectiveCall], float],
-    kappa: float = 1.0,
+    compute_slowdown: float = 1.0,
 ) -> float:
     """Return the seconds of a step, from its schedule and the time of each collective.
 
@@ -67,7 +67,7 @@ def simulate_step_s(
         schedule: The schedule.
         compute_s: Seconds of a step without any collective.
         seconds: Returns the seconds of a collective.
-        kappa: Factor by which computation is slower during a collective.
+        compute_slowdown: Factor by which computation is slower during a collective.
     """
     now, done = 0.0, 0.0  # time of the computation's stream, and the fraction computed
     free: dict[tuple[int | None, int], float] = {}  # when each group's channel is free
@@ -80,7 +80,9 @@ def simulate_step_s(
 
     def compute_to(share: float) -> None:
         nonlocal now, done
-        now = _finish_computation(now, max(0.0, share - done) * compute_s, find_busy_end(), kappa)
+        now = _finish_computation(
+            now, max(0.0, share - done) * compute_s, find_busy_end(), compute_slowdown
+        )
         done = max(done, share)
 
     def end_backward() -> None:
@@ -131,12 +133,14 @@ def is_host_unblocked(operations: int, issue_s: float, step_s: float) -> bool:
     return issue_s <= NEAR_HOST * step_s and operations * (1 - issue_s / step_s) <= MAX_QUEUED
 
 
-def _finish_computation(now: float, work_s: float, busy_until: float, kappa: float) -> float:
-    """Return the end time of work that is `kappa` times slower until `busy_until`."""
+def _finish_computation(
+    now: float, work_s: float, busy_until: float, compute_slowdown: float
+) -> float:
+    """Return the end time of work that is `compute_slowdown` times slower until `busy_until`."""
     slow_s = max(0.0, busy_until - now)
-    if work_s * kappa <= slow_s:
-        return now + work_s * kappa
-    return now + slow_s + work_s - slow_s / kappa
+    if work_s * compute_slowdown <= slow_s:
+        return now + work_s * compute_slowdown
+    return now + slow_s + work_s - slow_s / compute_slowdown
 
 
 def build_schedule(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
