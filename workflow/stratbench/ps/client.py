@@ -79,9 +79,8 @@ class Channel:
         self._ticket = NO_TICKET
         self._rehearsing = True
         self._next: Ticket | Evaluation | None = None
-        self._told = (
-            threading.Event()
-        )  # set when TICKET, EVAL or DONE has arrived, or the channel has ended
+        # Set when TICKET, EVAL or DONE has arrived, or the channel has ended.
+        self._told = threading.Event()
         self._was_idle = False
         self._gone = threading.Event()  # set once `leave` has finished
         self._error: Exception | None = None

@@ -193,9 +193,8 @@ class Staging:
             if unscaler is not None:
                 unscaler.unscale(source)
             target.copy_(source, non_blocking=True)
-            arrived = torch.cuda.Event(
-                blocking=True
-            )  # a blocking wait does not keep a CPU core busy
+            # A blocking wait does not keep a CPU core busy.
+            arrived = torch.cuda.Event(blocking=True)
             arrived.record()
         self._copied.put((arrived, send))
 

@@ -246,9 +246,8 @@ class Member:
         self.weight = 1.0  # weight of the push that is arriving
         #: What is to be sent: numbers of shards, pairs of frame and payload, and None at the end.
         self._outbox: deque[Any] = deque()
-        self._wake: queue.SimpleQueue[None] = (
-            queue.SimpleQueue()
-        )  # has one item per item of the outbox
+        # Has one item per item of the outbox.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._sending = threading.Lock()  # held by the thread that empties the outbox
         self._ended = self._mute = False
         self.tickets = self.skips = 0
@@ -329,9 +328,8 @@ class Member:
         if not self._sending.acquire(blocking=False):
             return
         try:
-            self.connection.waiting_since = (
-                time.monotonic()
-            )  # from now on, silence counts against the worker
+            # From now on, silence counts against the worker.
+            self.connection.waiting_since = time.monotonic()
             self._send_queued(weights)
         finally:
             self._sending.release()

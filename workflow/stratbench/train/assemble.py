@@ -31,10 +31,8 @@ from stratbench.workload.data.sources import DataError
 
 def make_record(job: Job, ending: Ending) -> Record:
     """Return the record of a cell that ended with a result."""
-    total_s, finished_at = (
-        job.elapsed_s,
-        datetime.now(UTC),
-    )  # taken first, since assembling may take seconds
+    # Taken first, since assembling may take seconds.
+    total_s, finished_at = job.elapsed_s, datetime.now(UTC)
     s, strategy = job.settings, strategy_class(job.settings.strategy)
     runner = runner_of(s)
     whole = [w for w in runner.workers(job) if "phases_s" in w]

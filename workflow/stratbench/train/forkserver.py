@@ -228,9 +228,8 @@ class _Server:
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers handle Ctrl-C
-        signal.signal(
-            STACK_SIGNAL, signal.SIG_IGN
-        )  # forked processes inherit this until they set a handler
+        # Forked processes inherit this until they set a handler.
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         self._selector = selectors.DefaultSelector()
         for source, action in (
             (listener, self._accept),
@@ -297,9 +296,8 @@ class _Server:
         ):  # `_reap` has handled the child in the same round
             return
         self._selector.unregister(connection)
-        os.kill(
-            pid, signal.SIGKILL
-        )  # the child is not reaped yet, so that the pid is still its own
+        # The child is not reaped yet, so that the pid is still its own.
+        os.kill(pid, signal.SIGKILL)
 
     def _reap(self, wake: socket.socket) -> None:
         wake.recv(4096)

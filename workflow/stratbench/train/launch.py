@@ -107,9 +107,8 @@ def run_to_end(
             so that they last until the evidence of a failure is stored.
         logs: Function that returns the folder for evidence.
     """
-    sys.stdout.reconfigure(
-        errors="backslashreplace"
-    )  # logs may have characters that the locale lacks
+    # Logs may have characters that the locale lacks.
+    sys.stdout.reconfigure(errors="backslashreplace")
     print(begun, flush=True)
     with ExitStack() as held:
         try:
@@ -121,9 +120,8 @@ def run_to_end(
         except agent.Stopped as stopped:
             print(f"{title_of(of)}: stopped by {stopped}; all its processes were ended", flush=True)
             return 128 + stopped.signum
-        except (
-            Held
-        ) as e:  # evidence in the cell's folder belongs to the launcher that holds the lock
+        except Held as e:
+            # Evidence in the cell's folder belongs to the launcher that holds the lock.
             print(f"{title_of(of)}: {e}", flush=True)
             return 1
         except Failure as e:
@@ -333,6 +331,5 @@ if __name__ == "__main__":
     code = main()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    os._exit(
-        code
-    )  # without clean-up: if the launcher were killed now, Snakemake would delete the record
+    # Without clean-up: if the launcher were killed now, Snakemake would delete the record.
+    os._exit(code)
