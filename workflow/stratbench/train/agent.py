@@ -1,7 +1,7 @@
-"""The agent of one node: starts the node's processes, watches them, and ends them.
+"""The agent of one node: it starts the node's processes, watches them, and ends them.
 
-On one node the launcher is the agent; on several, `srun` starts one on each. The processes come from
-a fork server. The agent itself never imports torch, so that it can act whatever the workers do.
+With one node the launcher is the agent. With several, `srun` starts an agent on each. A fork server forks the
+processes. The agent never imports torch, so that it can act even if the workers hang.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from stratbench.train.locks import scratch
 from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.paused import keep_pauses
 
-#: How long the peers of a failed worker may take to report before they are ended, in seconds.
+#: Seconds that the other workers have to report after a worker has failed, before they are killed.
 GRACE_S = 3.0
-#: How often an agent looks whether its workers get on, in seconds.
+#: Seconds between two checks of whether the workers make progress.
 LOOK_S = 60.0
 
 
 class Stopped(BaseException):
-    """A signal asked the agent to stop."""
+    """The agent has received a signal to stop."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -49,7 +49,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """Exit of one process of a cell. `exit_code` is negative for a signal, and None if the agent ended it."""
+    """The exit of one process: negative after a signal, and None if the agent killed the process."""
 
     name: str
     exit_code: int | None
@@ -64,66 +64,66 @@ class ProcessExit:
 
 @dataclass(frozen=True)
 class Exits:
-    """Exits of a node's or a cell's processes, and whether the time limit caused them.
-
-    `hung`: they were ended because none made progress. `tolerated`: processes without which the others
-    went on.
-    """
+    """The exits of all processes of a node or cell, and why the agent has ended them."""
 
     processes: list[ProcessExit]
+    #: Whether the agent ended them at the time limit.
     timed_out: bool
+    #: Whether the agent ended them because no worker made progress.
     hung: bool = False
+    #: Names of processes that have failed while the others could continue.
     tolerated: frozenset[str] = frozenset()
 
 
 class NodeProcesses:
-    """The processes of a node, which depend on each other. Others override what differs.
+    """The processes of a cell on one node, all of which must succeed. Subclasses tolerate lost workers.
 
-    What trains in a worker's place has the attributes of `Process`.
+    Workers are `Process` objects, or objects with the same attributes.
     """
 
-    #: How often it is asked for abandoned processes, in seconds; None: with every look.
+    #: Seconds between two calls of `abandoned`. None: LOOK_S.
     poll_s: ClassVar[float | None] = None
 
     def __init__(self, job: Job, workers: Sequence[Any], others: Sequence[Process] = ()) -> None:
-        """`others`: processes that start before the workers."""
+        """Collect the processes. `others` are started before the workers."""
         self.job, self.workers = job, workers
         self.processes = [*others, *workers]
 
     def tolerates(self, name: str) -> bool:
-        """Return whether the others go on without a process that has failed."""
+        """Return whether the other processes can continue after this process has failed."""
         return False
 
     def stuck(self, ended: Mapping[str, int]) -> bool:
-        """Return whether the processes that still run can no longer reach an orderly end.
+        """Return whether the running processes can no longer succeed.
 
-        `ended`: exit codes of ended processes, by name.
+        Args:
+            ended: Exit codes of the processes that have ended, by name.
         """
         return any(code != 0 and not self.tolerates(name) for name, code in ended.items())
 
     def hangs(self, awake_since_s: float) -> bool:
-        """Return whether none makes progress (`standing.hung_for_good`)."""
+        """Return whether no worker has made progress for a long time (`standing.hung_for_good`)."""
         return standing.hung_for_good(self.job, self.workers, awake_since_s)
 
     def abandoned(self) -> set[str]:
-        """Return names of the processes that the others gave up, and that are to be killed."""
+        """Return the names of processes that the others count as lost, so that the agent kills them."""
         return set()
 
 
 @contextmanager
 def processes_of(job: Job, node: int) -> Iterator[NodeProcesses]:
-    """Yield the workers of this node, not yet started."""
+    """Yield the workers of a node, before they are started."""
     with forking(job) as path:
         yield NodeProcesses(job, workers_of(job, node, path))
 
 
 def forking(job: Job) -> AbstractContextManager[Path]:
-    """Return the context of the fork server of a cell's processes."""
+    """Return the context of the fork server for a cell's processes, which yields its address."""
     return fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus())
 
 
 def workers_of(job: Job, node: int, fork_server: Path) -> list[Process]:
-    """Return the workers of a node, not yet started."""
+    """Create the workers of a node, without starting them."""
     text = job.to_json()
     return [
         Process(fork_server, worker_name(rank), "worker", text, rank, local_rank)
@@ -132,14 +132,12 @@ def workers_of(job: Job, node: int, fork_server: Path) -> list[Process]:
 
 
 def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> Exits:
-    """Start this node's processes and wait for their end or the deadline.
-
-    Return how they exited.
+    """Start the processes of a cell on one node, wait for their end, and return their exits.
 
     Args:
-        job: The cell's.
-        node: The node's number.
-        making: What makes them, as `processes_of` does: "module:function".
+        job: Job of the cell.
+        node: Number of the node.
+        making: Context manager that creates the processes, as `processes_of` does: "module:function".
     """
     set_environment(job, job.n_nodes == 1)
     with resolve(making)(job, node) as group:
@@ -155,7 +153,7 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
         )
         watch = PauseWatch()
         try:
-            # While nothing trains yet: a fork server of this cell's own is importing PyTorch meanwhile.
+            # Measured before training starts. The cell's own fork server may be importing PyTorch meanwhile.
             job.folder.write_busy(node, busy_check())
             for p in processes:
                 p.start()
@@ -176,26 +174,30 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
 
 
 def set_environment(job: Job, on_one_host: bool) -> None:
-    """Set what all processes of a cell inherit.
+    """Set environment variables that all processes of a cell inherit.
 
-    `on_one_host`: all of them run on this one.
+    Args:
+        job: Job of the cell.
+        on_one_host: Whether all processes of the cell run on this host.
     """
-    os.environ["OMP_NUM_THREADS"] = str(job.threads)  # for what they load after PyTorch
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)  # for libraries that are loaded after PyTorch
     if on_one_host and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     elif not on_one_host:
         set_gloo_interface()
-    # Before NCCL's watchdog ends a worker it waits four times this long for a dump that nobody reads.
+    # NCCL's watchdog waits four times this long for a dump, which nobody reads, before it ends a worker.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    # GPUs were chosen by NVML's numbers, which follow the PCI bus. CUDA's would follow speed.
+    # GPUs are numbered as by NVML, which follows the PCI bus. CUDA's default order follows speed.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
-        gpu_locks.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
+        gpu_locks.show_only(
+            []
+        )  # with visible GPUs, init_device_mesh would create a second process group
 
 
 def gpus_of(job: Job, node: int) -> dict[str, str]:
-    """Return the GPU of each worker on this node by name, as in CUDA_VISIBLE_DEVICES."""
+    """Return the GPU of each worker on this node, by the worker's name, as named in CUDA_VISIBLE_DEVICES."""
     if not job.use_cuda:
         return {}
     names = map(worker_name, job.ranks_of(node))
@@ -203,7 +205,7 @@ def gpus_of(job: Job, node: int) -> dict[str, str]:
 
 
 def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return where processes run, by name: this host, and the GPU of those that have one."""
+    """Return host and GPU of each process, by its name."""
     host = {"host": socket.gethostname()}
     nvml = Nvml() if gpus else None
     return {
@@ -213,13 +215,13 @@ def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any
 
 
 def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
-    """Wait for the end of the processes or the deadline; return how they exited.
+    """Wait until all processes have ended or the time limit is reached, and return their exits.
 
-    Once the rest cannot continue, they have GRACE_S to end.
+    If the running processes can no longer succeed, they get GRACE_S seconds to end.
 
     Args:
-        group: The processes.
-        watch: Detects pauses, which count towards no limit.
+        group: Processes of the node.
+        watch: Detector of pauses, which do not count towards the time limit.
     """
     job, processes = group.job, group.processes
     ended: dict[str, int] = {}
@@ -254,14 +256,11 @@ def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
 
 
 def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
-    """Return the deadline on this node's monotonic clock, extended by pauses.
-
-    Return None without a limit.
-    """
+    """Return the time limit on this node's monotonic clock, extended by pauses, or None without a limit."""
     if job.deadline_s is None:
         return None
     if time.monotonic() >= job.deadline_s + watch.stopped_s:
-        watch.look()  # one may have ended just now
+        watch.look()  # a pause may have ended just now
     return job.deadline_s + watch.stopped_s
 
 
@@ -270,7 +269,7 @@ def _exits(processes: Sequence[Process], ended: dict[str, int]) -> list[ProcessE
 
 
 def end_all(processes: Sequence[Process]) -> None:
-    """Kill what still runs; training processes have nothing to save."""
+    """Kill all running processes, which have nothing to save."""
     for p in processes:
         if p.pid is not None and p.is_alive():
             p.kill()
@@ -280,20 +279,20 @@ def end_all(processes: Sequence[Process]) -> None:
 
 
 def on_signals(action: Callable[[int], None]) -> None:
-    """Call `action` when the process is asked to stop, except for signals that `nohup` ignores."""
+    """Call a function with the signal number on SIGINT, SIGTERM and, without `nohup`, SIGHUP."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, lambda number, frame: action(number))
 
 
 def raise_stopped(signum: int) -> None:
-    """Signal action: raise Stopped, once. Later signals must not interrupt the clean-up."""
+    """Raise Stopped for the first signal. Later signals must not interrupt the clean-up."""
     on_signals(lambda _: None)
     raise Stopped(signum)
 
 
 def main() -> None:
-    """Agent of one node of several; started by `srun` with the job's file as argument."""
+    """Run the agent of one of several nodes. `srun` starts it with the path of the job's file."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("job", type=Path, help="JSON file written by the launcher")
     parser.add_argument("spent_s", type=float, help="of the cell's time, when srun was called")

@@ -1,6 +1,6 @@
-"""Throughput in context: operations against the device's peak, traffic, energy.
+"""Operations per second against the device's peak, traffic and energy of a finished cell.
 
-Everything follows from the files of a finished cell's workers, servers and sampler. Unknown values are
+All values are computed from the files of its processes and of the sampler. Values that are not known are
 absent.
 """
 
@@ -13,7 +13,7 @@ from stratbench.telemetry.machine.hardware import datasheet_of
 from stratbench.telemetry.timeline import energy_within, read_phases
 from stratbench.train.job import Job
 
-#: Of each GPU, by its node and number, when it trained: (start_s, end_s).
+#: Training intervals (start_s, end_s) of each GPU, by host name and GPU number.
 Intervals = dict[tuple[str, str], list[tuple[float, float]]]
 _RATES = ("sent_bytes_per_step", "received_bytes_per_step")
 _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_steps")
@@ -22,16 +22,17 @@ _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_st
 def compute_figures(
     job: Job, workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
-    """Return operations per second of all workers together, and their fraction of the devices' peak (MFU).
+    """Return operations per second of all workers together, and their share of the devices' peak (MFU).
 
-    Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B. These are the model's
-    operations: recomputation by activation checkpointing does not count.
+    They are the model's operations, without recomputation by activation checkpointing. Source: Chowdhery et
+    al.,
+    PaLM: Scaling Language Modeling with Pathways, 2022, appendix B.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         workers: Results of the workers.
-        run: Totals of the run.
-        is_gang: Whether all workers are there from beginning to end. If not, there is no peak.
+        run: Totals over all workers.
+        is_gang: Whether all workers are present from beginning to end. If not, no peak is returned.
     """
     counted = next((w for w in workers if w.get("forward_flops_per_sample")), None)
     if counted is None:
@@ -51,10 +52,7 @@ def compute_figures(
 
 
 def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
-    """Datasheet peak of all workers' GPUs in the cell's precision.
-
-    None if any is unknown.
-    """
+    """Return the sum of the GPUs' datasheet peaks in the cell's precision, or None if one is not known."""
     if job.settings.precision == "fp64" or len(workers) < job.world_size:
         return None
     peaks = [datasheet_of(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
@@ -65,14 +63,14 @@ def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
 def communication_figures(
     workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
-    """Return the bytes that a worker sends and receives per step, with bandwidth and times.
+    """Return the mean bytes that a worker sends and receives per step, with rates and times.
 
-    Return None if no worker reports its traffic.
+    None: no worker reports its traffic.
 
     Args:
         workers: Results of the workers.
-        run: Totals of the run.
-        is_gang: Whether all workers are there from beginning to end.
+        run: Totals over all workers.
+        is_gang: Whether all workers are present from beginning to end.
     """
     reported = [(w["communication"], w["steps"]) for w in workers if w.get("communication")]
     steps = sum(n for _, n in reported)
@@ -85,7 +83,7 @@ def communication_figures(
         if all(key in c for c, _ in reported):
             figures[key] = sum(c[key] * n for c, n in reported) / steps
     if not is_gang:
-        return figures  # how much per second depends on who was there
+        return figures  # the rate depends on the number of workers, which changes
     if train_time_s := run.get("train_time_s"):
         steps_per_s = steps / len(reported) / train_time_s
         figures["implied_bytes_per_s"] = max(figures[key] for key in _RATES) * steps_per_s
@@ -95,11 +93,13 @@ def communication_figures(
 def mean_phases_ms(
     workers: list[dict[str, Any]], communication: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Return mean time of each phase in a step over all workers, in ms.
+    """Return the mean time of each phase of a step over all workers, in ms.
 
-    `communication`: the cell's.
+    Exposed communication is subtracted from backward, and waiting from the exchange with servers.
 
-    Exposed communication is taken out of backward, and the wait out of the exchange with the server.
+    Args:
+        workers: Results of the workers.
+        communication: Entry `communication` of the record, or None.
     """
     communication = communication or {}
     names = dict.fromkeys(name for w in workers for name in w["breakdown_ms"])
@@ -115,7 +115,7 @@ def mean_phases_ms(
                 wait_ms = min(communication["server_wait_ms"], mean_ms)
                 phases["push"] = mean_ms - wait_ms
                 phases["server_wait"] = wait_ms
-            case "other" if "server" not in names:  # what follows the last mark of a step
+            case "other" if "server" not in names:  # the time after the last mark of a step
                 phases["optimizer"] = phases.get("optimizer", 0.0) + mean_ms
             case _:
                 phases[name] = mean_ms
@@ -123,10 +123,7 @@ def mean_phases_ms(
 
 
 def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
-    """The share of a mean step in which workers waited for other stages.
-
-    Nothing where there are none.
-    """
+    """Return the share of a step in which workers waited for other pipeline stages, or an empty dict."""
     waits = [w["breakdown_ms"].get("bubble") for w in workers]
     if not waits or None in waits:
         return {}
@@ -134,10 +131,7 @@ def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
-    """Read when each GPU's worker trained.
-
-    None where a worker was lost, or its GPU has no number.
-    """
+    """Read the training intervals of each GPU, or return None if they are not known for all."""
     if len(workers) < job.world_size:
         return None
     intervals: Intervals = {}
@@ -155,15 +149,15 @@ def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Inte
 def energy_figures(
     job: Job, run: dict[str, Any], intervals: Intervals | None
 ) -> dict[str, float] | None:
-    """Return the joules of the cell's GPUs during training steps, in total and per sample applied.
+    """Return the energy of the cell's GPUs during training steps in joules, in total and per applied sample.
 
-    CPUs, host memory and the rest of the machine are not included. None if a GPU's energy is unknown; that of
-    attempts before the last is.
+    CPUs, host memory and other parts of the machine are not included. None: the energy of a GPU is not known,
+    as after a restart.
 
     Args:
-        job: The cell's.
-        run: Its totals.
-        intervals: When each GPU trained, or None if not known for all.
+        job: Job of the cell.
+        run: Totals over all workers.
+        intervals: Training intervals of each GPU. None: not known for all GPUs.
     """
     if not run.get("samples_applied") or intervals is None or job.attempts:
         return None

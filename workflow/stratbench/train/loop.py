@@ -1,6 +1,6 @@
-"""The training loop of one worker: warm-up, timed epochs, evaluation between them.
+"""The training loop of one worker: warm-up, timed epochs, and an evaluation after each epoch.
 
-The loop is the same for every strategy; only what `strategy.step` does differs.
+The loop is the same for every strategy. Strategies differ only in `strategy.step`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Progress:
     per_epoch: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Keep what a finished epoch gave."""
+        """Add the results of a finished epoch."""
         self.per_epoch.append(entry)
         if self.folder is not None:
             self.folder.add_epoch(entry)
@@ -61,8 +61,8 @@ class Result:
     steps: int
     samples: int
     memory: dict[str, Any]
-    #: Parameter server: of each epoch the sum and number of this worker's batch losses; of a task that
-    #: weighs, by the number of the step, sums and weights of its batches.
+    #: With parameter servers, per epoch and step: the sum of this worker's batch losses, and their number or
+    #: the sum of their weights. A task without weights has only step 0.
     losses: dict[int, dict[int, tuple[float | None, float]]] = field(default_factory=dict)
 
 
@@ -76,20 +76,20 @@ def train(
     progress: Progress,
     besides: Sequence[Beside] = (),
 ) -> Result:
-    """Warm up, then train and evaluate all epochs; `strategy.setup` has been called.
+    """Warm up, then train and evaluate all epochs.
 
-    A loss that is not finite, in training or on the test set, ends the run after its epoch with status
-    `diverged`. With `steps` there is no evaluation, and the last epoch ends with them.
+    If a training or test loss is not finite, the run ends after this epoch with the status `diverged`. With
+    the setting `steps` nothing is evaluated, and training ends after this number of steps.
 
     Args:
-        strategy: The strategy.
-        data: The data set.
+        strategy: Strategy whose `setup` has been called.
+        data: Data set.
         worker: This worker.
-        phases: Phases of the worker's time.
-        log: Log of the phases.
+        phases: Meter of the seconds in each phase.
+        log: Log of the phases for the timeline.
         memory: Meter of peak memory.
-        progress: Results of the finished epochs.
-        besides: Activities next to the training.
+        progress: Results of finished epochs, to which the function adds.
+        besides: Activities such as checkpoints, which run while the clock is stopped.
     """
     s = worker.settings
     with phases("warmup"):
@@ -111,7 +111,9 @@ def train(
         losses = train_epoch(strategy, data, worker, clock, log, epoch, max_steps, besides, taken)
         taken = ()
         strategy.check_alike()
-        if used is None:  # before an evaluation, whose batches may need more than training's
+        if (
+            used is None
+        ):  # read before an evaluation, whose batches may need more memory than training
             used = memory.read()
         steps += len(losses)
         loss = mean_over_workers(torch.stack(losses).double().mean(), worker)
@@ -138,18 +140,18 @@ def train(
 
 
 def next_stop(besides: Sequence[Beside]) -> int | None:
-    """Return the step after which the clock stops next for any of them, or None."""
+    """Return the step after which the clock must stop next for an activity, or None."""
     stops = [beside.next_stop() for beside in besides]
     return min((stop for stop in stops if stop is not None), default=None)
 
 
 def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> None:
-    """Call the activities that need the clock to stop after `step`.
+    """Call the activities that are due after a step, while the clock is stopped.
 
     Args:
-        besides: Activities next to the training.
-        step: Step of the training.
-        losses: Losses of the epoch in progress.
+        besides: Activities such as checkpoints.
+        step: Number of steps taken.
+        losses: Losses of the present epoch so far.
     """
     for beside in besides:
         if beside.next_stop() == step:
@@ -157,9 +159,11 @@ def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> No
 
 
 def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
-    """Return the first of an epoch's losses, by name, that is not finite, in words.
+    """Return a sentence on the first loss that is not finite, or None if all are.
 
-    Return None where all are.
+    Args:
+        mean_losses: Mean losses of an epoch by name.
+        where: Step or epoch, for the sentence.
     """
     for name, value in mean_losses.items():
         if not isfinite(value):
@@ -176,20 +180,20 @@ def train_with_server(
     memory: MemoryMeter,
     progress: Progress,
 ) -> Result:
-    """Warm up, then train on the tickets of the servers until none are left.
+    """Warm up, then train on the tickets of parameter servers until none is left.
 
-    There is no wait for an epoch: the servers save their state at the end of each, and after the training one
-    worker evaluates these. Its result has the epochs. A worker of an elastic cell evaluates during the
-    training, at the servers' request, and may be asked to leave.
+    Workers do not wait for each other between epochs. The servers write a snapshot at the end of each epoch,
+    and one worker evaluates the snapshots after the training. A worker of an elastic cell evaluates during
+    the training if the servers request it, and may have to leave.
 
     Args:
-        strategy: The strategy.
-        data: The data set.
+        strategy: Strategy whose `setup` has been called.
+        data: Data set.
         worker: This worker.
-        phases: Phases of the worker's time.
-        log: Log of the phases.
+        phases: Meter of the seconds in each phase.
+        log: Log of the phases for the timeline.
         memory: Meter of peak memory.
-        progress: Results of the finished epochs.
+        progress: Results of finished epochs, to which the evaluating worker adds.
     """
     s = worker.settings
 
@@ -208,7 +212,7 @@ def train_with_server(
     worker.mark = clock.mark
     losses: dict[int, dict[int, list[torch.Tensor]]] = {}
     samples = taken = 0
-    reports = ThreadPoolExecutor(1)  # a slow disk must not hold up a step
+    reports = ThreadPoolExecutor(1)  # prints in a thread, so that a slow disk does not delay a step
     tables(0)
     settle_garbage()
     for epoch, where in strategy.tickets(evaluate_now):
@@ -217,7 +221,7 @@ def train_with_server(
         if not clock.running:
             clock.begin()
         if epoch not in losses:
-            # Each worker does, since each reaches an epoch at its own time.
+            # Each worker prints it, since workers begin an epoch at different times.
             reports.submit(print, f"epoch {epoch + 1}/{passes} begun", flush=True)
         order, augmentation = tables(epoch)
         x, y = data.batch(order[where], augmentation)
@@ -255,9 +259,10 @@ def train_with_server(
 
 
 def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
-    """The sum of some batches' losses and their number.
+    """Return the sum of batch losses, and their number or the sum of their weights.
 
-    Sums with their weights [2] are added.
+    Args:
+        losses: Scalars, or pairs [2] of a sum and its weight.
     """
     stacked = torch.stack(losses).double()
     if stacked.dim() == 1:
@@ -267,18 +272,18 @@ def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
 
 
 def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
-    """Return a function for the tables of an epoch by its number, on the device.
+    """Draw order and augmentation of all epochs, and return a function that copies one epoch's to the device.
 
-    All are drawn in this call, since there is no pause between two epochs to draw the next one's in.
+    They are drawn in advance, because training with servers has no pause between two epochs.
 
     Args:
-        data: The data set.
+        data: Data set.
         s: Settings of the cell.
         epochs: Number of epochs.
     """
     drawn = [data.tables(s.seed, epoch, s.augment).packed() for epoch in range(epochs)]
 
-    @lru_cache(maxsize=2)  # a ticket of a lost worker may be from the epoch before
+    @lru_cache(maxsize=2)  # a ticket of a lost worker may belong to the previous epoch
     def tables(epoch: int) -> EpochTables:
         return drawn[epoch].on(data.index_device)
 
@@ -288,13 +293,13 @@ def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], 
 def evaluate_epoch(
     strategy: Any, data: DeviceData, worker: Worker, epoch: int
 ) -> dict[str, float | None]:
-    """Return the evaluation of the servers' state after an epoch, as `Channel.score` takes it.
+    """Evaluate the servers' snapshot of one epoch, and return loss, score and its error.
 
     Args:
-        strategy: The strategy.
-        data: The data set.
+        strategy: Strategy of the cell.
+        data: Data set.
         worker: This worker.
-        epoch: Number of the epoch.
+        epoch: Number of the epoch, from 0.
     """
     with strategy.holding_epoch(epoch) as train_time_s:
         entry = served_entry(strategy, data, worker, epoch, train_time_s)
@@ -304,15 +309,13 @@ def evaluate_epoch(
 def evaluate_epochs(
     strategy: Any, data: DeviceData, worker: Worker, progress: Progress
 ) -> list[str]:
-    """Evaluate the servers' state after each epoch.
-
-    Return the names of values that were not finite.
+    """Evaluate the servers' snapshots of all epochs, and return the names of losses that are not finite.
 
     Args:
-        strategy: The strategy.
-        data: The data set.
+        strategy: Strategy of the cell.
+        data: Data set.
         worker: This worker.
-        progress: Results of the finished epochs.
+        progress: Results of finished epochs, to which the function adds.
     """
     diverged = []
     for epoch in range(worker.settings.epochs):
@@ -327,16 +330,16 @@ def evaluate_epochs(
 def served_entry(
     strategy: Any, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
 ) -> dict[str, Any]:
-    """Return the entry of an epoch whose server state the model has loaded.
+    """Evaluate a snapshot that the model has loaded, and return the results of its epoch.
 
-    Its training loss is missing: only the launcher has all losses.
+    The training loss is missing, because only the launcher has the losses of all workers.
 
     Args:
-        strategy: The strategy.
-        data: The data set.
+        strategy: Strategy of the cell.
+        data: Data set.
         worker: This worker.
-        epoch: Number of the epoch.
-        train_time_s: Training time until its end.
+        epoch: Number of the epoch, from 0.
+        train_time_s: Training time in seconds until the end of the epoch.
     """
     evaluation = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
     entry = epoch_entry(epoch, train_time_s, None, evaluation)
@@ -351,13 +354,13 @@ def served_entry(
 def epoch_entry(
     epoch: int, train_time_s: float, train_loss: float | None, evaluation: Evaluated
 ) -> dict[str, Any]:
-    """Return the record's entry of an epoch.
+    """Return one element of `score.per_epoch` in the record.
 
     Args:
-        epoch: Its number, from 0.
-        train_time_s: Training time until its end.
-        train_loss: Mean training loss, if known.
-        evaluation: Its evaluation.
+        epoch: Number of the epoch, from 0.
+        train_time_s: Training time in seconds until the end of the epoch.
+        train_loss: Mean training loss. None: not known.
+        evaluation: Loss and score on the test set.
     """
     return {
         "epoch": epoch + 1,
@@ -371,7 +374,7 @@ def epoch_entry(
 
 
 def describe_score(task: Task, score: float | None) -> str:
-    """Return the score with its name and unit, for a line of progress."""
+    """Return a score as text, with its name and unit."""
     if score is None:
         return f"test {task.score_name} not finite"
     shown = f"{score:.2%}" if task.unit == "share" else f"{score:.4f} {task.unit}"
@@ -379,17 +382,17 @@ def describe_score(task: Task, score: float | None) -> str:
 
 
 def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
-    """Take a few steps that leave no trace: everything that they change is restored.
+    """Train and evaluate a few batches, and restore everything that this changes.
 
     Args:
-        strategy: The strategy.
-        data: The data set.
+        strategy: Strategy whose `setup` has been called.
+        data: Data set.
         worker: This worker.
     """
     s = worker.settings
     saved, generators = strategy.save(), Generators.now(worker.device)
     batch = data.practice_batches(strategy.samples_per_step(s), s)
-    # The second step of a compiled model may compile again, for what the first has set up.
+    # A compiled model may compile again in its second step, because the first step has created state.
     for _ in range(max(s.warmup_steps, 3) if s.compile else s.warmup_steps):
         strategy.step(*batch())
     if s.compile:
@@ -405,14 +408,13 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
 
 
 def let_go_of_collectives(device: torch.device) -> None:
-    """Free the tensors that the warm-up's collectives hold before memory is measured.
+    """Free the tensors of the warm-up's collectives, such as DDP's first buckets, before memory is measured.
 
-    These include DDP's first buckets. PyTorch keeps the tensors of a collective until its watchdog has seen
-    the end and another collective runs. After a quick warm-up they would count in the peak, as large as all
-    gradients.
+    PyTorch keeps the tensors of a collective until its watchdog has seen the end and another collective runs.
+    After a short warm-up these tensors, as large as all gradients, would be part of the peak.
     """
     torch.cuda.synchronize(device)
-    wait_for_collectives()  # which the watchdog has not seen
+    wait_for_collectives()  # waits for those whose end the watchdog has not seen
     dist.all_reduce(torch.zeros(1, device=device))
 
 
@@ -427,23 +429,21 @@ def train_epoch(
     besides: Sequence[Beside] = (),
     taken: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Train one timed epoch, or its first `max_steps` steps.
+    """Train one timed epoch, and return the loss of each step, on the device.
 
-    Return each step's loss, on the device.
-
-    It is timed in stretches, between which the clock stops for activities next to it. Those due after the
-    last step run once the epoch was evaluated.
+    The clock stops for activities that are due within the epoch. Activities that are due after its last step
+    run after the evaluation.
 
     Args:
-        strategy: The strategy.
-        data: The data set.
+        strategy: Strategy whose `setup` has been called.
+        data: Data set.
         worker: This worker.
         clock: Clock of the steps.
-        log: Log of the phases.
-        epoch: Number of the epoch.
-        max_steps: Maximum number of steps, or None for all.
-        besides: Activities next to the training.
-        taken: Losses of its first steps, which were taken before.
+        log: Log of the phases for the timeline.
+        epoch: Number of the epoch, from 0.
+        max_steps: Maximum number of steps. None: all steps of the epoch.
+        besides: Activities such as checkpoints.
+        taken: Losses of steps of this epoch that an earlier attempt has taken.
     """
     s = worker.settings
     order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
@@ -456,7 +456,9 @@ def train_epoch(
         until = last if stop is None else min(stop - epoch * per_epoch, last)
         stretch = islice(batches, until - len(losses))
         log.write("train", "start")
-        line_up(worker)  # nothing between this and the clock: it would be charged to all the others
+        line_up(
+            worker
+        )  # the clock starts at once after it: a delay here would count for all workers
         losses += timed_steps(strategy, data, clock, stretch, augmentation, goes_on=bool(losses))
         log.write("train", "end")
         if until == last:
@@ -472,15 +474,15 @@ def timed_steps(
     augmentation: Augmentation | None = None,
     goes_on: bool = False,
 ) -> list[torch.Tensor]:
-    """Time one step per entry of `batches`; return the losses, still on the device.
+    """Take and time one step per batch, and return the losses, on the device.
 
     Args:
-        strategy: The strategy.
-        data: The data set.
+        strategy: Strategy whose `setup` has been called.
+        data: Data set.
         clock: Clock of the steps.
         batches: Sample numbers of each batch.
-        augmentation: Augmentation of the epoch, if any.
-        goes_on: Whether it continues the epoch whose steps were timed last.
+        augmentation: Augmentation of the epoch, or None.
+        goes_on: Whether the steps continue the epoch whose steps were timed last.
     """
     losses = []
     clock.begin(goes_on)
@@ -498,7 +500,7 @@ def timed_steps(
 def with_next(
     batches: Iterable[torch.Tensor],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield each of `batches` with the one after it, None after the last."""
+    """Yield each batch together with the next batch, which is None for the last one."""
     batches = iter(batches)
     now = next(batches, None)
     while now is not None:
@@ -508,17 +510,17 @@ def with_next(
 
 
 def line_up(worker: Worker) -> None:
-    """Wait until all workers of a collective are here and their devices are idle."""
+    """Wait until all workers of a collective have called this function and their devices are idle."""
     if worker.world_size > 1:
         on_cuda = worker.device.type == "cuda"
         dist.barrier(device_ids=[worker.device.index] if on_cuda else None)
 
 
 def settle_garbage() -> None:
-    """Collect Python's garbage now, and never look again at what is left.
+    """Collect Python's garbage now, and exclude all present objects from later collections.
 
-    Otherwise a full collection, which takes a tenth of a second with torch loaded, would fall into the timed
-    training. Garbage of the training is still collected, in microseconds.
+    Otherwise a full collection, which takes a tenth of a second with PyTorch loaded, could run within the
+    timed region. Garbage of the training is still collected, which takes microseconds.
     """
     gc.collect()
     gc.freeze()
@@ -534,17 +536,17 @@ def evaluate(
 ) -> Evaluated:
     """Return mean loss and score on the whole test set.
 
-    The copies of the model divide the test set. Each worker calls the model equally often, since a sharded
-    forward is a collective. The task sees only what counts: no batch beyond the end, and only one of the
-    workers that share a copy.
+    Replicas of the model divide the test set. Each worker calls the model equally often, because the forward
+    of a sharded model is a collective. Additional calls do not count, and neither do those of workers that
+    share a replica, except one.
 
     Args:
-        strategy: The strategy.
-        data: The data set.
-        task: The task.
+        strategy: Strategy whose `setup` has been called.
+        data: Data set.
+        task: Task with loss and score.
         rank: Rank of this worker.
-        mesh: Division of the workers.
-        heartbeat: Heartbeat to update, if any.
+        mesh: Division of the workers into replicas.
+        heartbeat: Heartbeat to update after each batch, or None.
     """
     total, batch = data.test_samples, eval_batch(data.meta["shape"])
     rounds, share = math.ceil(total / (batch * mesh.replicas)), mesh.place(rank).replica
@@ -565,11 +567,10 @@ def evaluate(
 
 
 def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
-    """Return the mean of a scalar over the model's copies.
+    """Return the mean of a scalar over the replicas of the model.
 
-    It synchronizes, so only between epochs.
-
-    One of the workers of a copy knows the value.
+    One worker of each replica has the value. The function waits for the device, so call it between epochs
+    only.
     """
     if worker.world_size > 1:
         if not worker.mesh.speaks(worker.rank):
@@ -579,11 +580,11 @@ def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
 
 
 def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> None:
-    """Print one line of progress of a cell without evaluation, on rank 0.
+    """Print the progress of a cell without evaluation, on rank 0.
 
     Args:
-        done: Steps done.
-        in_all: Steps of the training.
+        done: Number of steps taken.
+        in_all: Number of steps of the training.
         clock: Clock of the steps.
         worker: This worker.
     """
@@ -593,13 +594,13 @@ def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> No
 
 
 def report_epoch(entry: dict[str, Any], clock: StepClock, worker: Worker, samples: int) -> None:
-    """Print one line of progress, on rank 0.
+    """Print the results of an epoch and the remaining time, on rank 0.
 
     Args:
-        entry: The epoch's entry.
+        entry: Results of the epoch.
         clock: Clock of the steps.
         worker: This worker.
-        samples: Training samples of an epoch.
+        samples: Number of training samples in the epoch.
     """
     if worker.rank:
         return

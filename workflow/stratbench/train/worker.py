@@ -1,7 +1,7 @@
-"""One worker process of a cell: joins the others, trains, and writes its measurements as JSON.
+"""One worker process of a cell: it joins the other workers, trains, and writes its measurements as JSON.
 
-The fork server imports this module once, so that the processes that it forks share the cost of importing
-torch. Nothing here may allocate a tensor or start a thread at import.
+The fork server imports this module once, so that forked processes do not import torch again. Importing it
+must not allocate tensors or start threads.
 """
 
 from __future__ import annotations
@@ -57,32 +57,30 @@ models.import_torchvision()
 import torchvision.models  # noqa: E402, F401
 
 EXIT_ERROR, EXIT_OOM = 1, 3
-#: A worker that waits for its peers in one collective for so long ends, and with it the cell, in seconds.
+#: Seconds that a worker waits in one collective, before it fails, and the cell with it.
 COLLECTIVE_S = 600
 
 
 def main(job_json: str, rank: int, local_rank: int) -> None:
-    """Run the process.
-
-    It exits with 0 and a result, with 3 out of memory, and with 1 on other errors.
+    """Run the worker process and exit: with 0 after a result, 3 without memory, and 1 after other errors.
 
     Args:
-        job_json: The job.
+        job_json: Job of the cell, from `Job.to_json`.
         rank: Rank of the worker.
-        local_rank: Rank on its node.
+        local_rank: Rank of the worker on its node.
     """
     job = Job.from_json(job_json)
     log_to(job.folder.log(worker_name(rank)))
     tell_stacks(job.folder.stack(worker_name(rank)))
     hold_as_worker(job.folder.logs)
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
-        leave(EXIT_ERROR)  # the agent knows that the time is up
+        leave(EXIT_ERROR)  # the agent checks the time limit, and reports it
     try:
         result = train_as_worker(job, rank, local_rank)
     except Exception as e:
         traceback.print_exc()
         outcome, code = outcome_of(e)
-        # An error of another kind, or of the host's allocator, says nothing of the GPU.
+        # Other errors, and those of the host's allocator, do not mean that the GPU is full.
         of_gpu = isinstance(e, RuntimeError) and "CPUAllocator" not in str(e)
         if code == EXIT_OOM and job.use_cuda and of_gpu:
             outcome["others"] = others_on_gpu(job, rank)
@@ -93,7 +91,7 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
 
 
 def log_to(path: Path) -> None:
-    """Send output to `path` from now on."""
+    """Redirect stdout and stderr of this process to a file."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -101,16 +99,13 @@ def log_to(path: Path) -> None:
 
 
 def tell_stacks(path: Path) -> None:
-    """Write the stacks of all threads to `path` whenever the agent requests them."""
+    """Write the stacks of all threads to a file whenever the agent sends its signal."""
     file = path.open("w", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
 def leave(code: int) -> None:
-    """End the process at once.
-
-    After an error a peer may be gone, and an orderly shutdown would wait for it.
-    """
+    """End the process without clean-up, which could wait forever for a worker that was lost."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -125,22 +120,22 @@ class WorkerStart(NamedTuple):
     heartbeat: Heartbeat
     log: PhaseLog
     phases: Phases
-    #: By the cell's clock.
+    #: Seconds from the cell's start to the start of this worker.
     started_s: float
 
 
 def begin(job: Job, number: int, local_rank: int) -> WorkerStart:
-    """Set up torch in the process of a worker, and its measurements.
+    """Configure PyTorch in a worker process, and start its meters.
 
     Args:
-        job: The cell's.
-        number: Its rank, or the number of its worker job.
-        local_rank: Rank on its node.
+        job: Job of the cell.
+        number: Rank of the worker, or the number of its worker job.
+        local_rank: Rank of the worker on its node.
     """
     s = job.settings
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
     configure_torch(s, device, job.threads)
-    memory = MemoryMeter(device)  # before anything of the training is in memory
+    memory = MemoryMeter(device)  # created before model and data are in memory
     heartbeat = Heartbeat(job.folder.heartbeat(number))
     log = PhaseLog(job.folder.phases(number), number, job.origin_s, heartbeat.alive)
     strategy = make_strategy(s.strategy, s.options)
@@ -150,29 +145,30 @@ def begin(job: Job, number: int, local_rank: int) -> WorkerStart:
 class Built(NamedTuple):
     """A worker's model and task, before the strategy wraps the model."""
 
+    #: Name of a built-in model, or description of a user's own.
     network: str | models.Model
     model: nn.Module
-    #: Of a sample, as the network takes it.
+    #: Shape of a sample, as the model takes it.
     shape: tuple[int, ...]
     task: tasks.Task
     loss_kind: tasks.LossKind
-    #: The sharding groups in forward order: (label, modules).
+    #: Label and modules of each shard group, in the order of forward.
     groups: list[tuple[str, list[nn.Module]]]
-    #: A step of a user's network.
+    #: Results of trying one step of a user's own model. None: a built-in model.
     trial: Trial | None
-    #: The record's `model`.
+    #: Entry `model` of the record.
     facts: dict[str, Any]
-    #: The record's `wrap_groups`: strategies change the parameters that they count.
+    #: Entry `wrap_groups` of the record, computed before a strategy changes the parameters.
     group_sizes: list[dict[str, Any]]
 
 
 def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
-    """Train the cell as worker `rank`; return the worker's part of the record.
+    """Train the cell as one worker, and return the worker's measurements.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         rank: Rank of the worker.
-        local_rank: Rank on its node.
+        local_rank: Rank of the worker on its node.
     """
     s, start = job.settings, begin(job, rank, local_rank)
     strategy, device, memory, heartbeat, log, phases, _ = start
@@ -212,7 +208,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
 
 
 class Ready(NamedTuple):
-    """A worker whose network is built and set up under its strategy."""
+    """A worker whose model is built and set up by the strategy."""
 
     built: Built
     slowdown: Slowdown
@@ -227,17 +223,18 @@ def set_up(
     slowed_as: int,
     **place: Any,
 ) -> Ready:
-    """Build the model and set it up.
-
-    Raises Refused if the strategy cannot train a user's model.
+    """Build the model, check it, and set it up under the strategy.
 
     Args:
         s: Settings of the cell.
-        strategy: The strategy.
-        data: The data set.
+        strategy: Strategy of the cell.
+        data: Data set.
         device: Device of the worker.
-        slowed_as: Its number in `slowdown.workers`.
-        place: Fields of Worker that do not follow from the settings and the model.
+        slowed_as: Number of the worker in `slowdown.workers`.
+        place: Fields of `Worker` that do not follow from the settings and the model.
+
+    Raises:
+        Refused: If the strategy cannot train a user's model.
     """
     built = build(s, strategy, data, device)
     slowdown = Slowdown.of(s, slowed_as, built.model, built.shape, data.meta["classes"], device)
@@ -260,15 +257,16 @@ def set_up(
     two = data.test_batch(0, 2)
     with acceptance.same_scores(strategy, built.network, built.model, worker, *two):
         strategy.setup(built.model, worker)
-    # From here on only what is random per copy (dropout) draws from the global generators.
+    # From here on only operations that are random per worker, such as dropout, use the global generators.
     seed_generators(s.seed + 1 + worker.draws)
     return Ready(built, slowdown, worker)
 
 
 def check_one_start(worker: Worker) -> None:
-    """ModelError where the workers of a process group built other initial weights.
+    """Check that all workers of the process group have the same initial weights. All workers must call it.
 
-    All of them call it.
+    Raises:
+        ModelError: If the weights of two workers differ.
     """
     if worker.world_size == 1 or not dist.is_initialized():
         return
@@ -280,13 +278,13 @@ def check_one_start(worker: Worker) -> None:
 
 
 def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: DeviceData) -> None:
-    """Add the description of model, device and delays to a worker's measurements.
+    """Add descriptions of model, task, device and delays to a worker's measurements.
 
     Args:
-        measured: The measurements, changed in place.
-        ready: The model as it was set up.
-        strategy: The strategy.
-        data: The data set.
+        measured: Measurements of the worker, changed in place.
+        ready: The worker after its set-up.
+        strategy: Strategy of the cell.
+        data: Data set.
     """
     built, s = ready.built, ready.worker.settings
     name, classes = tasks.name_of_task(s, built.shape), built.facts["classes"]
@@ -305,14 +303,18 @@ def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: D
 
 
 def watch_compiling(job: Job) -> CompileWatch:
-    """Return a counter of compilations; the compiled code is of this cell alone."""
-    if job.folder.local is not None:  # so that every cell compiles
+    """Return a counter of compilations, and give the cell a cache of compiled code of its own."""
+    if job.folder.local is not None:  # a shared cache would make later cells faster
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.local / "compiled")
     return CompileWatch()
 
 
 def load_data(job: Job, device: torch.device) -> DeviceData:
-    """Return the cell's data set, as its network takes it. DataError where it is no longer the launcher's."""
+    """Load the cell's data set for a device, in the shape and dtype that the model takes.
+
+    Raises:
+        DataError: If the data set was prepared again since the launcher has read it.
+    """
     s = job.settings
     data = DeviceData.load(
         job.data_dir,
@@ -328,12 +330,12 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
 
 
 def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.device) -> Built:
-    """Return the model with its initial weights, its task, and their entries of the record.
+    """Build the model with its initial weights, and the task, and describe both for the record.
 
     Args:
         s: Settings of the cell.
-        strategy: The strategy.
-        data: The data set.
+        strategy: Strategy of the cell.
+        data: Data set.
         device: Device of the worker.
     """
     network, classes = models.model_of(s), data.meta["classes"]
@@ -376,9 +378,9 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
 
 
 def flops_of(s: Settings, built: Built) -> dict[str, int]:
-    """Return the operations per sample.
+    """Return forward and training operations per sample, or an empty dict if they cannot be counted.
 
-    It is empty for a user's model that needs real numbers to be counted.
+    They cannot be counted if a user's own model reads values of tensors.
     """
     classes, shape = built.facts["classes"], built.shape
     try:
@@ -482,7 +484,7 @@ def worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[st
 
 
 def outcome_of(e: Exception) -> tuple[dict[str, Any], int]:
-    """Return a failed worker's file content on its error, and its exit code."""
+    """Return the result that a failed worker writes on its error, and its exit code."""
     reason = str(e) if isinstance(e, Refused) else first_line(e)
     if is_out_of_memory(e):
         return {"status": "oom", "reason": reason}, EXIT_OOM
@@ -491,12 +493,7 @@ def outcome_of(e: Exception) -> tuple[dict[str, Any], int]:
 
 
 def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
-    """Return foreign processes on this worker's GPU.
-
-    Return None if there are none or it is not known.
-
-    See `telemetry.machine.foreign_processes.others_on`.
-    """
+    """Return other programs on this worker's GPU (`others_on`), or None if none is known."""
     place = job.folder.read_places().get(worker_name(rank), {}).get("gpu", {})
     gpu = gpu_at(Nvml(), place)
     if gpu is None:
