@@ -21,7 +21,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.command.__main__ import main
 from stratbench.extensions.emit import table
-from stratbench.extensions.emit.choice import OF_THE_MEASUREMENT, Choice
+from stratbench.extensions.emit.choice import MEASUREMENT_SETTINGS, Choice
 from stratbench.extensions.emit.errors import EmitError
 from stratbench.extensions.emit.find import find_record
 from stratbench.strategies import REGISTRY
@@ -88,8 +88,8 @@ def each_file() -> list[Any]:
     """Each strategy with each of its targets and some options."""
     return [
         pytest.param(strategy, target, options, id=f"{strategy}-{target}-{options}")
-        for strategy in table.CALLED
-        for target in table.targets_of(strategy)
+        for strategy in table.NAMES_IN_TARGETS
+        for target in table.list_supporting_targets(strategy)
         for options in OPTIONS.get(strategy, [{}])
     ]
 
@@ -114,7 +114,7 @@ def test_each_setting_is_in_the_file_or_named_in_a_comment(strategy, target, opt
     assert body_of(text, target) is not None
     if "--to deepspeed" in text:  # it has the rest
         text += unfolded(emitted(strategy, "deepspeed", device=device, options=options, **changes))
-    for key in (f.name for f in fields(Settings) if f.name not in OF_THE_MEASUREMENT):
+    for key in (f.name for f in fields(Settings) if f.name not in MEASUREMENT_SETTINGS):
         value = changes.get(key)
         spellings = SPELLINGS.get(key, (str(value),))
         if (key == "device" and device == "cuda") or (key == "optimizer" and target == "variant"):
@@ -135,17 +135,17 @@ def test_an_option_or_setting_that_no_target_knows_is_named(strategy, target, op
     assert "newer = 937" in text
 
 
-@pytest.mark.parametrize("strategy", sorted(REGISTRY.keys() - table.CALLED.keys()))
+@pytest.mark.parametrize("strategy", sorted(REGISTRY.keys() - table.NAMES_IN_TARGETS.keys()))
 def test_a_strategy_that_no_engine_knows_is_refused_with_its_targets(strategy):
     choice = Choice(record_of(strategy, gpus=2))
     for target in table.TARGETS.keys() - {"variant"}:
-        with pytest.raises(EmitError, match=r"has the target variant$"):
+        with pytest.raises(EmitError, match=r"choose variant$"):
             table.emit(choice, target)
     assert strategy in table.emit(choice, "variant")
 
 
 def test_workers_that_come_and_go_are_refused():
-    with pytest.raises(EmitError, match="come and go"):
+    with pytest.raises(EmitError, match="may join and leave"):
         emitted("ddp", "pytorch", more={"elastic": {"elastic": True}})
 
 
@@ -295,7 +295,7 @@ def test_fsdp_reduces_gradients_with_the_parts_that_the_cell_did():
 
 
 def test_a_loss_in_parts_is_told():
-    for target in table.targets_of("ddp"):
+    for target in table.list_supporting_targets("ddp"):
         assert "loss_chunks" in emitted("ddp", target, model="gpt-compact", loss_chunks=4)
         assert "loss_chunks" not in emitted("ddp", target, model="gpt-compact")
 
@@ -393,14 +393,14 @@ def test_a_cell_is_found_by_path_by_name_or_as_decided(results):
 @pytest.mark.parametrize(
     ("cell", "study", "words"),
     [
-        ("first/ddp/vgg-compact/2gpu", None, "is in the studies one, two; add --study"),
-        ("/", None, "is no record, nor a cell in"),
-        ("../../one", None, "is no record, nor a cell in"),
-        ("first/gone", None, "is no record, nor a cell in .*EXPERIMENT/STRATEGY/MODEL/Ngpu"),
+        ("first/ddp/vgg-compact/2gpu", None, "is a cell of several studies, one, two; select one"),
+        ("/", None, "is neither a record nor a cell in"),
+        ("../../one", None, "is neither a record nor a cell in"),
+        ("first/gone", None, "is neither a record nor a cell in .*EXPERIMENT/STRATEGY/MODEL/Ngpu"),
         (
             "first",
             "one",
-            "is more than one cell; name one of first/ddp/vgg-compact/2gpu, first/fsdp",
+            "matches several cells; name one of first/ddp/vgg-compact/2gpu, first/fsdp",
         ),
         (None, None, "run `stratbench decide`"),
     ],
@@ -413,7 +413,7 @@ def test_a_cell_that_is_not_clear_is_refused_in_a_sentence(results, cell, study,
 def test_of_several_decisions_one_has_to_be_named(results):
     decide_on(results, ("ddp", 2), ("fsdp", 2))
     with pytest.raises(
-        EmitError, match="chose 2 cells; name one of first/ddp/vgg-compact/2gpu, first/fsdp"
+        EmitError, match="has 2 chosen cells; name one of first/ddp/vgg-compact/2gpu, first/fsdp"
     ):
         find_record(results, None, None)
 
@@ -427,10 +427,7 @@ def test_the_command_prints_or_writes_the_file(results, tmp_path, capsys):
     assert main([*name, "accelerate", "--output", str(file)]) == 0
     assert file.read_text() == printed
     assert main([*name, "deepspeed"]) == 2
-    assert (
-        "has the targets accelerate, trainer, lightning, pytorch, variant"
-        in capsys.readouterr().err
-    )
+    assert "choose accelerate, trainer, lightning, pytorch, variant" in capsys.readouterr().err
 
 
 def test_it_needs_no_torch(results):
@@ -465,5 +462,9 @@ def test_the_page_shows_what_is_written():
     for target, what in table.TARGETS.items():
         row = re.search(rf"^\| `{target}` \|.*", page, re.MULTILINE)
         assert row, what
-    names = [name for name in table.CALLED if "accelerate" in table.targets_of(name)]
+    names = [
+        name
+        for name in table.NAMES_IN_TARGETS
+        if "accelerate" in table.list_supporting_targets(name)
+    ]
     assert ", ".join(f"`{name}`" for name in names) in page

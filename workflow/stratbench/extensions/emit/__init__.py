@@ -1,11 +1,11 @@
-"""The extension `emit`: a cell as a file for a trainer of the user's own."""
+"""The extension `emit`: writes a cell as a config or script for your own trainer."""
 
 from __future__ import annotations
 
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="a cell as a file for a trainer of the user's own",
+    says="a cell as a config or script for your own trainer",
     needs=("deepspeed",),
     commands="stratbench.extensions.emit.subcommand:add_subcommand",
 )

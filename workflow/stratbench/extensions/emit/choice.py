@@ -1,4 +1,4 @@
-"""The chosen cell for a target: each setting is used in the file or named in a comment."""
+"""Holds the chosen cell, and tracks that the file uses or names each of its settings."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from stratbench.strategies.mesh import Mesh
 from stratbench.workload.network.models import model_of
 from stratbench.workload.network.registry import FAMILIES, facts_of
 
-#: Settings that say how a cell is measured, and what it trains: a trainer has its own.
-OF_THE_MEASUREMENT = {
+#: Settings that define how a cell is measured and what it trains. A trainer has its own.
+MEASUREMENT_SETTINGS = {
     *("strategy", "options", "model", "dataset", "own_model", "own_task", "task", "data_spec"),
     *("warmup_steps", "profile", "more"),
 }
-#: A record's text on the sharded classes (`workload.network.sharding.rule_of`).
+#: Beginning of a record's text on sharded classes (`workload.network.sharding.rule_of`).
 INSTANCES_OF = "instances of "
 #: Values that switch a setting off.
 OFF = (None, False, 0, "none")
 
 
 class Choice:
-    """A record's settings, with those that the file already contains.
+    """Settings of the chosen cell's record, and which of them the file already contains.
 
     Attributes:
         cell, settings, record: The chosen cell.
@@ -44,70 +44,70 @@ class Choice:
         self.options: dict[str, Any] = dict(self.settings.options)
         self.mesh: Mesh = mesh_of(self.settings.strategy, self.options, self.settings.gpus)
         self._values: dict[str, Any] = asdict(self.settings)
-        self._said = set(OF_THE_MEASUREMENT)
+        self._written = set(MEASUREMENT_SETTINGS)
         self._notes: list[str] = []
 
     def take(self, key: str) -> Any:
-        """Return a setting, and mark it as contained in the file."""
-        self._said.add(key)
+        """Return a setting's value, and mark the setting as written to the file."""
+        self._written.add(key)
         return self._values[key]
 
     def take_option(self, key: str, default: Any = None) -> Any:
-        """Return an option of the strategy or `default`, and mark it as contained in the file."""
-        self._said.add(key)
+        """Return a strategy option or `default`, and mark the option as written to the file."""
+        self._written.add(key)
         return self.options.get(key, default)
 
     def note(self, text: str, *keys: str) -> None:
-        """Add `text` as a comment, with the settings or options `keys` and their values."""
-        self._said.update(keys)
-        values = ", ".join(f"{key} = {self._value(key)}" for key in keys)
+        """Add `text` to the file's comments, preceded by the settings or options `keys` and their values."""
+        self._written.update(keys)
+        values = ", ".join(f"{key} = {self._format_value(key)}" for key in keys)
         self._notes.append(f"{values}: {text}" if values else text)
 
-    def _value(self, key: str) -> str:
+    def _format_value(self, key: str) -> str:
         value = self.options[key] if key in self.options else self._values[key]
         return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
     @property
     def comments(self) -> list[str]:
-        """Comments of the file: notes, and each setting that it does not contain."""
+        """Comments of the file: the notes, and each setting that the file cannot express."""
         everything: Mapping[str, Any] = self.options | self._values
         left = [
-            f"{key} = {self._value(key)}: this file has no name for it"
+            f"{key} = {self._format_value(key)}: this file has no name for it"
             for key, value in everything.items()
-            if key not in self._said and (key in self.options or value not in OFF)
+            if key not in self._written and (key in self.options or value not in OFF)
         ]
         return [*self._notes, *left]
 
     @property
     def device(self) -> str:
-        """`cpu` or `cuda`: what the workers ran on."""
-        self._said.add("device")
+        """Device type of the workers, `cpu` or `cuda`."""
+        self._written.add("device")
         return self.record["provenance"]["device"]
 
     @property
     def nodes(self) -> int:
-        """The nodes that the workers ran on."""
+        """Number of nodes on which the workers ran."""
         return self.record["provenance"]["nodes"]
 
     @property
     def workers_per_node(self) -> int:
-        """The most workers of a node."""
+        """Maximum number of workers on a node."""
         return self.record["provenance"]["workers_per_node"]
 
     @property
     def micro_batch(self) -> int:
-        """Samples that a worker computes on at once."""
+        """Number of samples that a worker computes at once."""
         return self.take("per_worker_batch") // self.settings.gradient_accumulation_steps
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole training."""
+        """Number of steps of the whole training."""
         return self.settings.total_steps(self.record["data"]["train_samples"])
 
     @property
     def shard_group_size(self) -> int:
-        """The workers that hold one model between them."""
-        self._said.add("shard_group_size")
+        """Number of workers that share one copy of the model states."""
+        self._written.add("shard_group_size")
         if self.options.get("shard_group_size") == "node":
             return min(self.settings.gpus, self.workers_per_node)
         traits = traits_of(self.settings.strategy, self.settings.options, self.settings.gpus)
@@ -115,13 +115,14 @@ class Choice:
 
     @property
     def block_classes(self) -> list[str]:
-        """The classes whose instances are sharded one by one.
+        """Class names of the modules that are sharded one by one.
 
-        Empty where a rule by size made the groups.
+        The list is empty if a rule by size made the groups.
         """
         network = facts_of(model_of(self.settings))
         if network.own is not None:
-            # A model may declare them itself, as those of transformers do: then they are in the record.
+            # A model may declare these classes itself, as those of transformers do. Then the record has
+            # them.
             rule = self.record["model"].get("own", {}).get("sharding") or ""
             named = rule.removeprefix(INSTANCES_OF).split(", ") if INSTANCES_OF in rule else ()
             return list(network.own.wrap_classes or named)
@@ -129,7 +130,7 @@ class Choice:
 
     @property
     def title(self) -> list[str]:
-        """Lines on the chosen cell and its measurements."""
+        """Comment lines on the chosen cell and its measurements."""
         s, time, memory = self.settings, self.record.get("time") or {}, self.record.get("memory")
         lines = [
             f"{self.cell.strategy} ({s.strategy}), {s.model} on {s.dataset}, "
@@ -146,8 +147,8 @@ class Choice:
         return [*lines, f"measured on {where}: {', '.join(measured)}"] if measured else lines
 
 
-def commented(lines: list[str], sign: str = "#") -> str:
-    """Return lines as comments of at most 110 characters."""
+def format_comments(lines: list[str], sign: str = "#") -> str:
+    """Return lines as comments of at most 110 characters each."""
     return "".join(
         textwrap.fill(
             line, 110, initial_indent=f"{sign} ", subsequent_indent=f"{sign}   ",

@@ -1,7 +1,7 @@
-"""One cell as a file for another trainer: a module per target, and a table of supported strategies."""
+"""Defines the error for cells that cannot be written for a target."""
 
 from __future__ import annotations
 
 
 class EmitError(Exception):
-    """A cell cannot be written for a target; the message is one sentence."""
+    """A cell cannot be written for a target; the message is one sentence that names the reason."""

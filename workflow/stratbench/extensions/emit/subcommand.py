@@ -1,4 +1,4 @@
-"""`stratbench emit`: one cell as a file for a trainer of the user's own."""
+"""`stratbench emit` writes one cell as a file for your own trainer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from stratbench.extensions.emit.errors import EmitError
 
 
 def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `emit` and its arguments; `add`: takes a name, a function and a help text."""
+    """Add `emit` and its arguments to the command line.
+
+    Args:
+        add: Adds a subcommand with a name, a function and a help text, and returns its parser.
+    """
     from stratbench.extensions.emit.find import NAME
     from stratbench.extensions.emit.table import TARGETS
 
-    emit = add("emit", run_emit, "a cell as a file for your own trainer", study=False)
+    emit = add("emit", run_emit, "write a cell as a file for your own trainer", study=False)
     emit.add_argument(
         "cell",
         nargs="?",
         metavar="CELL",
-        help=f"the path of a record, or a cell's name: {NAME}; default: what `decide` chose",
+        help=f"path of a record, or name of a cell as {NAME}; default: the cell that `decide` chose",
     )
     emit.add_argument(
         "--to",
@@ -30,20 +34,27 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="TARGET",
         help="; ".join(f"{name}: {what}" for name, what in TARGETS.items()),
     )
-    emit.add_argument("--output", type=Path, metavar="FILE", help="default: the terminal")
-    emit.add_argument("--results", type=Path, default=Path("results"), help="default: results")
-    emit.add_argument("--study", help="the study, where several have the cell")
+    emit.add_argument(
+        "--output", type=Path, metavar="FILE", help="file to write; default: print to the terminal"
+    )
+    emit.add_argument(
+        "--results",
+        type=Path,
+        default=Path("results"),
+        help="folder with the results of all studies; default: results",
+    )
+    emit.add_argument("--study", help="name of the study, if several studies have the cell")
 
 
 def run_emit(args: argparse.Namespace, others: list[str]) -> int:
-    """Print the file or write it; returns the exit code."""
+    """Print the file, or write it to --output, and return the exit code."""
     from stratbench.extensions.emit.choice import Choice
     from stratbench.extensions.emit.find import find_record
     from stratbench.extensions.emit.table import emit
 
     try:
         if others:
-            raise EmitError(f"unknown: {' '.join(others)}; see stratbench emit --help")
+            raise EmitError(f"unknown arguments: {' '.join(others)}; see stratbench emit --help")
         text = emit(Choice(find_record(args.results, args.study, args.cell)), args.to)
     except EmitError as error:
         print(f"stratbench emit: {error}", file=sys.stderr)

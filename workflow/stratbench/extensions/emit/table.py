@@ -1,4 +1,4 @@
-"""Table of the strategies that each target supports, and their names there."""
+"""Lists the strategies that each target supports, and their names there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from stratbench.extensions.emit.choice import Choice
 from stratbench.extensions.emit.errors import EmitError
 
-#: Each target, with the module that writes it and what the file is.
+#: Targets of `--to`, with a description of the file. Each is a module of `targets`.
 TARGETS = {
     "accelerate": "an Accelerate config (YAML)",
     "trainer": "TrainingArguments of transformers' Trainer (Python)",
@@ -17,15 +17,15 @@ TARGETS = {
     "pytorch": "plain PyTorch that trains (Python)",
     "variant": "a variant and experiment of config.yaml (YAML)",
 }
-#: Targets' names for DeepSpeed.
+#: Name of DeepSpeed in each target.
 DEEPSPEED = {
     "accelerate": "DEEPSPEED",
     "trainer": "deepspeed",
     "deepspeed": "zero_optimization",
     "lightning": "DeepSpeedStrategy",
 }
-#: Each target's name for a strategy. A strategy without a row is only supported by `variant`.
-CALLED: dict[str, dict[str, str]] = {
+#: Name of each strategy in each target. A strategy without an entry is only supported by `variant`.
+NAMES_IN_TARGETS: dict[str, dict[str, str]] = {
     "single": {"accelerate": "NO", "trainer": "", "lightning": "auto", "pytorch": ""},
     "ddp": {
         "accelerate": "MULTI_GPU",
@@ -45,31 +45,31 @@ CALLED: dict[str, dict[str, str]] = {
 }
 
 
-def targets_of(strategy: str) -> list[str]:
+def list_supporting_targets(strategy: str) -> list[str]:
     """Return the targets that support a strategy."""
-    called = CALLED.get(strategy, {})
+    called = NAMES_IN_TARGETS.get(strategy, {})
     return [target for target in TARGETS if target in called or target == "variant"]
 
 
 def emit(choice: Choice, target: str) -> str:
-    """Return the cell as the text of a file for `target`.
+    """Return the chosen cell as the text of a file for `target`.
 
     Raises:
-        EmitError: The target does not support the strategy; the message names those that do.
+        EmitError: If the target does not support the strategy; the message names the targets that do.
     """
-    strategy, known = choice.settings.strategy, targets_of(choice.settings.strategy)
+    strategy, known = choice.settings.strategy, list_supporting_targets(choice.settings.strategy)
     if target not in known:
         engine = TARGETS[target].partition(" (")[0]
         raise EmitError(
-            f"{choice.cell.strategy} cannot be said as {engine}: strategy {strategy} has the target"
-            f"{'s' if len(known) > 1 else ''} {', '.join(known)}"
+            f"--to {target}: {engine} cannot express {choice.cell.strategy}, whose strategy is {strategy}; "
+            f"choose {', '.join(known)}"
         )
     if choice.settings.workers_are_jobs and target != "variant":
         raise EmitError(
-            f"{choice.cell.strategy} has workers that are jobs of their own and come and go, which "
-            "stratbench alone trains; it has the target variant"
+            f"--to {target}: {choice.cell.strategy} has workers that are separate jobs, which may join and "
+            "leave, and only stratbench trains so; choose --to variant"
         )
     write: Callable[[Choice, str], str] = import_module(
         f"stratbench.extensions.emit.targets.{target}"
     ).write
-    return write(choice, CALLED.get(strategy, {}).get(target, ""))
+    return write(choice, NAMES_IN_TARGETS.get(strategy, {}).get(target, ""))

@@ -1,4 +1,4 @@
-"""The workload of a cell for the script of `--to pytorch`: its model, its loss, its batches."""
+"""Provides the workload of a cell for the script of `--to pytorch`: its model, loss and batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ class Work:
     """
 
     def __init__(self, path: str, data: str, rank: int, device: torch.device) -> None:
-        """`path`: the cell's record; `data`: the folder of its prepared data set."""
+        """Load the model and the data of a cell.
+
+        Args:
+            path: Path of the cell's record.
+            data: Folder of its prepared data set.
+            rank: Rank of this worker.
+            device: Device of this worker.
+        """
         self.settings = s = Settings.of_record(record.read(path)["settings"])
         self.rank, network, dtype = rank, models.model_of(s), weights_dtype(s.precision)
         shape = models.input_shape(network, tuple(DeviceData.load(Path(data)).meta["shape"]))
@@ -39,12 +46,12 @@ class Work:
         seed_generators(s.seed + 1 + rank)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of some samples."""
+        """Return the mean loss of a batch, or of a part of it."""
         loss, weight = tasks.loss_and_weight(self.task, outputs, targets)
         return loss if weight is None else loss / weight
 
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this worker's batches of an epoch, as far as the training goes."""
+        """Yield this worker's batches of an epoch, up to the last step of the training."""
         s, data = self.settings, self.data
         order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
         steps = len(order) // s.global_batch

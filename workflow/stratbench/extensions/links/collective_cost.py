@@ -216,7 +216,7 @@ def named_algorithms(name: str, library: str, kind: str) -> tuple[Algorithm, ...
     known = {f.__name__: f for f in (ring, tree, hierarchical, direct, served)}
     if name not in known:
         raise ValueError(
-            f"links.csv: unknown algorithm {name!r}, expected one of {', '.join([*known, FASTEST])}"
+            f"unknown algorithm {name!r}, expected one of {', '.join([*known, FASTEST])}"
         )
     return (known[name],)
 

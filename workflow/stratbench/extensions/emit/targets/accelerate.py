@@ -1,4 +1,4 @@
-"""`--to accelerate`: the config file of `accelerate launch`."""
+"""Writes the config file of `accelerate launch`, for `--to accelerate`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ from typing import Any
 
 import yaml
 
-from stratbench.extensions.emit.choice import Choice, commented
+from stratbench.extensions.emit.choice import Choice, format_comments
 from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
 from stratbench.extensions.emit.targets.ddp_options import note_ddp_options
-from stratbench.extensions.emit.targets.deepspeed_config import deepspeed_config
+from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
     note_cpu,
     note_length_and_data,
     note_precision,
-    note_what_a_script_does,
-    optimizer_call,
-    schedule_lines,
+    note_script_duties,
+    write_optimizer_call,
+    write_schedule_lines,
 )
 from stratbench.extensions.emit.targets.sharding_lines import (
-    note_16_bits,
+    describe_reduction,
     note_groups,
-    reduced_with,
+    note_mixed_precision,
 )
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as an Accelerate config; `called`: its `distributed_type`."""
+    """Return the cell as an Accelerate config.
+
+    Args:
+        choice: The cell.
+        called: Accelerate's `distributed_type`.
+    """
     s, on_cpu = choice.settings, choice.device == "cpu"
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -46,21 +51,21 @@ def write(choice: Choice, called: str) -> str:
             "deepspeed_config_file": "deepspeed.json",
             "zero3_init_flag": False,
         }
-        deepspeed_config(choice)  # it takes what the other file says
+        make_deepspeed_config(choice)  # called to mark the settings that deepspeed.json contains
         note_checkpointing(choice)
         choice.note(
             "deepspeed.json, next to this file: stratbench emit CELL --to deepspeed --output deepspeed.json"
         )
-        choice.note(f"in the script, {optimizer_call(choice)}", "optimizer", "lr")
-        if schedule_lines(choice):
+        choice.note(f"in the script, {write_optimizer_call(choice)}", "optimizer", "lr")
+        if write_schedule_lines(choice):
             choice.note("in the script; deepspeed.json has the formula", "schedule")
         note_length_and_data(choice)
         note_cpu(choice, "Accelerate", "DeepSpeed")
     else:
-        note_what_a_script_does(
+        note_script_duties(
             choice,
             clip="in the script, accelerator.clip_grad_norm_(model.parameters(), {norm})",
-            accumulate=accumulating(choice),
+            accumulate=describe_accumulation(choice),
             compiles=True,
         )
         if s.precision in ("bf16", "fp16"):
@@ -69,7 +74,7 @@ def write(choice: Choice, called: str) -> str:
         if choice.take("compile"):
             config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
         if called == "FSDP":
-            config |= fsdp_config(choice)
+            config |= make_fsdp_config(choice)
         else:
             note_checkpointing(choice, "model.gradient_checkpointing_enable(), or ")
         if called == "MULTI_GPU":
@@ -86,15 +91,18 @@ def write(choice: Choice, called: str) -> str:
     threads = f" --num_cpu_threads_per_process {s.threads}" if s.threads else ""
     variable = "ACCELERATE_USE_CPU=true " if config["use_cpu"] else ""
     start = f"start: {variable}accelerate launch --config_file FILE{threads} train.py"
-    head = commented([*choice.title, start, *choice.comments])
+    head = format_comments([*choice.title, start, *choice.comments])
     return head + yaml.safe_dump(config, sort_keys=False)
 
 
-def accumulating(choice: Choice) -> str:
-    """Return how a script accumulates `{parts}` parts; FSDP's gradients are reduced as in the cell."""
+def describe_accumulation(choice: Choice) -> str:
+    """Return how a script accumulates `{parts}` micro-batches.
+
+    FSDP's gradients are reduced as in the cell.
+    """
     sync = choice.take_option("gradient_sync")
     if choice.settings.gradient_accumulation_steps > 1 and sync is not None:
-        choice.note(f"gradients are reduced with {reduced_with(choice)}", "gradient_sync")
+        choice.note(f"gradients are reduced with {describe_reduction(choice)}", "gradient_sync")
     if sync != "each-part":
         return "in the script, Accelerator(gradient_accumulation_steps={parts})"
     return (
@@ -103,8 +111,8 @@ def accumulating(choice: Choice) -> str:
     )
 
 
-def fsdp_config(choice: Choice) -> dict[str, Any]:
-    """Return the blocks of the config about FSDP2."""
+def make_fsdp_config(choice: Choice) -> dict[str, Any]:
+    """Return the blocks of Accelerate's config about FSDP2."""
     s, classes = choice.settings, choice.block_classes
     offload = choice.take_option("offload")
     fsdp: dict[str, Any] = {
@@ -130,7 +138,7 @@ def fsdp_config(choice: Choice) -> dict[str, Any]:
             "parallelism_config_dp_replicate_size": s.gpus // workers,
             "parallelism_config_dp_shard_size": workers,
         }
-    note_16_bits(choice, "Accelerate")
+    note_mixed_precision(choice, "Accelerate")
     choice.note(
         "Accelerate shards embeddings, the last norm and the head apart, too; the cell left them to the root"
     )

@@ -1,10 +1,10 @@
-"""Activation checkpointing of a cell, as lines of Python and as a comment."""
+"""Writes the activation checkpointing of a cell, as Python code and as a comment."""
 
 from __future__ import annotations
 
 from stratbench.extensions.emit.choice import Choice
 
-#: Operations whose results `selective` stores, in PyTorch's names.
+#: Code of `selective`, which stores the results of some operations, by their names in PyTorch.
 SELECTIVE = """
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.convolution.default}
@@ -27,12 +27,13 @@ def selective():  # attention and every second product are kept, as in torchtita
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
     return create_selective_checkpoint_contexts(keep)
 """
-#: A weight cast before a block would be cast in it when it is computed again: another count of operators.
+#: Recomputation must repeat each operator. A weight that autocast cached before the block would not be cast
+#: again.
 CLEARED = "    torch.clear_autocast_cache()"
 
 
-def checkpointing_lines(choice: Choice) -> tuple[list[str], list[str]]:
-    """Return lines that enable activation checkpointing of `blocks`, and their imports."""
+def write_checkpointing_lines(choice: Choice) -> tuple[list[str], list[str]]:
+    """Return code lines that enable activation checkpointing of `blocks`, and the imports they need."""
     mode = choice.take("activation_checkpointing")
     if not mode:
         return [], []
@@ -42,7 +43,7 @@ def checkpointing_lines(choice: Choice) -> tuple[list[str], list[str]]:
         lines, context = SELECTIVE.strip().splitlines(), ", context_fn=selective"
         if choice.settings.precision in ("bf16", "fp16") and not choice.settings.compile:
             lines.insert(lines.index("    products = {False: 0, True: 0}"), CLEARED)
-    every = every_of(mode)
+    every = parse_block_interval(mode)
     some = f"[{every - 1}::{every}]" if every > 1 else ""
     lines += [
         f"for block in blocks{some}:  # computed again in backward",
@@ -56,17 +57,17 @@ def checkpointing_lines(choice: Choice) -> tuple[list[str], list[str]]:
 
 
 def note_checkpointing(choice: Choice, whole: str = "", place: str = "in the script") -> None:
-    """Add a note on the blocks with activation checkpointing, if there are any.
+    """Add a note on activation checkpointing, if the cell uses it.
 
     Args:
         choice: The cell.
-        whole: Text on what does it for complete blocks, which ends with a comma.
-        place: Where it has to be done.
+        whole: Text on a switch for all blocks, which ends with a comma.
+        place: Where the user has to add it.
     """
     mode = choice.take("activation_checkpointing")
     if not mode:
         return
-    every = every_of(mode)
+    every = parse_block_interval(mode)
     which = f"block of {every} in a row, the last one" if every > 1 else "block"
     text = f"{place}, {whole if mode is True else ''}torch.utils.checkpoint around each {which}"
     if mode == "selective":
@@ -77,6 +78,6 @@ def note_checkpointing(choice: Choice, whole: str = "", place: str = "in the scr
     choice.note(text, "activation_checkpointing")
 
 
-def every_of(mode: bool | str) -> int:
-    """Return N of `every-N`; 1 of what is each block."""
+def parse_block_interval(mode: bool | str) -> int:
+    """Return N of the mode `every-N`, or 1 if each block is checkpointed."""
     return int(str(mode).partition("every-")[2] or 1)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's options, as Accelerate's script, Lightning and plain PyTorch have them."""
+"""Writes DistributedDataParallel's options for Accelerate's script, Lightning and plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 from stratbench.extensions.emit.choice import Choice
 
-#: torch's communication hook for each value of `compress`.
+#: Name of torch's communication hook for each value of `compress`.
 HOOKS = {"fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook", "powersgd": "powerSGD_hook"}
 
 
-def ddp_arguments(choice: Choice) -> dict[str, Any]:
-    """Return the arguments of DistributedDataParallel."""
+def list_ddp_arguments(choice: Choice) -> dict[str, Any]:
+    """Return the arguments of DistributedDataParallel by name."""
     keys = ("bucket_cap_mb", "gradient_as_bucket_view")
     return {key: choice.take_option(key) for key in keys if key in choice.options}
 
 
-def hook_of(choice: Choice) -> str | None:
-    """Return the name of torch's hook for the cell's gradient compression, or None without."""
+def choose_comm_hook(choice: Choice) -> str | None:
+    """Return the name of torch's hook for the cell's gradient compression, or None without it."""
     compress = choice.take_option("compress", "none")
     rank, start = choice.take_option("powersgd_rank"), choice.take_option("powersgd_start_step")
     if compress == "none":
@@ -30,8 +30,8 @@ def hook_of(choice: Choice) -> str | None:
     return HOOKS[compress]
 
 
-def powersgd_state(choice: Choice) -> str:
-    """Return the state of torch's PowerSGD hook, as a call."""
+def write_powersgd_state(choice: Choice) -> str:
+    """Return the code that creates the state of torch's PowerSGD hook."""
     o = choice.options
     return (
         f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={o['powersgd_rank']}, "
@@ -40,8 +40,8 @@ def powersgd_state(choice: Choice) -> str:
 
 
 def note_ddp_options(choice: Choice) -> None:
-    """Note DDP's options as what a script gives to Accelerator."""
-    arguments, hook = ddp_arguments(choice), hook_of(choice)
+    """Add a note with the code that gives DDP's options to Accelerator."""
+    arguments, hook = list_ddp_arguments(choice), choose_comm_hook(choice)
     keywords = [f"{key}={value!r}" for key, value in arguments.items()]
     if hook is not None:
         kind = {"fp16": "FP16", "bf16": "BF16", "powersgd": "POWER_SGD"}[choice.options["compress"]]

@@ -1,4 +1,7 @@
-"""`--to deepspeed`: DeepSpeed's JSON, with comments under a key that DeepSpeed does not read."""
+"""Writes a cell as DeepSpeed's JSON, for `--to deepspeed`.
+
+Comments stand under a key that DeepSpeed does not read.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,28 @@ import json
 
 from stratbench.extensions.emit.choice import Choice
 from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
-from stratbench.extensions.emit.targets.deepspeed_config import deepspeed_config
+from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
     note_length_and_data,
-    optimizer_call,
-    schedule_lines,
+    write_optimizer_call,
+    write_schedule_lines,
 )
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as DeepSpeed's JSON; `called`: its key of ZeRO."""
-    config = deepspeed_config(choice)
+    """Return the cell as DeepSpeed's JSON.
+
+    Args:
+        choice: The cell.
+        called: DeepSpeed's key of ZeRO.
+    """
+    config = make_deepspeed_config(choice)
     choice.note(
-        f"initialize(model=model, optimizer={optimizer_call(choice)}, config=FILE)",
+        f"initialize(model=model, optimizer={write_optimizer_call(choice)}, config=FILE)",
         "optimizer",
         "lr",
     )
-    if lines := schedule_lines(choice):
+    if lines := write_schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
         choice.note(f"in the script, LambdaLR(optimizer, share_of_lr) with {text}", "schedule")
     note_checkpointing(choice)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration of a cell, which four targets have."""
+"""Writes DeepSpeed's own configuration of a cell, which four targets contain."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from stratbench.extensions.deepspeed.strategy import engine_config
 from stratbench.extensions.emit.choice import Choice
 
 
-def deepspeed_config(choice: Choice) -> dict[str, Any]:
-    """Return the configuration as DeepSpeed reads it; what it leaves open is noted."""
+def make_deepspeed_config(choice: Choice) -> dict[str, Any]:
+    """Return the configuration as DeepSpeed reads it, and note the settings that it cannot contain."""
     s, trained = choice.settings, choice.record["model"]["trainable_parameters"]
     for key in (
         "per_worker_batch",

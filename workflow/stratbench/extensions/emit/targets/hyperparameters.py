@@ -1,4 +1,4 @@
-"""The optimizer, the learning rate and other hyperparameters, in PyTorch's terms."""
+"""Writes the optimizer, learning rate and other hyperparameters in PyTorch's terms."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from stratbench.extensions.emit.choice import Choice
 
-#: The dtype of mixed precision, by the setting.
+#: Dtype of mixed precision, by the setting `precision`.
 AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-#: Arguments of torch's optimizers that select an implementation.
+#: Arguments that select an implementation of torch's optimizers, by the setting.
 IMPLEMENTATIONS = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
@@ -16,8 +16,8 @@ IMPLEMENTATIONS = {
 }
 
 
-def optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
-    """Return the optimizer's class in `torch.optim`, and its arguments but for the parameters."""
+def list_optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
+    """Return the optimizer's class in `torch.optim`, and its arguments without the parameters."""
     kind, lr = choice.take("optimizer"), choice.take("lr")
     keys = ("betas", "eps") if kind == "adamw" else ("momentum", "nesterov")
     for key in ("betas", "eps", "momentum", "nesterov"):
@@ -27,12 +27,12 @@ def optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
     arguments |= {key: getattr(s, key) for key in keys}
     if kind == "adamw":
         arguments["betas"] = tuple(arguments["betas"])
-    arguments |= IMPLEMENTATIONS[implementation_of(choice)]
+    arguments |= IMPLEMENTATIONS[find_optimizer_implementation(choice)]
     return ("AdamW" if kind == "adamw" else "SGD"), arguments
 
 
-def implementation_of(choice: Choice) -> str:
-    """Return the implementation of the optimizer that the cell ran."""
+def find_optimizer_implementation(choice: Choice) -> str:
+    """Return the implementation of the optimizer that the cell ran: fused, foreach or for-loop."""
     implementation, on_gpu = choice.take("optimizer_impl"), choice.device == "cuda"
     on_gpu = on_gpu and choice.options.get("offload") != "cpu"
     if implementation == "fused" and choice.settings.optimizer == "sgd" and not on_gpu:
@@ -40,17 +40,17 @@ def implementation_of(choice: Choice) -> str:
     return implementation
 
 
-def optimizer_call(choice: Choice, parameters: str = "model.parameters()") -> str:
-    """Return the optimizer as a call."""
-    kind, arguments = optimizer_arguments(choice)
+def write_optimizer_call(choice: Choice, parameters: str = "model.parameters()") -> str:
+    """Return the code that creates the optimizer."""
+    kind, arguments = list_optimizer_arguments(choice)
     keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
     return f"torch.optim.{kind}({parameters}{keywords})"
 
 
-def schedule_lines(choice: Choice) -> list[str]:
-    """Return a function of the step that scales the learning rate, as lines of Python.
+def write_schedule_lines(choice: Choice) -> list[str]:
+    """Return code lines of a function that scales the learning rate by step.
 
-    Empty if none does.
+    They are empty if the learning rate is constant.
     """
     schedule, warmup, final = map(choice.take, ("schedule", "lr_warmup_steps", "final_lr"))
     if not choice.settings.changes_lr:
@@ -72,18 +72,18 @@ def schedule_lines(choice: Choice) -> list[str]:
     ]
 
 
-def note_what_a_script_does(choice: Choice, clip: str, accumulate: str, compiles: bool) -> None:
-    """Note what a config file cannot hold and the user's training script has to do.
+def note_script_duties(choice: Choice, clip: str, accumulate: str, compiles: bool) -> None:
+    """Add notes on what a config file cannot contain, so that the training script has to do it.
 
     Args:
         choice: The cell.
-        clip: How the script clips gradients to `{norm}`.
-        accumulate: How it accumulates `{parts}` parts.
+        clip: Text on how the script clips gradients to `{norm}`.
+        accumulate: Text on how the script accumulates `{parts}` micro-batches.
         compiles: Whether the file itself compiles the network.
     """
     s = choice.settings
     choice.note(
-        f"in the script, {optimizer_call(choice)}",
+        f"in the script, {write_optimizer_call(choice)}",
         *("optimizer", "lr"),
     )
     choice.note(f"in the script, DataLoader(batch_size={choice.micro_batch}) on each worker",
@@ -94,7 +94,7 @@ def note_what_a_script_does(choice: Choice, clip: str, accumulate: str, compiles
         )
     if s.max_grad_norm is not None:
         choice.note(clip.format(norm=s.max_grad_norm), "max_grad_norm")
-    if lines := schedule_lines(choice):
+    if lines := write_schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
         choice.note(
             f"in the script, LambdaLR(optimizer, share_of_lr), a step per update, with {text}",
@@ -133,7 +133,7 @@ def note_length_and_data(choice: Choice, length: bool = True) -> None:
 
 
 def note_precision(choice: Choice) -> None:
-    """Note a precision that is no mixed one: what the script has to set."""
+    """Add a note on a precision other than mixed precision, which the script has to set."""
     precision = choice.take("precision")
     if precision == "tf32":
         choice.note(
@@ -150,7 +150,7 @@ def note_precision(choice: Choice) -> None:
 
 
 def note_pure_bf16(choice: Choice) -> None:
-    """Note that a script has to make the network bfloat16."""
+    """Add a note that the script has to convert the network to bfloat16."""
     choice.note(
         "in the script, model.to(torch.bfloat16) before the optimizer is made, and the loss of "
         "outputs.float()",
@@ -159,7 +159,7 @@ def note_pure_bf16(choice: Choice) -> None:
 
 
 def note_loss_chunks(choice: Choice) -> None:
-    """Note that the cell computed the loss in parts, if it did."""
+    """Add a note if the cell computed the loss in parts."""
     if choice.take("loss_chunks") > 1:
         choice.note(
             "the cell computed the last layer and the loss in so many parts of the positions, each under "
@@ -169,12 +169,12 @@ def note_loss_chunks(choice: Choice) -> None:
 
 
 def note_cpu(choice: Choice, engine: str, lacks: str) -> None:
-    """Add a note that an engine cannot run on CPU processes, as the cell did.
+    """Add a note that an engine cannot run on CPU processes, if the cell ran on them.
 
     Args:
         choice: The cell.
         engine: Name of the engine.
-        lacks: What it lacks.
+        lacks: Name of what the engine lacks on CPUs.
     """
     if choice.device == "cpu":
         choice.note(f"the cell ran on CPU processes, where {engine} has no {lacks}: use it on GPUs")

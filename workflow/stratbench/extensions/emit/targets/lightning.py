@@ -1,29 +1,34 @@
-"""`--to lightning`: the strategy and the Trainer of Lightning."""
+"""Writes the strategy and the Trainer of Lightning, for `--to lightning`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stratbench.extensions.emit.choice import Choice, commented
+from stratbench.extensions.emit.choice import Choice, format_comments
 from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
-from stratbench.extensions.emit.targets.ddp_options import ddp_arguments, hook_of, powersgd_state
-from stratbench.extensions.emit.targets.deepspeed_config import deepspeed_config
+from stratbench.extensions.emit.targets.ddp_options import (
+    choose_comm_hook,
+    list_ddp_arguments,
+    write_powersgd_state,
+)
+from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
     note_cpu,
     note_length_and_data,
-    optimizer_call,
-    schedule_lines,
+    write_optimizer_call,
+    write_schedule_lines,
 )
-from stratbench.extensions.emit.targets.python_text import Code, call, folded_call
-from stratbench.extensions.emit.targets.sharding_lines import sharding_lines
+from stratbench.extensions.emit.targets.python_text import Code, fold_call, write_call
+from stratbench.extensions.emit.targets.sharding_lines import write_sharding_lines
 
-#: Lightning frees gradients after the next forward: they add to its activations, or to DDP's new buckets.
+#: Code that frees gradients after each step. Lightning frees them after the next forward, where they add to
+#: the memory of activations, or of DDP's new buckets.
 FREE_GRADIENTS = (
     "def optimizer_step(self, epoch, batch, optimizer, closure):  # of your LightningModule",
     "    optimizer.step(closure)",
     "    optimizer.zero_grad()  # else gradients are in memory in the next forward, too",
 )
-#: The Trainer's precision, by the setting; tf32 is a switch of torch beside it.
+#: Lightning's `precision`, by the setting. tf32 is a separate switch of torch.
 PRECISION = {
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
@@ -33,22 +38,27 @@ PRECISION = {
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as Python; `called`: the class of Lightning's strategy, or `auto`."""
+    """Return the cell as Python code.
+
+    Args:
+        choice: The cell.
+        called: Class of Lightning's strategy, or `auto`.
+    """
     s = choice.settings
     imports = ["import torch", "from lightning.pytorch import Trainer"]
     if called != "auto":
         imports.append(f"from lightning.pytorch.strategies import {called}")
     model: list[str] = []
     if called == "DDPStrategy":
-        strategy = state_ddp(choice, imports)
+        strategy = write_ddp_strategy(choice, imports)
     elif called == "ModelParallelStrategy":
         strategy = f"{called}(data_parallel_size={s.gpus}, tensor_parallel_size=1)\n"
-        model = state_configure_model(choice, imports)
+        model = write_configure_model(choice, imports)
     elif called == "DeepSpeedStrategy":
-        config = deepspeed_config(choice)
+        config = make_deepspeed_config(choice)
         for key in ("gradient_accumulation_steps", "train_batch_size"):  # Lightning sets them
             del config[key]
-        strategy = call(called, {"config": config})
+        strategy = write_call(called, {"config": config})
         note_cpu(choice, "Lightning", "DeepSpeed")
     else:
         strategy = "'auto'\n"
@@ -56,10 +66,10 @@ def write(choice: Choice, called: str) -> str:
         note_checkpointing(choice, place="in configure_model")
     if choice.take("compile"):
         choice.note("in configure_model, self.model = torch.compile(self.model)", "compile")
-    arguments = trainer_arguments(choice, called)
+    arguments = list_trainer_arguments(choice, called)
     optimizers = ["def configure_optimizers(self):  # of your LightningModule"]
-    optimizers.append(f"    optimizer = {optimizer_call(choice, 'self.parameters()')}")
-    schedule = schedule_lines(choice)
+    optimizers.append(f"    optimizer = {write_optimizer_call(choice, 'self.parameters()')}")
+    schedule = write_schedule_lines(choice)
     if schedule:
         imports.insert(0, "import math")
         optimizers += [
@@ -78,15 +88,15 @@ def write(choice: Choice, called: str) -> str:
         switches.append(f"torch.backends.cudnn.allow_tf32 = {value}")
     freeing = [] if called == "DeepSpeedStrategy" else list(FREE_GRADIENTS)
     blocks = [imports, switches, schedule, model, optimizers, freeing]
-    body = "\n\n".join("\n".join(map(folded_call, lines)) for lines in blocks if lines)
-    head = commented(
+    body = "\n\n".join("\n".join(map(fold_call, lines)) for lines in blocks if lines)
+    head = format_comments(
         [*choice.title, "start: python train.py (Lightning starts the others)", *choice.comments]
     )
-    return f"{head}\n{body}\n\nstrategy = {strategy}" + call("trainer = Trainer", arguments)
+    return f"{head}\n{body}\n\nstrategy = {strategy}" + write_call("trainer = Trainer", arguments)
 
 
-def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
-    """Return the Trainer's arguments."""
+def list_trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
+    """Return the arguments of Lightning's Trainer by name."""
     s = choice.settings
     arguments: dict[str, Any] = {
         "accelerator": "cpu" if choice.device == "cpu" else "gpu",
@@ -95,7 +105,8 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
         "strategy": Code("strategy"),
         "precision": PRECISION.get(choice.take("precision"), "32-true"),
         "accumulate_grad_batches": choice.take("gradient_accumulation_steps"),
-        # By default it writes one at the end, which is in memory whole, with the optimizer's states.
+        # By default Lightning writes a checkpoint at the end. It is complete in memory, with the
+        # optimizer's states.
         "enable_checkpointing": False,
     }
     choice.take("gpus")
@@ -104,7 +115,7 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
         if called != "DeepSpeedStrategy":
             choice.note("in training_step, the loss of outputs.float()", "precision")
     elif called == "DeepSpeedStrategy" or by_itself:
-        arguments["precision"] = "32-true"  # the mixed precision is the strategy's
+        arguments["precision"] = "32-true"  # the strategy does the mixed precision
     elif called == "ModelParallelStrategy" and s.precision in ("fp16", "fp64"):
         arguments["precision"] = "32-true"
         choice.note(
@@ -125,23 +136,23 @@ def trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
     return arguments | ({"max_steps": steps} if steps else {"max_epochs": epochs})
 
 
-def state_ddp(choice: Choice, imports: list[str]) -> str:
-    """Return the strategy of DDP."""
-    arguments, hook = ddp_arguments(choice), hook_of(choice)
+def write_ddp_strategy(choice: Choice, imports: list[str]) -> str:
+    """Return the code that creates Lightning's DDP strategy."""
+    arguments, hook = list_ddp_arguments(choice), choose_comm_hook(choice)
     if hook is not None:
         module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
         imports.append(f"from torch.distributed.algorithms.ddp_comm_hooks import {module}")
         arguments["ddp_comm_hook"] = Code(f"{module}.{hook}")
         if module == "powerSGD_hook":
-            arguments["ddp_comm_state"] = Code(powersgd_state(choice))
-    return call("DDPStrategy", arguments)
+            arguments["ddp_comm_state"] = Code(write_powersgd_state(choice))
+    return write_call("DDPStrategy", arguments)
 
 
-def state_configure_model(choice: Choice, imports: list[str]) -> list[str]:
+def write_configure_model(choice: Choice, imports: list[str]) -> list[str]:
     """Return the LightningModule's method that shards its network `self.model` by FSDP2."""
     s = choice.settings
     mixed = choice.take_option("mixed_precision")
-    lines, needed = sharding_lines(choice, "self.model", mixed == "policy")
+    lines, needed = write_sharding_lines(choice, "self.model", mixed == "policy")
     imports += needed
     if choice.shard_group_size < s.gpus:
         choice.note(

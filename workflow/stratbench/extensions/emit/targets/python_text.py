@@ -1,4 +1,4 @@
-"""Values and calls as the text of a Python file."""
+"""Writes values and calls as text of a Python file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Code(str):
-    """Text that is code in a file, and not a string."""
+    """Text that is code in a file, not a quoted string."""
 
     __slots__ = ()
 
@@ -15,16 +15,16 @@ class Code(str):
         return str(self)
 
 
-def call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a call with an argument per line."""
+def write_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the code of a call with one argument per line."""
     lines = "".join(f"    {key}={value!r},\n" for key, value in arguments.items())
     return f"{name}(\n{lines})\n"
 
 
-def folded_call(line: str) -> str:
-    """Return a line.
+def fold_call(line: str) -> str:
+    """Return a code line; if it is long and ends with a call, with one argument per line.
 
-    If it is longer than 100 characters and ends with a call, with an argument per line.
+    A line of more than 100 characters is long.
     """
     head, bracket, rest = line.partition("(")
     if len(line) <= 100 or not bracket or not rest.endswith(")"):

@@ -1,22 +1,29 @@
-"""`--to pytorch`: a script that trains the cell in plain PyTorch, with the same order of samples."""
+"""Writes a script that trains the cell in plain PyTorch, with the same order of samples."""
 
 from __future__ import annotations
 
-from stratbench.extensions.emit.choice import Choice, commented
-from stratbench.extensions.emit.targets.checkpointing import checkpointing_lines
-from stratbench.extensions.emit.targets.ddp_options import ddp_arguments, hook_of, powersgd_state
+from stratbench.extensions.emit.choice import Choice, format_comments
+from stratbench.extensions.emit.targets.checkpointing import write_checkpointing_lines
+from stratbench.extensions.emit.targets.ddp_options import (
+    choose_comm_hook,
+    list_ddp_arguments,
+    write_powersgd_state,
+)
 from stratbench.extensions.emit.targets.hyperparameters import (
     AUTOCAST,
+    list_optimizer_arguments,
     note_loss_chunks,
-    optimizer_arguments,
-    optimizer_call,
-    schedule_lines,
+    write_optimizer_call,
+    write_schedule_lines,
 )
-from stratbench.extensions.emit.targets.python_text import folded_call
-from stratbench.extensions.emit.targets.sharding_lines import blocks_lines, sharding_lines
+from stratbench.extensions.emit.targets.python_text import fold_call
+from stratbench.extensions.emit.targets.sharding_lines import (
+    write_blocks_lines,
+    write_sharding_lines,
+)
 
-#: Text on the step from the user's data to the cell's.
-YOURS = (
+#: Comment on the lines that users replace by their own network and data.
+REPLACE_COMMENT = (
     "# Yours in place of the cell's: a network on the device, its loss, and this worker's batches."
 )
 
@@ -24,7 +31,9 @@ YOURS = (
 def write(choice: Choice, called: str) -> str:
     """Return the cell as a script.
 
-    `called`: what wraps the network or the optimizer, or nothing.
+    Args:
+        choice: The cell.
+        called: Class or function that wraps the network or the optimizer, or "".
     """
     s, on_cpu = choice.settings, choice.device == "cpu"
     imports = ["import sys", "import torch", "import torch.distributed as dist"]
@@ -41,11 +50,11 @@ def write(choice: Choice, called: str) -> str:
         choice.take(key)
     choice.take("augment")
     note_loss_chunks(choice)
-    model = state_wrapping(choice, called, imports)
-    optimizer = state_optimizer(choice, called, imports)
+    model = write_wrapping_lines(choice, called, imports)
+    optimizer = write_optimizer_lines(choice, called, imports)
     blocks = [
-        state_place(choice, imports),
-        [YOURS, "work = Work(*sys.argv[1:], rank, device)", "model = work.model"],
+        write_setup_lines(choice, imports),
+        [REPLACE_COMMENT, "work = Work(*sys.argv[1:], rank, device)", "model = work.model"],
     ]
     if s.precision == "bf16-true":
         blocks[1][-1] += ".to(torch.bfloat16)"
@@ -53,13 +62,13 @@ def write(choice: Choice, called: str) -> str:
         value = choice.take("precision") == "tf32"
         blocks[0].append(f"torch.backends.cuda.matmul.allow_tf32 = {value}")
         blocks[0].append(f"torch.backends.cudnn.allow_tf32 = {value}")
-    schedule = schedule_lines(choice)
+    schedule = write_schedule_lines(choice)
     if schedule:
         imports.append("import math")
         optimizer.append("scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)")
     if choice.take("compile"):
         model.append("model = torch.compile(model)")
-    blocks += [model, schedule, optimizer, state_loop(choice, called, imports)]
+    blocks += [model, schedule, optimizer, write_loop_lines(choice, called, imports)]
     if choice.record["task"].get("loss_weighs"):
         choice.note(
             "the cell divides the loss by the weight of the global batch; here each worker by its own"
@@ -72,18 +81,18 @@ def write(choice: Choice, called: str) -> str:
             f"--nnodes {choice.nodes} {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
         )
     start = f"start: torchrun {per_node} FILE RECORD DATA (the cell's record, its prepared data)"
-    head = commented([*choice.title, start, *choice.comments])
-    text = "\n\n".join("\n".join(map(folded_call, lines)) for lines in blocks if lines)
+    head = format_comments([*choice.title, start, *choice.comments])
+    text = "\n\n".join("\n".join(map(fold_call, lines)) for lines in blocks if lines)
     return f"{head}{sort_imports(imports)}\n\n{text}\n"
 
 
 def sort_imports(imports: list[str]) -> str:
-    """Return imports, modules first, without repetition."""
+    """Return import lines without repetition, modules first."""
     return "\n".join(sorted(set(imports), key=lambda line: (line.startswith("from"), line)))
 
 
-def state_place(choice: Choice, imports: list[str]) -> list[str]:
-    """Return where a worker finds itself."""
+def write_setup_lines(choice: Choice, imports: list[str]) -> list[str]:
+    """Return the code lines that join the process group and choose the worker's device."""
     on_cpu = choice.device == "cpu"
     lines = [
         f"dist.init_process_group({'gloo' if on_cpu else 'nccl'!r})",
@@ -103,54 +112,54 @@ def state_place(choice: Choice, imports: list[str]) -> list[str]:
     return [*lines, f"assert workers == {choice.settings.gpus}"]
 
 
-def state_wrapping(choice: Choice, called: str, imports: list[str]) -> list[str]:
-    """Return the lines that wrap `model` for synchronisation in backward.
+def write_wrapping_lines(choice: Choice, called: str, imports: list[str]) -> list[str]:
+    """Return the code lines that wrap `model`, so that workers synchronise in backward.
 
     Args:
         choice: The cell.
-        called: Name of the strategy.
+        called: Name of the strategy in PyTorch.
         imports: Imports of the script, extended in place.
     """
     s = choice.settings
     if called == "fully_shard":
         mixed = choice.take_option("mixed_precision")
-        lines, needed = sharding_lines(choice, "model", mixed == "policy")
+        lines, needed = write_sharding_lines(choice, "model", mixed == "policy")
         imports += ["from torch.distributed.device_mesh import init_device_mesh", *needed]
         shards = choice.shard_group_size
         shape = f"({s.gpus},)"
         if shards < s.gpus:
             shape = f"({s.gpus // shards}, {shards}), mesh_dim_names=('groups', 'shards')"
         return [f"mesh = init_device_mesh(device.type, {shape})", *lines]
-    lines, needed = checkpointing_lines(choice)
+    lines, needed = write_checkpointing_lines(choice)
     imports += needed
     if lines:
-        lines = [*blocks_lines(choice, "model"), *lines]
+        lines = [*write_blocks_lines(choice, "model"), *lines]
     if not called:
         return lines
     imports.append("from torch.nn.parallel import DistributedDataParallel")
-    keywords = "".join(f", {key}={value!r}" for key, value in ddp_arguments(choice).items())
+    keywords = "".join(f", {key}={value!r}" for key, value in list_ddp_arguments(choice).items())
     devices = "" if choice.device == "cpu" else ", device_ids=[device]"
     lines.append(f"model = DistributedDataParallel(model{devices}{keywords})")
-    if hook := hook_of(choice):
+    if hook := choose_comm_hook(choice):
         module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
         imports.append(f"from torch.distributed.algorithms.ddp_comm_hooks import {module}")
-        state = powersgd_state(choice) if module == "powerSGD_hook" else "None"
+        state = write_powersgd_state(choice) if module == "powerSGD_hook" else "None"
         lines.append(f"model.register_comm_hook({state}, {module}.{hook})")
     return lines
 
 
-def state_optimizer(choice: Choice, called: str, imports: list[str]) -> list[str]:
-    """Return the lines that make the optimizer.
+def write_optimizer_lines(choice: Choice, called: str, imports: list[str]) -> list[str]:
+    """Return the code lines that make the optimizer.
 
     Args:
         choice: The cell.
-        called: Name of the strategy.
+        called: Name of the strategy in PyTorch.
         imports: Imports of the script, extended in place.
     """
     if called != "ZeroRedundancyOptimizer":
-        return [f"optimizer = {optimizer_call(choice)}"]
+        return [f"optimizer = {write_optimizer_call(choice)}"]
     imports.append(f"from torch.distributed.optim import {called}")
-    kind, arguments = optimizer_arguments(choice)
+    kind, arguments = list_optimizer_arguments(choice)
     whole = choice.take_option("parameters_as_bucket_view", True)
     arguments = {"parameters_as_bucket_view": whole, **arguments}
     keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
@@ -164,12 +173,12 @@ def state_optimizer(choice: Choice, called: str, imports: list[str]) -> list[str
     ]
 
 
-def state_loop(choice: Choice, called: str, imports: list[str]) -> list[str]:
-    """Return the lines that train.
+def write_loop_lines(choice: Choice, called: str, imports: list[str]) -> list[str]:
+    """Return the code lines of the training loop.
 
     Args:
         choice: The cell.
-        called: Name of the strategy.
+        called: Name of the strategy in PyTorch.
         imports: Imports of the script, extended in place.
     """
     s, parts = choice.settings, choice.take("gradient_accumulation_steps")

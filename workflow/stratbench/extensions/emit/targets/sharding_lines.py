@@ -1,18 +1,20 @@
-"""fully_shard as lines of Python with a device mesh `mesh`, and notes on sharding."""
+"""Writes fully_shard as Python code for a device mesh `mesh`, and notes on sharding."""
 
 from __future__ import annotations
 
 from stratbench.extensions.emit.choice import Choice
-from stratbench.extensions.emit.targets.checkpointing import checkpointing_lines
+from stratbench.extensions.emit.targets.checkpointing import write_checkpointing_lines
 from stratbench.extensions.emit.targets.hyperparameters import AUTOCAST
 
 
-def sharding_lines(choice: Choice, model: str, by_policy: bool) -> tuple[list[str], list[str]]:
-    """Return the lines that shard `model`, and the imports that they need.
+def write_sharding_lines(
+    choice: Choice, model: str, by_policy: bool
+) -> tuple[list[str], list[str]]:
+    """Return the code lines that shard `model`, and the imports they need.
 
     Args:
         choice: The cell.
-        model: The network's name in the file.
+        model: Name of the network in the file.
         by_policy: Whether FSDP2 itself does the mixed precision.
     """
     names, policy = ["fully_shard"], choice.settings.precision in AUTOCAST and by_policy
@@ -35,16 +37,16 @@ def sharding_lines(choice: Choice, model: str, by_policy: bool) -> tuple[list[st
     if not always:
         root.append("reshard_after_forward=False")
     imports = [f"from torch.distributed.fsdp import {', '.join(sorted(names))}"]
-    lines = blocks_lines(choice, model)
-    recomputing, needed = checkpointing_lines(choice)
+    lines = write_blocks_lines(choice, model)
+    recomputing, needed = write_checkpointing_lines(choice)
     imports += needed
     lines += recomputing
     lines += ["for block in blocks:", f"    fully_shard(block, {', '.join(arguments)})"]
     return [*lines, f"fully_shard({model}, {', '.join(root)})"], imports
 
 
-def blocks_lines(choice: Choice, model: str) -> list[str]:
-    """Return the line that lists the blocks of a network."""
+def write_blocks_lines(choice: Choice, model: str) -> list[str]:
+    """Return the code line that lists the blocks of a network."""
     if classes := choice.block_classes:
         return [
             f"blocks = [m for m in {model}.modules() if type(m).__name__ in {tuple(classes)!r}]"
@@ -58,7 +60,7 @@ def blocks_lines(choice: Choice, model: str) -> list[str]:
 
 
 def note_groups(choice: Choice) -> None:
-    """Note the groups of a cell whose network names no classes of blocks."""
+    """Add a note on the cell's shard groups, if its network names no classes of blocks."""
     labels = [group["label"] for group in choice.record["strategy"].get("wrap_groups") or ()]
     choice.note(
         f"the cell sharded {len(labels)} groups, made by size or layer ({', '.join(labels)}); "
@@ -66,8 +68,8 @@ def note_groups(choice: Choice) -> None:
     )
 
 
-def note_16_bits(choice: Choice, engine: str) -> None:
-    """Note how mixed precision of the cell differs from that of an engine's FSDP2."""
+def note_mixed_precision(choice: Choice, engine: str) -> None:
+    """Add a note on how the cell's mixed precision differs from that of an engine's FSDP2."""
     mixed = choice.take_option("mixed_precision")
     if choice.settings.precision not in ("bf16", "fp16"):
         return
@@ -84,7 +86,7 @@ def note_16_bits(choice: Choice, engine: str) -> None:
         )
 
 
-def reduced_with(choice: Choice) -> str:
-    """Return with which parts of a batch FSDP reduces gradients."""
+def describe_reduction(choice: Choice) -> str:
+    """Return a text on the micro-batches with which FSDP reduces gradients: each, or the last."""
     last = choice.take_option("gradient_sync") == "last-part"
     return "the last part" if last else "each part, which takes less memory"

@@ -1,57 +1,65 @@
-"""`--to trainer`: the arguments of transformers' Trainer."""
+"""Writes the arguments of transformers' Trainer, for `--to trainer`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stratbench.extensions.emit.choice import Choice, commented
-from stratbench.extensions.emit.targets.checkpointing import every_of, note_checkpointing
-from stratbench.extensions.emit.targets.ddp_options import ddp_arguments, hook_of
-from stratbench.extensions.emit.targets.deepspeed_config import deepspeed_config
+from stratbench.extensions.emit.choice import Choice, format_comments
+from stratbench.extensions.emit.targets.checkpointing import (
+    note_checkpointing,
+    parse_block_interval,
+)
+from stratbench.extensions.emit.targets.ddp_options import choose_comm_hook, list_ddp_arguments
+from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    implementation_of,
+    find_optimizer_implementation,
     note_cpu,
     note_length_and_data,
     note_pure_bf16,
-    optimizer_call,
+    write_optimizer_call,
 )
-from stratbench.extensions.emit.targets.python_text import call
+from stratbench.extensions.emit.targets.python_text import write_call
 from stratbench.extensions.emit.targets.sharding_lines import (
-    note_16_bits,
+    describe_reduction,
     note_groups,
-    reduced_with,
+    note_mixed_precision,
 )
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as TrainingArguments; `called`: what the Trainer calls its strategy."""
+    """Return the cell as TrainingArguments.
+
+    Args:
+        choice: The cell.
+        called: The Trainer's name of the strategy.
+    """
     s = choice.settings
     arguments: dict[str, Any] = {
         "output_dir": "out",
         "per_device_train_batch_size": choice.micro_batch,
         "gradient_accumulation_steps": choice.take("gradient_accumulation_steps"),
-        **state_length(choice),
-        **state_optimizer(choice),
-        **state_schedule(choice),
-        "max_grad_norm": choice.take("max_grad_norm") or 0.0,  # its default clips
+        **make_length_arguments(choice),
+        **make_optimizer_arguments(choice),
+        **make_schedule_arguments(choice),
+        "max_grad_norm": choice.take("max_grad_norm") or 0.0,  # the Trainer clips by default
         "seed": choice.take("seed"),
         "dataloader_drop_last": True,
-        "save_strategy": "no",  # its default writes a checkpoint at the end, too
+        "save_strategy": "no",  # by default the Trainer writes a checkpoint at the end
         "use_cpu": choice.device == "cpu" and called in ("", "ddp"),
     }
     choice.take("global_batch")
     if called == "deepspeed":
         # DeepSpeed itself does mixed precision, as in the cell.
-        arguments["deepspeed"] = deepspeed_config(choice)
+        arguments["deepspeed"] = make_deepspeed_config(choice)
         note_cpu(choice, "the Trainer", "DeepSpeed")
         if s.max_grad_norm is not None or s.gradient_accumulation_steps > 1:
             choice.note("DeepSpeed's config repeats batch, accumulation and clipping: change both")
     else:
-        state_precision(choice, arguments)
+        add_precision_arguments(choice, arguments)
     if choice.take("compile"):
         arguments["torch_compile"] = True
     if called == "ddp":
-        options = ddp_arguments(choice)
+        options = list_ddp_arguments(choice)
         arguments["ddp_bucket_cap_mb"] = options["bucket_cap_mb"]
         arguments["ddp_find_unused_parameters"] = False  # the Trainer's default differs by model
         if options.get("gradient_as_bucket_view"):
@@ -61,13 +69,13 @@ def write(choice: Choice, called: str) -> str:
                 "twice",
                 "gradient_as_bucket_view",
             )
-        if hook := hook_of(choice):
+        if hook := choose_comm_hook(choice):
             choice.note(
                 f"no argument has it: register torch's {hook} on the DistributedDataParallel",
                 "compress",
             )
     if called == "fsdp":
-        arguments |= {"fsdp": True, "fsdp_config": fsdp_config(choice)}
+        arguments |= {"fsdp": True, "fsdp_config": make_fsdp_config(choice)}
         note_cpu(choice, "the Trainer", "FSDP")
         if s.gradient_accumulation_steps > 1 and choice.options["gradient_sync"] == "each-part":
             kwargs = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
@@ -78,7 +86,7 @@ def write(choice: Choice, called: str) -> str:
         note_checkpointing(choice)
     elif choice.take("activation_checkpointing"):
         arguments["activation_checkpointing"] = True
-        if (every := every_of(s.activation_checkpointing)) > 1:
+        if (every := parse_block_interval(s.activation_checkpointing)) > 1:
             arguments["activation_checkpointing_kwargs"] = {"every_n_layers": every}
             choice.note(
                 f"the Trainer takes the first layer of {every}, the cell took the last",
@@ -87,20 +95,20 @@ def write(choice: Choice, called: str) -> str:
     choice.take("gpus")
     note_length_and_data(choice, length=False)
     start = f"start: torchrun --nnodes {choice.nodes} --nproc-per-node {choice.workers_per_node} train.py"
-    head = commented([*choice.title, start, *choice.comments])
-    return f"{head}\nfrom transformers import TrainingArguments\n\n" + call(
+    head = format_comments([*choice.title, start, *choice.comments])
+    return f"{head}\nfrom transformers import TrainingArguments\n\n" + write_call(
         "args = TrainingArguments", arguments
     )
 
 
-def state_length(choice: Choice) -> dict[str, Any]:
-    """Return how long is trained."""
+def make_length_arguments(choice: Choice) -> dict[str, Any]:
+    """Return the argument for the length of the training, in steps or epochs."""
     epochs, steps = choice.take("epochs"), choice.take("steps")
     return {"max_steps": steps} if steps else {"num_train_epochs": epochs}
 
 
-def state_optimizer(choice: Choice) -> dict[str, Any]:
-    """Return the optimizer and what it takes."""
+def make_optimizer_arguments(choice: Choice) -> dict[str, Any]:
+    """Return the arguments for the optimizer and its hyperparameters."""
     s = choice.settings
     for key in ("optimizer", "momentum", "nesterov", "betas", "eps"):
         choice.take(key)
@@ -110,15 +118,17 @@ def state_optimizer(choice: Choice) -> dict[str, Any]:
             "weight_decay",
         )
     keywords = {"learning_rate": choice.take("lr"), "weight_decay": choice.take("weight_decay")}
-    wanted, sharded = implementation_of(choice), s.strategy == "fsdp"
+    wanted, sharded = find_optimizer_implementation(choice), s.strategy == "fsdp"
     fused = s.optimizer == "adamw" and wanted == "fused"
-    runs = "foreach" if choice.device == "cuda" and not sharded else "for-loop"  # torch's default
+    runs = (
+        "foreach" if choice.device == "cuda" and not sharded else "for-loop"
+    )  # torch's default implementation
     if runs == wanted:
         choice.note("torch's own choice here", "optimizer_impl")
     elif not fused:
         choice.note(
             f"no argument has it, and torch runs {runs}: Trainer(optimizers=(optimizer, None)) with "
-            f"optimizer = {optimizer_call(choice)}",
+            f"optimizer = {write_optimizer_call(choice)}",
             "optimizer_impl",
         )
     if s.optimizer == "adamw":
@@ -133,8 +143,8 @@ def state_optimizer(choice: Choice) -> dict[str, Any]:
     return {"optim": "sgd", **keywords, "optim_args": texts}
 
 
-def state_schedule(choice: Choice) -> dict[str, Any]:
-    """Return the schedule of the learning rate, whose default would be linear."""
+def make_schedule_arguments(choice: Choice) -> dict[str, Any]:
+    """Return the arguments for the learning rate schedule, which replace the Trainer's linear default."""
     kind, warmup, final = map(choice.take, ("schedule", "lr_warmup_steps", "final_lr"))
     arguments: dict[str, Any] = {}
     if warmup:
@@ -152,8 +162,8 @@ def state_schedule(choice: Choice) -> dict[str, Any]:
     return {"lr_scheduler_type": name, **arguments}
 
 
-def state_precision(choice: Choice, arguments: dict[str, Any]) -> None:
-    """Add the number formats to `arguments`."""
+def add_precision_arguments(choice: Choice, arguments: dict[str, Any]) -> None:
+    """Add the arguments for number formats to `arguments`."""
     chosen = choice.take("precision")
     if chosen in ("bf16", "fp16"):
         arguments[chosen] = True
@@ -167,8 +177,8 @@ def state_precision(choice: Choice, arguments: dict[str, Any]) -> None:
         choice.note("a CPU has none", "precision")
 
 
-def fsdp_config(choice: Choice) -> dict[str, Any]:
-    """Return `fsdp_config`, of FSDP2."""
+def make_fsdp_config(choice: Choice) -> dict[str, Any]:
+    """Return the Trainer's argument `fsdp_config`, for FSDP2."""
     classes = choice.block_classes
     config: dict[str, Any] = {
         "version": 2,
@@ -182,9 +192,9 @@ def fsdp_config(choice: Choice) -> dict[str, Any]:
     else:
         note_groups(choice)
         config["min_num_params"] = choice.record["model"]["parameters"] // 12
-    note_16_bits(choice, "the Trainer")
+    note_mixed_precision(choice, "the Trainer")
     if choice.settings.gradient_accumulation_steps > 1:
-        choice.note(f"gradients are reduced with {reduced_with(choice)}", "gradient_sync")
+        choice.note(f"gradients are reduced with {describe_reduction(choice)}", "gradient_sync")
     choice.take_option("gradient_sync")
     workers = choice.shard_group_size
     if workers < choice.settings.gpus:

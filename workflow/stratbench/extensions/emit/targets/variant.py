@@ -1,4 +1,4 @@
-"""`--to variant`: the cell as a variant and an experiment of config.yaml, for any strategy."""
+"""Writes the cell as a variant and an experiment of config.yaml, for any strategy."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import yaml
 
 from stratbench.cell.extensions import keys_of
 from stratbench.cell.settings import GIVEN, OF_A_VARIANT, Settings
-from stratbench.extensions.emit.choice import Choice, commented
+from stratbench.extensions.emit.choice import Choice, format_comments
 from stratbench.strategies import option_defaults
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the blocks `variants` and `experiments` of a study; `called` is unused."""
+    """Return the blocks `variants` and `experiments` of a study.
+
+    Args:
+        choice: The cell.
+        called: Unused.
+    """
     s, cell = choice.settings, choice.cell
     defaults = option_defaults(s.strategy)
     options = {
         key: value for key, value in choice.options.items() if value != defaults.get(key, MISSING)
     }
-    options.pop("sha256", None)  # of a command's files: filled in again
+    options.pop("sha256", None)  # the hash of a command's files is filled in again
     variants = {cell.strategy: {"strategy": s.strategy, **options}}
     default = {f.name: f.default for f in fields(Settings)}
     settings = {key: value for key in GIVEN if (value := choice.take(key)) != default[key]}
@@ -55,7 +60,7 @@ def write(choice: Choice, called: str) -> str:
         experiment["task"] = s.own_task["call"]
     for key in choice.options:
         choice.take_option(key)
-    head = commented(
+    head = format_comments(
         [*choice.title, "put it below `studies: NAME:` of config.yaml", *choice.comments]
     )
     return head + yaml.safe_dump(blocks, sort_keys=False)
