@@ -190,7 +190,7 @@ def test_without_a_compiler_a_cell_ends_in_one_sentence(
     exit_code, output = cell.finish()
     assert exit_code == 1
     assert (
-        "compile = true: torch.compile needs a compiler, and there is no 'no-such-compiler'"
+        "compile = true: torch.compile needs the compiler 'no-such-compiler', which is missing"
         in output
     )
     assert not list(cell.folder.process_logs())

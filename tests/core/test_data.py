@@ -227,7 +227,7 @@ def test_a_batch_is_not_unpickled_before_its_md5_is_right(
         prepare("cifar10", tmp_path / "out", cifar10_root, download=False)
     # Even with the expected MD5, only arrays of numbers come out.
     monkeypatch.setitem(sources.CIFAR10_FILES, "test_batch", md5(content))
-    with pytest.raises(DataError, match="refused to load"):
+    with pytest.raises(DataError, match="is not part of a CIFAR-10 batch"):
         prepare("cifar10", tmp_path / "out", cifar10_root, download=False)
     assert not marker.exists()
 
@@ -406,7 +406,9 @@ def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> N
     labels = out / "test_targets.npy"
     whole = labels.read_bytes()
     labels.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(DataError, match=r"test_targets changed after it was prepared\); delete it"):
+    with pytest.raises(
+        DataError, match=r"test_targets have changed since the data set was prepared\); delete it"
+    ):
         prepared.verified_meta(out)
     labels.write_bytes(whole)
     assert prepared.verified_meta(out) == meta
@@ -428,7 +430,7 @@ def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str)
     elif odd == "no JSON":
         array.write_text("{" * 100_000)
     for read in (prepared.verified_meta, prepared.read):
-        with pytest.raises(DataError, match="holds no whole prepared data set"):
+        with pytest.raises(DataError, match="is not a complete prepared data set"):
             read(out)
     assert prepared.intact(out, {"sha256": meta["sha256"]}) is None
 

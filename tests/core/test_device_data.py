@@ -128,7 +128,7 @@ def test_digits_are_doubled_and_mnist_is_padded() -> None:
     assert padded.sum() == 28 * 28
     assert (padded[..., 2:30, 2:30] == 1).all()
     assert fit(torch.ones(1, 1, 5, 7, dtype=torch.uint8), 16, 16).shape == (1, 1, 16, 16)
-    with pytest.raises(DataError, match="28x28 pixels do not fit"):
+    with pytest.raises(DataError, match="28x28 pixels are larger than"):
         fit(mnist, 16, 16)
 
 
@@ -142,7 +142,7 @@ def test_one_channel_is_repeated_for_a_model_that_wants_three(digits_dir: Path) 
 
 
 def test_channels_that_cannot_be_made_are_refused(coloured: Path) -> None:
-    with pytest.raises(DataError, match="3 channels; they cannot become 1"):
+    with pytest.raises(DataError, match="3 channels, but the model takes 1"):
         DeviceData.load(coloured, shape=(1, 12, 12))
 
 

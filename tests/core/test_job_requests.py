@@ -120,7 +120,7 @@ def test_a_type_of_gpu_is_asked_for_and_looked_for_on_the_nodes():
     assert "has 2 GPUs of type a100" in told
     assert "set cluster.gpus_per_node to 2" in told
     told = nodes.refusal(cell, settings, replace(asked, gpu_type="h100"), here)
-    assert "set cluster.gpu_type to what it has (a100" in told
+    assert "set cluster.gpu_type to a type of this node (a100" in told
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_demo_fits_on_small_nodes():
         ("ddp", 4, {"cluster": {"mem_mib_per_cpu_worker": 9000}},
          ["36,000 MiB", "24,000 MiB", "lower cluster.mem_mib_per_cpu_worker"]),
         ("ddp", 4, {"planned_mib": 30_000},
-         ["34,024 MiB", "the plan says that it needs so much memory: lower cluster.gpus_per_node"]),
+         ["34,024 MiB", "plan predicts that the cell needs this much memory: lower cluster.gpus_per_node"]),
         ("ddp", 4, {"device": "auto"},
          ["a node with 4 GPUs, 32 CPU cores, 131,072 MiB", "has 4 GPUs, 16 CPU cores, 24,000 MiB",
           "lower cluster.cpus_per_gpu; lower cluster.mem_mib_per_gpu"]),
@@ -184,7 +184,7 @@ def test_the_demo_fits_on_small_nodes():
          ["8 GPUs, 8 CPU cores", "has 4 GPUs, 16 CPU cores", "set cluster.gpus_per_node to 4"]),
         ("ddp", 8, {"cluster": {"gpus_per_node": 2}},
          ["asks for 4 nodes, each with 2 CPU cores", "partition gpu has 2 such nodes",
-          "raise cluster.gpus_per_node, or take 8 out of studies.s.experiments.e.gpus"]),
+          "raise cluster.gpus_per_node, or remove 8 from studies.s.experiments.e.gpus"]),
     ],
 )  # fmt: skip
 def test_what_no_node_can_hold_is_one_sentence_with_the_key_to_change(strategy, gpus, given, parts):
@@ -202,7 +202,7 @@ def test_the_time_limit_of_a_partition_counts():
     assert nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, "gpu")) is None
     sentence = nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, "short"))
     assert "and 250 minutes, but the largest node of partition short has" in sentence
-    assert "and 30 minutes: set a lower studies.s.experiments.e.time_limit_s" in sentence
+    assert "and 30 minutes: lower studies.s.experiments.e.time_limit_s" in sentence
     # One partition that can hold it is enough.
     assert (
         nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, "short,gpu")) is None

@@ -68,5 +68,5 @@ def test_a_command_whose_values_are_all_optional_finds_its_file(tmp_path):
 
 
 def test_a_missing_file_is_told_with_its_causes(tmp_path):
-    with pytest.raises(SystemExit, match=r"one.json: is not there; .* --no-hooks, .* `onstart`"):
+    with pytest.raises(SystemExit, match=r"one.json: does not exist; .* --no-hooks, .* `onstart`"):
         job_values.insert_values([job_values.OPTION, str(tmp_path / "one.json"), "@study"])

@@ -419,7 +419,7 @@ def test_changed_data_fails_the_cell_instead_of_repeating_the_old_hash(
     launched = start_cell(settings("ddp"), data_dir=folder)
     code, output = launched.finish()
     assert code == 1
-    assert "train_inputs changed after it was prepared" in output
+    assert "train_inputs have changed since the data set was prepared" in output
     assert "Traceback" not in output
     assert not launched.record.exists()
 
@@ -499,7 +499,7 @@ def test_broken_meta_data_are_one_message(start_cell, tmp_path):
     launched = start_cell(settings("ddp"), data_dir=tmp_path / "cut")
     code, output = launched.finish()
     assert code == 1
-    assert f"{tmp_path / 'cut'} holds no whole prepared data set" in output
+    assert f"{tmp_path / 'cut'} is not a complete prepared data set" in output
     assert "Traceback" not in output
     assert "cut" in json.loads((launched.logs / "failure.json").read_text())["reason"]
 
@@ -544,7 +544,7 @@ def test_a_locale_without_umlauts_stops_nothing(start_cell, tmp_path):
     launched = start_cell(settings("ddp"), data_dir=tmp_path / "größe", env=os.environ | plain)
     code, output = launched.finish()
     assert code == 1
-    assert "holds no whole prepared data set" in output
+    assert "is not a complete prepared data set" in output
     assert "Traceback" not in output
     assert "gr" in json.loads((launched.logs / "failure.json").read_text())["reason"]
 

@@ -110,9 +110,13 @@ def test_input_shapes_follow_the_data_and_the_model() -> None:
     assert input_shape("gpt-compact", (64,)) == (64,)
     for name, shape, reason in (
         ("vgg16", (2, 32, 32), "3 channels"),
-        ("vit-compact", (1, 16, 32), "takes square images; these have 16x32 pixels"),
-        ("vgg-compact", (64,), "takes images, and the data set has texts"),
-        ("gpt-compact", (1, 8, 8), "takes texts, and the data set has images"),
+        (
+            "vit-compact",
+            (1, 16, 32),
+            "takes square images; those of the data set have 16x32 pixels",
+        ),
+        ("vgg-compact", (64,), "takes images, but the data set has texts"),
+        ("gpt-compact", (1, 8, 8), "takes texts, but the data set has images"),
     ):
         with pytest.raises(ValueError, match=reason):
             input_shape(name, shape)

@@ -115,7 +115,7 @@ def test_a_second_program_in_a_folder_says_so_and_goes_on_when_the_first_was_kil
     second = start("PROGRAM --hold out -m some second")
     said = second.communicate()[0]
     assert second.returncode == 1
-    assert said == "error: another run writes out at this moment; start again when it has ended\n"
+    assert said == "error: another run is writing to out; start again when that run has ended\n"
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     third = start("PROGRAM --hold out -m some third")

@@ -125,7 +125,7 @@ def test_what_was_trained_on_other_data_is_made_anew(tmp_path, capsys, what, sta
     for _ in range(2):
         resume.forget_other_data(workflow, path, asked)
     assert workflow.dag.forcefiles == ({str(path)} if again else set())
-    assert capsys.readouterr().err.count("is made again") == again
+    assert capsys.readouterr().err.count("such results are made again") == again
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"settings": 3}', '{"trained": 3}'])

@@ -110,7 +110,7 @@ def test_long_texts_are_evaluated_a_few_at_once() -> None:
         ({"source": "tinyshakespeare", "sequence": 111_540}, "the test text has 111,540 tokens"),
         (
             {"source": "wikipedia"},
-            "those that take a spec: synthetic, markov-text, masked-markov-text",
+            "it must be one of synthetic, markov-text, masked-markov-text",
         ),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_text_that_is_not_the_published_one_is_refused(tmp_path: Path) -> None
     folder = tmp_path / sources.SHAKESPEARE_FOLDER
     folder.mkdir()
     (folder / "input.txt").write_text("To be, or not to be")
-    with pytest.raises(DataError, match=r"input.txt: corrupt or truncated \(19 bytes\)"):
+    with pytest.raises(DataError, match=r"input.txt: is corrupt or truncated \(19 bytes\)"):
         prepare("tinyshakespeare", tmp_path / "out", tmp_path, download=False)
 
 

@@ -23,13 +23,13 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     [
         (
             "/var/spool/slurmd/job00012/slurm_script: 4: /home/me/.venv/bin/python3: not found\n",
-            "does not have /home/me/.venv/bin/python3; make the Python environment where all nodes see "
-            "it, or have each job load it by `precommand` in the profile",
+            "does not have /home/me/.venv/bin/python3; create the Python environment on a file "
+            "system that all nodes share, or have each job load it by `precommand` in the profile",
         ),
         (
             "slurmstepd-node7: error: couldn't chdir to `/scratch/my study': No such file or directory: "
             "going to /tmp instead\n",
-            "does not have /scratch/my study; put it where all nodes see it",
+            "does not have /scratch/my study; put it on a file system that all nodes share",
         ),
         ("bash: /opt/tools/load: No such file or directory\n", "does not have /opt/tools/load;"),
     ],
@@ -46,8 +46,8 @@ def test_a_node_without_what_a_job_needs_is_named_with_it(
 
 def test_a_node_that_does_not_see_the_folder_is_named_with_it(logs: list[Path]) -> None:
     sentence = unstarted_jobs.describe_unstarted(logs)
-    assert "began on node7 and left no log" in sentence
-    assert f"does not see {Path.cwd()}, put this folder where all nodes see it" in sentence
+    assert "began on node7 and wrote no log" in sentence
+    assert f"cannot read {Path.cwd()}, move this folder to a file system" in sentence
 
 
 def test_of_other_jobs_nothing_is_said(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

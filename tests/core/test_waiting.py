@@ -35,8 +35,8 @@ def test_the_queues_own_reasons_are_not_told(reason):
 @pytest.mark.parametrize(
     ("reason", "meaning"),
     [
-        ("PartitionConfig", "no node of the partition has what it asks for"),
-        ("QOSMaxWallDurationPerJobLimit", "allows one job less"),
+        ("PartitionConfig", "no node of the partition has the requested resources"),
+        ("QOSMaxWallDurationPerJobLimit", "allows a job fewer resources or less time"),
         ("AssocGrpCpuLimit", "allows no more at a time"),
         ("QOSMaxJobsPerUserLimit", "allows no more at a time"),
         ("JobHeldUser", "scontrol release 12"),
@@ -52,14 +52,14 @@ def test_a_reason_is_told_once_with_its_meaning(reason, meaning):
     start = f"SLURM job 12 (results/a/record.json) waits for the reason {reason}: "
     assert sentence.startswith(start)
     assert meaning in sentence
-    assert sentence.endswith("; `scancel 12` gives it up " + help_address("for the reason"))
+    assert sentence.endswith("; `scancel 12` cancels it " + help_address("for the reason"))
 
 
 def test_a_reason_that_is_not_known_is_told_in_slurms_word_with_its_estimate():
     [sentence] = told({"12": pending("SitePolicy7", "2026-12-01T08:00:00")})
     assert sentence == (
         "SLURM job 12 (results/a/record.json) waits for the reason SitePolicy7; SLURM expects it to start at "
-        f"2026-12-01T08:00:00; `scancel 12` gives it up {help_address('for the reason')}"
+        f"2026-12-01T08:00:00; `scancel 12` cancels it {help_address('for the reason')}"
     )
 
 

@@ -80,7 +80,7 @@ def resumed(
         printed = folder / "printed"
         with printed.open("w") as file:
             run = workflow.start("--slurm-keep-successful-logs", *CELLS_ONLY, stdout=file)
-        until(lambda: "still run, or wait in SLURM's queue" in printed.read_text())
+        until(lambda: "still run or wait in SLURM's queue" in printed.read_text())
         workflow.release("a", "b")
         workflow.finish(run)
         yield Resumed(workflow, live, printed.read_text())

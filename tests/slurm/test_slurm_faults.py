@@ -70,7 +70,7 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_what_it_left(
         workflow.release("ends")
         until(lambda: workflow.cell_record("ends"))
         run.wait(timeout=300)
-        assert "it left no result" in printed.read_text()
+        assert "it has written no result" in printed.read_text()
     assert run.returncode != 0
     assert workflow.status("lost") is None
 

@@ -146,7 +146,7 @@ def test_a_request_that_no_node_can_hold_is_told_before_anything_is_submitted(
     assert told[0] == (
         "tiny/long: single, vgg-compact, 1 worker, repeat 0 asks for a node with 1 CPU core, 12,000 MiB "
         "and 130 minutes, but the largest node of partition gpu has 16 CPU cores, 24,000 MiB and 60 "
-        "minutes: set a lower studies.tiny.experiments.long.time_limit_s, or cluster.startup_allowance_s"
+        "minutes: lower studies.tiny.experiments.long.time_limit_s or cluster.startup_allowance_s"
     )
     assert "17 CPU cores" in told[1]
     assert "lower studies.tiny.experiments.wide.threads" in told[1]
@@ -174,9 +174,9 @@ def test_a_refused_sbatch_says_why_and_not_its_command_line(
 @pytest.mark.parametrize(
     ("reason", "meaning"),
     [
-        ("PartitionTimeLimit", "no node of the partition has what it asks for"),
-        ("Nodes required for job are DOWN", "down, drained or kept for others"),
-        ("ReqNodeNotAvail, UnavailableNodes:node2", "a node that it names is not available"),
+        ("PartitionTimeLimit", "no node of the partition has the requested resources"),
+        ("Nodes required for job are DOWN", "down, drained or reserved"),
+        ("ReqNodeNotAvail, UnavailableNodes:node2", "a node that it requests is not available"),
         ("Reservation", "its reservation has not begun"),
     ],
 )

@@ -295,7 +295,7 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, argu
     ("text", "said"),
     [
         ("study: a\nstudy: b\n", "config.yaml: study is given twice, in lines 1 and 2"),
-        ("study:\n\ta: b\n", "config.yaml, line 2: is not YAML"),
+        ("study:\n\ta: b\n", "config.yaml, line 2: the YAML is invalid"),
     ],
 )
 def test_a_mistake_in_the_config_beside_a_network_alone_is_one_sentence(

@@ -142,22 +142,22 @@ MISTAKES = {
     "axes": (images(shape=(16,)), None, "train_x has the shape [6, 16]; it must be [N, H, W]"),
     "empty": (images(n=0), None, "train_x has the shape [0, 4, 4]; it must be"),
     "labels": (images(train_y=np.zeros(6)), None, "train_y is float64 [6]; labels must be integers"),
-    "count": (images(test_y=np.zeros(5, int)), None, "test_x has 6 images and test_y 5 labels"),
-    "shapes": (images(test_x=np.zeros((6, 4, 5), np.uint8)), None, "they must be alike"),
+    "count": (images(test_y=np.zeros(5, int)), None, "test_x has 6 images, but test_y has 5 labels"),
+    "shapes": (images(test_x=np.zeros((6, 4, 5), np.uint8)), None, "make them equal"),
     "kinds": (images(test_x=holding(1)), None, "test images float32 [1, 4, 4]"),
-    "negative": (images(train_y=np.arange(6) - 1), None, "train_y has a label -1; labels count from 0"),
-    "gap": (images(train_y=np.arange(6) + 1), None, "has labels up to 6 and none that is 0; labels"),
+    "negative": (images(train_y=np.arange(6) - 1), None, "train_y has the label -1; labels must begin at 0"),
+    "gap": (images(train_y=np.arange(6) + 1), None, "has labels up to 6, but not the label 0; labels"),
     "one class": (images(train_y=np.zeros(6, int)), None, "train_y has one class"),
-    "unknown": (images(test_y=np.arange(6)), None, "test_y has a label 5, and train_y none above 1"),
-    "nan": (images(train_x=holding(np.nan), test_x=holding(1)), None, "train_x[3] holds NaN or infinity"),
-    "no value": (VALUES | {"train_y": holding(np.nan)[:, 0, 0]}, None, "train_y[3] holds NaN or infi"),
+    "unknown": (images(test_y=np.arange(6)), None, "has the label 5, but the labels of train_y end at 1"),
+    "nan": (images(train_x=holding(np.nan), test_x=holding(1)), None, "train_x[3] has NaN or infinity"),
+    "no value": (VALUES | {"train_y": holding(np.nan)[:, 0, 0]}, None, "train_y[3] has NaN or infi"),
     "other values": (VALUES | {"test_y": np.zeros((6, 3), np.float32)}, None, "one of test_y float32 [3]"),
-    "values and labels": (VALUES | {"test_y": np.arange(6)}, None, "and one of test_y int64 []; they must"),
-    "sequence": (images(), 8, "returned images, which have no `sequence`; remove the key"),
+    "values and labels": (VALUES | {"test_y": np.arange(6)}, None, "but one of test_y is int64 []; make"),
+    "sequence": (images(), 8, "returned images, which `sequence` is not for; remove this key"),
     "no sequence": ((TOKENS, TOKENS), None, "returned tokens; give `sequence`"),
     "no tokens": ((TOKENS / 2, TOKENS), 8, "train is float64 [20]; tokens must be integers [N]"),
-    "short": ((TOKENS, TOKENS[:8]), 8, "test has 8 tokens; a piece of 8 needs 9"),
-    "below": ((TOKENS - 1, TOKENS), 8, "has a token -1; tokens count from 0"),
+    "short": ((TOKENS, TOKENS[:8]), 8, "test has 8 tokens, but a sample with sequence = 8 needs 9"),
+    "below": ((TOKENS - 1, TOKENS), 8, "has the token -1; tokens must begin at 0"),
 }  # fmt: skip
 
 
@@ -178,13 +178,13 @@ def test_what_a_call_may_not_return_is_told_in_one_sentence(what):
 
 
 def test_a_call_that_fails_and_a_constant_channel_are_told(tmp_path, my_data):
-    with pytest.raises(DataError, match=r"called with \(n=3\), it raised ValueError: no such file"):
+    with pytest.raises(DataError, match=r"called with \(n=3\), raised ValueError: no such file"):
         prepare("mine", tmp_path / "out", spec={"call": f"{my_data}.fails", "kwargs": {"n": 3}})
     with pytest.raises(DataError, match=f"{my_data} has no 'none'"):
         prepare("mine", tmp_path / "out", spec={"call": f"{my_data}.none"})
     flat = "def flat():\n    x = images()\n    x['train_x'][..., 1] = 7\n    return x\n"
     (tmp_path / f"{my_data}_flat.py").write_text(CODE + flat)
-    with pytest.raises(DataError, match="channel 1 has one value in all training images"):
+    with pytest.raises(DataError, match="channel 1 has the same value in all training images"):
         prepare("mine", tmp_path / "out", spec={"call": f"{my_data}_flat.flat"})
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
@@ -242,20 +242,20 @@ def test_odd_image_folders_are_told_with_the_place(tmp_path):
         assert sentence in str(error.value)
 
     (tmp_path / "p/a").mkdir(parents=True)
-    told("holds no image (.png, .jpg, .jpeg) in class folders")
+    told("has no image (.png, .jpg, .jpeg) in class folders")
     write_image(tmp_path / "p/a/1.png", picture(1))
     told("has images of 1 class")
     write_image(tmp_path / "p/b/2.png", picture(2))
     told("class 'a' has one image, which cannot be divided")
     write_image(tmp_path / "p/test/c/2.png", picture(2))
-    told("has a folder 'test' and no 'train'")
+    told("has a folder 'test', but no folder 'train'")
     (tmp_path / "p/train").mkdir()
     for name in "ab":
         (tmp_path / "p" / name).rename(tmp_path / "p/train" / name)
     told("has a class 'c', which")
     (tmp_path / "p/test/c").rename(tmp_path / "p/test/a")
     (tmp_path / "p/train/d").mkdir()
-    told(f"the class folder {tmp_path / 'p/train/d'} holds no image")
+    told(f"the class folder {tmp_path / 'p/train/d'} has no image")
     (tmp_path / "p/train/d/broken.jpg").write_bytes(b"\xff\xd8 cut off")
     told(f"{tmp_path / 'p/train/d/broken.jpg'} cannot be read as an image")
     assert not (tmp_path / "out").exists()
@@ -312,17 +312,19 @@ def test_a_tokenizer_gives_the_tokens_where_its_package_is(tmp_path, monkeypatch
     assert arrays["train_inputs"][0].tolist() == [0, 1, 2, 3]
     assert (meta["train_samples"], meta["test_samples"]) == (107 // 4, 11 // 4)
     (tmp_path / "tokenizer.json").write_text("no JSON")
-    with pytest.raises(DataError, match=r"tokenizer\.json is no file of a tokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer file"):
         prepare("mine", tmp_path / "out", spec=spec)
 
 
 def test_odd_texts_are_told_with_the_place(tmp_path):
     path = tmp_path / "t.txt"
     path.write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"t.txt is not UTF-8 text \(byte 3\)"):
+    with pytest.raises(DataError, match=r"t.txt is not UTF-8 text \(at byte 3\)"):
         prepare("mine", tmp_path / "out", spec={"text": str(path)})
     path.write_text("short")
-    with pytest.raises(DataError, match="the training text has 5 tokens; a piece of 64 needs 65"):
+    with pytest.raises(
+        DataError, match="the training text has 5 tokens, but a sample with sequence = 64 needs 65"
+    ):
         prepare("mine", tmp_path / "out", spec={"text": str(path), "test_share": 0.01})
 
 
@@ -394,23 +396,26 @@ def test_what_a_config_says_wrongly_ends_in_one_message(tmp_path):
         ({"call": "my_data.f", "images": folder}, "it has call and images"),
         ({"call": "my data"}, "call = 'my data' is not a module and a name in it"),
         ({"call": "a.b", "kwargs": 3}, "datasets.mine.kwargs = 3: must be a mapping"),
-        ({"call": "a.b", "kwargs": {"a b": 3}}, "kwargs: 'a b' cannot be the name of an argument"),
-        ({"call": "a.b", "test_share": 0.2}, "'test_share' does not go with 'call'; allowed: call"),
-        ({"images": str(tmp_path / "none")}, "is no folder"),
-        ({"images": folder, "channels": 4}, "channels = 4: images become grey (1) or RGB (3)"),
-        ({"images": folder}, "holds no image"),
-        ({"text": folder}, "is no file"),
+        ({"call": "a.b", "kwargs": {"a b": 3}}, "kwargs: 'a b' is not a Python parameter name"),
+        (
+            {"call": "a.b", "test_share": 0.2},
+            "the key 'test_share' is not allowed with 'call'; allowed: call",
+        ),
+        ({"images": str(tmp_path / "none")}, "is not a folder"),
+        ({"images": folder, "channels": 4}, "channels = 4: must be 1 (grey) or 3 (RGB)"),
+        ({"images": folder}, "has no image"),
+        ({"text": folder}, "is not a file"),
         ({"text": text, "test_share": 1}, "test_share = 1: must be less than 1"),
         ({"text": text, "sise": 8}, "unknown key 'sise'. Did you mean 'size'?"),
-        ({"text": text}, "vgg-compact takes images, and the data set has texts"),
-        ({"call": "a.b", "sequence": 4}, "vgg-compact takes images, and the data set has texts"),
+        ({"text": text}, "vgg-compact takes images, but the data set has texts"),
+        ({"call": "a.b", "sequence": 4}, "vgg-compact takes images, but the data set has texts"),
         ({"source": "synthetic", "images": folder}, "unknown key 'images'; allowed: source, "),
     ):
         with pytest.raises(ConfigError) as error:
             study_of(tmp_path, spec)
         assert sentence in str(error.value)
         assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match="gpt-compact takes texts, and the data set has images"):
+    with pytest.raises(ConfigError, match="gpt-compact takes texts, but the data set has images"):
         study_of(tmp_path, {"call": "a.b"}, models=["gpt-compact"])
     with pytest.raises(ConfigError, match="has no augmentation"):
         study_of(tmp_path, {"call": "a.b"}, augment=True)
@@ -429,7 +434,9 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     # A run that had begun before is told by its launcher.
     with pytest.raises(DataError, match="would take 64 samples, but mine has 12 to train on"):
         check_data(tmp_path / "results/data/mine", study.settings(cell))
-    with pytest.raises(ConfigError, match="would take 64 samples, but mine has 12 to train on"):
+    with pytest.raises(
+        ConfigError, match="would take 64 samples, but the training set of mine has 12"
+    ):
         study_of(tmp_path, spec, global_batch=64)
     config, study = study_of(tmp_path, spec)
     assert subject_of(config, study, cell).data.shape == (3, 17, 16)

@@ -158,7 +158,7 @@ def test_the_network_of_torchvision_has_three_channels_by_name_and_by_call():
         assert models.input_shape(model, (1, 8, 8)) == (3, 32, 32)
     net = models.for_training(model, 7, (3, 32, 32), 0, CPU, torch.float32)
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-    with pytest.raises(ValueError, match="r takes images, and the data set has texts"):
+    with pytest.raises(ValueError, match="r takes images, but the data set has texts"):
         models.input_shape(model, (64,))
 
 
@@ -282,7 +282,7 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
         ({"call": "a.b;c"}, "config: models.mine.call = 'a.b;c': is not a module and a name in it"),
         (
             {"call": "a.B", "kwargs": {"a-b": 1}},
-            "config: models.mine.kwargs: 'a-b' cannot be the name",
+            "config: models.mine.kwargs: 'a-b' is not a Python parameter name",
         ),
         (
             {"call": "a.B", "kwargs": {"x": "$vocabulary"}},
@@ -314,7 +314,7 @@ def test_names_that_cannot_be_are_refused():
         "studies": {"s": {"experiments": {"first": experiment(models=["resnet81"])}}},
     }
     with pytest.raises(
-        ConfigError, match=r"'resnet81': is not a model.* of torchvision; your own go to"
+        ConfigError, match=r"'resnet81': is not a model.* of torchvision is allowed"
     ):
         load_config(raw)
     study = {"s": {"experiments": {"first": experiment(models=["resnet50"])}}}
@@ -322,7 +322,7 @@ def test_names_that_cannot_be_are_refused():
         ConfigError, match=r"models\.vgg16: 'vgg16' is built in; choose another name"
     ):
         load_config(raw | {"studies": study, "models": {"vgg16": {"call": "a.B"}}})
-    with pytest.raises(ConfigError, match="code = 'no-such-folder': is no folder"):
+    with pytest.raises(ConfigError, match="code = 'no-such-folder': is not a folder"):
         load_config(raw | {"studies": study, "code": ["no-such-folder"]})
 
 

@@ -299,36 +299,34 @@ SEEN_BY: list[Cell] = [
 # --- what is expected ------------------------------------------------------------------------------
 
 DDP, FSDP, PS = ("ddp", "zero1-torch"), ("fsdp", "fsdp-kept", "fsdp-alone"), ("ps-sync", "ps-alone")
-HOOK = dict.fromkeys(FSDP, "stem.weight has a hook of its gradient")
-LOST = dict.fromkeys(FSDP, "what it writes is lost when the weights are gathered or pulled anew")
+HOOK = dict.fromkeys(FSDP, "stem.weight has a gradient hook")
+LOST = dict.fromkeys(FSDP, "its changes are lost when the weights are gathered or pulled")
 NOT_KEPT = (
     "evaluation depends on it, but the servers keep weights and buffers of real numbers alone"
 )
-CHOOSES = "forward reads values of tensors and chooses by them"
+CHOOSES = "forward chooses by values of tensors"
 ON_TWO = ("ddp", "zero1-torch", "fsdp", "fsdp-kept")
 #: network -> way -> a part of the sentence that refuses it. What is not named trains as the plain loop does.
 REFUSED: dict[str, dict[str, str]] = {
     "Hooked": HOOK,
     "HookedLate": HOOK,
-    "InList": dict.fromkeys(FSDP, "forward reads gain by a reference that is no attribute"),
+    "InList": dict.fromkeys(FSDP, "forward reads gain from a list or dictionary instead"),
     "InDict": dict.fromkeys(
-        FSDP, "forward reads stem.weight, stem.bias, head.weight, head.bias by a"
+        FSDP, "forward reads stem.weight, stem.bias, head.weight, head.bias from a list"
     )
     | dict.fromkeys(DDP, "mid.weight, mid.bias got no gradient in a step"),
     "TiedByMemory": dict.fromkeys(WAYS, "tie them by assigning the parameter"),
-    "OwnClass": dict.fromkeys(FSDP, "depends on the class or an attribute of gain"),
+    "OwnClass": dict.fromkeys(FSDP, "forward uses the class or an attribute of gain"),
     "OneBuffer": dict.fromkeys(PS, "servers hand a batch to whichever worker is free"),
     "Teacher": LOST | dict.fromkeys(PS, NOT_KEPT),
     "CountsInBuffer": dict.fromkeys(PS, f"forward changes steps, and {NOT_KEPT}"),
     "CountsInNumber": dict.fromkeys(PS, f"forward changes calls, and {NOT_KEPT}"),
     "Remembers": dict.fromkeys(PS, f"forward changes seen, state, and {NOT_KEPT}"),
     "Replaces": dict.fromkeys(PS, f"forward changes factor, and {NOT_KEPT}"),
-    "Changes": LOST | dict.fromkeys(PS, "what it writes is lost"),
+    "Changes": LOST | dict.fromkeys(PS, "its changes are lost"),
     "MaxNorm": LOST
-    | dict.fromkeys(PS, "what it writes is lost")
-    | dict.fromkeys(
-        (*DDP, "zero1"), "depends on its batch, so that the workers' copies would part"
-    ),
+    | dict.fromkeys(PS, "its changes are lost")
+    | dict.fromkeys((*DDP, "zero1"), "depend on the batch, so the workers' replicas would diverge"),
     "Again": dict.fromkeys((*DDP, *FSDP), "checkpoint with use_reentrant=False"),
     "Complex": dict.fromkeys(PS, "several dtypes (complex64, float64)")
     | {"zero1-torch": "takes no complex parameters (turn)"}
@@ -424,11 +422,11 @@ class Loose(zoo.Base):
     ("kind", "said"),
     [
         (zoo.Plain, ()),
-        (zoo.Hooked, ("stem.weight has a hook of its gradient: it sees each worker's own",)),
+        (zoo.Hooked, ("stem.weight has a gradient hook, which gets each worker's own",)),
         (zoo.CountsInNumber, ("forward changes the plain attributes calls: the warm-up",)),
         (zoo.Teacher, ("forward changes the parameters teacher.0.weight",)),
         (zoo.Normed, ()),
-        (Loose, ("gains, layers holds parameters that no module has registered",)),
+        (Loose, ("gains, layers contains parameters that no module has registered",)),
     ],
 )
 def test_what_is_worth_knowing_is_remarked(kind, said):
@@ -485,4 +483,6 @@ def test_each_mistake_is_seen_and_so_is_a_start_that_no_seed_decides(tmp_path):
         assert list(faults(name, way, found[f"{name} {way} {mutant}"])), (name, way, mutant)
     for name, way, _ in other_starts:
         reason = found[f"{name} {way} "]["unsupported"]
-        assert "its workers built it with different initial weights from one seed" in reason
+        assert (
+            "its workers have built it with different initial weights from the same seed" in reason
+        )

@@ -252,7 +252,7 @@ def test_two_reports_of_what_is_there_are_not_written_at_once(workflow):
         until_reached(workflow.folder, first)
         second = workflow.run("--nolock", "partial")
         assert second.returncode != 0
-        sentence = "another run writes results/tiny/partial at this moment"
+        sentence = "another run is writing to results/tiny/partial"
         assert sentence in second.stdout, second.stdout
         family = psutil.Process(first.pid).children(recursive=True)
         first.kill()

@@ -20,7 +20,7 @@ SENTENCE = (
 )
 REFUSAL = (
     "spare.weight, spare.bias got no gradient in a step, and DDP waits for one from every parameter; use "
-    "what it belongs to in each forward, remove it, or freeze it with requires_grad_(False)"
+    "it in each forward, remove it, or freeze it with requires_grad_(False)"
 )
 DDP = f"ddp cannot train it: {REFUSAL}"
 MINE = {"mine": {"call": "my_net.MyNet", "wrap_classes": ["Block"]}}

@@ -24,7 +24,7 @@ def load():
     return x, y, x, y
 """
 BAD_DATA = (
-    "error: data set 'mine' (my_nan.load): train_x[0] holds NaN or infinity; every value must be "
+    "error: data set 'mine' (my_nan.load): train_x[0] has NaN or infinity; every value must be "
     "finite"
 )
 REFUSED = (
@@ -60,7 +60,7 @@ def while_another_decides(work: Workflow) -> str:
     folder.mkdir(parents=True)
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    return "error: another run writes results/tiny/decision at this moment"
+    return "error: another run is writing to results/tiny/decision"
 
 
 def read_on_screen(work: Workflow, program: str, command: str) -> tuple[int, str]:

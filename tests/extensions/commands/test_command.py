@@ -365,7 +365,7 @@ def test_what_a_command_needs_is_looked_for_before_any_job(tmp_path, monkeypatch
         )
     )
     assert lacking[0].startswith(
-        "three: nothing-at-all==1.0 is needed, and this Python has none: pip"
+        "three: nothing-at-all==1.0 is needed, but this Python has none; run pip"
     )
     assert lacking[1].startswith("one: its program 'no-such-program' is not found")
     assert lacking[2].startswith("two: its script 'there.py' is not here")

@@ -513,8 +513,8 @@ def installed(request, monkeypatch) -> str:
 
 def sentence(names: str, has: str) -> str:
     return (
-        f"{names}: deepspeed==0.19.8 is needed, and this Python has {has}: "
-        "pip install deepspeed==0.19.8; with --sdm conda add it to envs/stratbench.yaml instead"
+        f"{names}: deepspeed==0.19.8 is needed, but this Python has {has}; "
+        "run pip install deepspeed==0.19.8, or with --sdm conda add it to envs/stratbench.yaml"
     )
 
 
@@ -608,7 +608,7 @@ class Odd(nn.Module):
         ("mixed", 2, "several dtypes (bfloat16, float32)"),
         ("read outside", 3, "stage 3 gathers a module's parameters only then"),
         ("read outside", 2, None),
-        ("by data", 2, "workers, whose data differ, would wait for one another in vain"),
+        ("by data", 2, "different data, so they would wait for each other forever"),
         ("plain", 3, None),
     ],
 )

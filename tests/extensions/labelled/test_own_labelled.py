@@ -97,7 +97,7 @@ def test_a_table_says_the_label_of_each_file(tmp_path):
             assert label == (number < 3)  # no, then yes
     for files in (["speaker0/7.wav"], ["../out.wav"], ["speaker0/0.wav", "./speaker0/0.wav"]):
         table.write_text("\n".join(json.dumps({"file": file, "label": "no"}) for file in files))
-        with pytest.raises(DataError, match=r"which is no waveform \(\.wav\) below .* twice"):
+        with pytest.raises(DataError, match=r"which is not a waveform \(\.wav\) in .* twice"):
             prepare("mine", tmp_path / "other", spec=spec)
 
 
@@ -109,25 +109,25 @@ def test_odd_waveforms_are_told_with_the_file(tmp_path):
         assert "\n" not in str(error.value)
 
     (tmp_path / "p/go").mkdir(parents=True)
-    told("holds no waveform (.wav) in class folders")
+    told("has no waveform (.wav) in class folders")
     for i in range(4):
         write_wave(tmp_path / f"p/go/{i}.wav", noise(i))
     told("the training set has waveforms of 1 class")
     write_wave(tmp_path / "p/stop/1.wav", noise(5))
     told("class 'stop' has one waveform, which cannot be divided")
     write_wave(tmp_path / "p/stop/2.wav", noise(5), rate=8000)
-    told(f"stop/2.wav has 8,000 values per second and {tmp_path / 'p/go'}")
+    told(f"stop/2.wav has 8,000 values per second, but {tmp_path / 'p/go'}")
     write_wave(tmp_path / "p/stop/2.wav", noise(5), width=1)
     told("stop/2.wav has 8-bit values; convert it to 16-bit PCM")
     whole = (tmp_path / "p/stop/1.wav").read_bytes()
     (tmp_path / "p/stop/2.wav").write_bytes(whole[:-31])
-    told("stop/2.wav holds 4 of 20 values; repair or remove it")
+    told("stop/2.wav has 4 of 20 values; repair or remove it")
     (tmp_path / "p/stop/2.wav").write_bytes(b"RIFF")
     told("stop/2.wav cannot be read as 16-bit PCM")
     write_wave(tmp_path / "p/stop/2.wav", noise(5, 0))
-    told("stop/2.wav holds 0 of 0 values")
+    told("stop/2.wav has 0 of 0 values")
     (tmp_path / "p/none").mkdir()
-    told(f"the class folder {tmp_path / 'p/none'} holds no waveform (.wav)")
+    told(f"the class folder {tmp_path / 'p/none'} has no waveform (.wav)")
     assert not (tmp_path / "out").exists()
 
 
@@ -172,14 +172,14 @@ def test_each_class_is_divided_by_the_seed_where_no_test_set_is_given(tmp_path):
 @pytest.mark.parametrize(
     ("text", "test", "sentence"),
     [
-        ("text,tag\na,1\n", None, "line 2: has no column 'label'; it has text, tag"),
-        ("text,label\n", None, "has no row"),
-        ("text,label\na,1\n,2\n", None, "line 3: its text is ''; it must be a text"),
-        ("text,label\na,1\nb\n", None, "line 3: its label is None; it must be a text or a whole number"),
-        ('text,label\n"a"b,1\n', None, "line 2: is no CSV"),
+        ("text,tag\na,1\n", None, "line 2: has no column 'label', but only text, tag"),
+        ("text,label\n", None, "has no rows"),
+        ("text,label\na,1\n,2\n", None, "line 3: the value of text is ''; it must be a text"),
+        ("text,label\na,1\nb\n", None, "line 3: the value of label is None; it must be a text or"),
+        ('text,label\n"a"b,1\n', None, "line 2: is not CSV"),
         ("text,label\na,1\nb,1\n", None, "the training set has texts of 1 class"),
         ("text,label\na,1\nb,1\nc,2\n", None, "class '2' has one text, which cannot be divided"),
-        ("text,label\na,1\nb,2\n", "text,label\nc,3\n", "the test set has a class '3', which the training"),
+        ("text,label\na,1\nb,2\n", "text,label\nc,3\n", "the test set has a class '3', but the training"),
     ],
 )  # fmt: skip
 def test_odd_tables_are_told_with_the_line(tmp_path, text, test, sentence):
@@ -197,9 +197,12 @@ def test_odd_tables_are_told_with_the_line(tmp_path, text, test, sentence):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("{", "line 1: is no JSON"),
-        ("[1]", "line 1: is no JSON object"),
-        ('{"text": "a", "label": 0.5}', "line 1: its label is 0.5; it must be a text or a whole"),
+        ("{", "line 1: is not JSON"),
+        ("[1]", "line 1: is not a JSON object"),
+        (
+            '{"text": "a", "label": 0.5}',
+            "line 1: the value of label is 0.5; it must be a text or a whole",
+        ),
     ],
 )
 def test_odd_lines_of_json_are_told(tmp_path, line, sentence):
@@ -390,16 +393,16 @@ def test_what_a_config_says_wrongly_ends_in_one_message(tmp_path):
     sound, labelled, masked = specs(tmp_path).values()
     table, letters = labelled["labelled_texts"], masked["masked_text"]
     for spec, changes, sentence in (
-        ({"waveforms": table}, {}, "is no folder"),
-        ({"waveforms": str(tmp_path)}, {"models": ["vgg-compact"]}, "takes images, and the data set has wav"),
-        (sound | {"labels": "none.csv"}, {}, "labels = 'none.csv' is no file"),
-        (sound | {"flip": True}, {}, "'flip' does not go with 'waveforms'; allowed: waveforms, labels, "),
+        ({"waveforms": table}, {}, "is not a folder"),
+        ({"waveforms": str(tmp_path)}, {"models": ["vgg-compact"]}, "takes images, but the data set has wav"),
+        (sound | {"labels": "none.csv"}, {}, "labels = 'none.csv' is not a file"),
+        (sound | {"flip": True}, {}, "the key 'flip' is not allowed with 'waveforms'; allowed: waveforms, "),
         (sound, {"task": "masked-token"}, "the data set is waveforms, whose task is audio-classification"),
-        ({"labelled_texts": "none.csv"}, {}, "labelled_texts = 'none.csv' is no file"),
-        (labelled | {"test": "none.csv"}, {}, "test = 'none.csv' is no file"),
-        (labelled, {"models": ["gpt-compact"]}, "and the data set's texts have one label each"),
+        ({"labelled_texts": "none.csv"}, {}, "labelled_texts = 'none.csv' is not a file"),
+        (labelled | {"test": "none.csv"}, {}, "test = 'none.csv' is not a file"),
+        (labelled, {"models": ["gpt-compact"]}, "but each text of the data set has one label"),
         (labelled, {"task": "my:Task"}, "are learnt by text-classification alone"),
-        (masked | {"sequence": 2}, {}, "sequence = 2: a text in which tokens are hidden has 3 at least"),
+        (masked | {"sequence": 2}, {}, "sequence = 2: a text with hidden tokens must have at least 3"),
         (masked | {"text": letters}, {}, "it has text and masked_text"),
         (masked, {"task": "next-token"}, "the data set is a masked text, whose task is masked-token"),
     ):  # fmt: skip

@@ -196,18 +196,18 @@ def test_a_study_read_from_what_was_trained_has_the_same_settings(source):
         ("labelled-markov-text", {"call": "net.Net"}, {"task": "my:Task"},
          "texts that each have one label are learnt by text-classification alone"),
         ("labelled-markov-text", {"call": "net.Net"}, {"models": ["gpt-compact"]},
-         "models = 'gpt-compact': gives scores of tokens, and the data set's texts have one label each"),
+         "models = 'gpt-compact': it returns scores per token, but each text of the data set has one label"),
         ("tones", {"call": "net.Net"}, {"models": ["vgg-compact"]},
-         "vgg-compact takes images, and the data set has waveforms"),
+         "vgg-compact takes images, but the data set has waveforms"),
         ("masked-markov-text", {"transformers": "LlamaForCausalLM"}, {},
-         "models = 'net': transformers:LlamaForCausalLM is for next-token, and the task of the data set "
-         "'mine' is masked-token"),
+         "models = 'net': transformers:LlamaForCausalLM has a head for next-token, but the task of the data "
+         "set 'mine' is masked-token"),
         ("markov-text", {"transformers": "BertForMaskedLM"}, {},
-         "transformers:BertForMaskedLM is for masked-token, and the task of the data set 'mine' is next"),
+         "transformers:BertForMaskedLM has a head for masked-token, but the task of the data set 'mine' is"),
         ("markov-text", {"transformers": "BertForSequenceClassification"}, {},
-         "is for text-classification or audio-classification, and the task of the data set 'mine' is next"),
+         "has a head for text-classification or audio-classification, but the task of the data set 'mine'"),
         ("masked-markov-text", {"call": "net.Net"}, {"loss_chunks": 2},
-         "is no text whose next tokens are learnt"),
+         "is not a text for next-token"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_told_in_a_sentence(source, entry, changes, reason):

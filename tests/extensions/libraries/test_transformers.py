@@ -120,11 +120,11 @@ WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
 SPLIT = {"tensor", "pipeline"}
 #: What cannot be divided, and a part of the sentence that says why.
 REFUSED = {
-    **{(name, "tensor"): "says 'packed_colwise' of network.model.layers" for name in EXPERTS},
+    **{(name, "tensor"): "has 'packed_colwise' for network.model.layers" for name in EXPERTS},
     ("MixtralEager", "pipeline"): "and forward asks for values (aten.nonzero.default); experts of",
     ("Adapted", "tensor"): "`tensor` does not divide layers with adapters; remove lora",
-    ("GPT2LMHeadModel", "tensor"): "transformers states no plan by which the layers of GPT2LM",
-    ("GPT2LMHeadModel", "pipeline"): "transformers states no plan by which GPT2LMHeadModel can",
+    ("GPT2LMHeadModel", "tensor"): "transformers has no plan by which the layers of GPT2LM",
+    ("GPT2LMHeadModel", "pipeline"): "transformers has no plan by which GPT2LMHeadModel can",
 }
 
 
@@ -384,7 +384,7 @@ def test_a_plan_that_says_what_tensor_does_not_do_is_refused(monkeypatch):
     assert hugging_face.tensor_plan(built)["network.model.layers.*.self_attn.q_proj"] == "colwise"
     plan = {"layers.*.self_attn.q_proj": "packed_colwise"}
     monkeypatch.setattr(type(built.network.config), "base_model_tp_plan", plan)
-    with pytest.raises(ValueError, match=r"says 'packed_colwise' of network.model.layers"):
+    with pytest.raises(ValueError, match=r"has 'packed_colwise' for network.model.layers"):
         hugging_face.tensor_plan(built)
 
 
@@ -419,7 +419,7 @@ def test_a_vocabulary_and_a_length_may_be_larger_than_the_datas_and_not_smaller(
     longer = models.for_training(model, VOCABULARY, (2000,), 0, CPU, torch.float32)
     assert longer.network.config.n_positions == 2000
     for key, reason in {
-        "vocab_size": "vocab_size = 5: the data set has 8 tokens; remove it, or set at least 8",
+        "vocab_size": "vocab_size = 5: the data set has 8 tokens; remove the key, or set at least 8",
         "max_position_embeddings": "n_positions = 5: the data set's samples have 12 tokens",
     }.items():
         with pytest.raises(ModelError, match=rf"\(transformers:GPT2LMHeadModel\): {reason}"):
@@ -473,16 +473,18 @@ def test_weights_are_read_again_only_where_their_files_changed(tmp_path, monkeyp
 @with_transformers
 def test_texts_and_images_are_told_apart_in_a_sentence():
     image = models.named_model("mine", study_of(ENTRIES[VIT]).own_model("mine"))
-    with pytest.raises(ModelError, match="the data are texts, and ViTConfig has no vocab_size"):
+    with pytest.raises(ModelError, match="the data set has texts, but ViTConfig has no vocab_size"):
         models.for_training(image, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
     sound = models.named_model(
         "mine", study_of(ENTRIES["Wav2Vec2ForSequenceClassification"]).own_model("mine")
     )
-    reason = "the data are texts, and Wav2Vec2ForSequenceClassification takes waveforms"
+    reason = "the data set has texts, but Wav2Vec2ForSequenceClassification takes waveforms"
     with pytest.raises(ModelError, match=reason):
         models.for_training(sound, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
     model = models.named_model("mine", study_of(LLAMA).own_model("mine"))
-    with pytest.raises(ModelError, match="the data are images, and LlamaConfig has no image_size"):
+    with pytest.raises(
+        ModelError, match="the data set has images, but LlamaConfig has no image_size"
+    ):
         models.for_training(model, 5, (1, 4, 4), 0, CPU, torch.float64)
 
 
@@ -490,8 +492,8 @@ def test_texts_and_images_are_told_apart_in_a_sentence():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "lama"}, "model_type = 'lama': this transformers has no such model"),
-        ({"model_type": "vit"}, "the data are texts, and ViTConfig has no vocab_size"),
+        ({"model_type": "lama"}, "model_type = 'lama': the installed transformers has no such model"),
+        ({"model_type": "vit"}, "the data set has texts, but ViTConfig has no vocab_size"),
         ({"model_type": "t5"}, "AutoModelForCausalLM has no class for T5Config; name one in the config's"),
     ],
 )  # fmt: skip

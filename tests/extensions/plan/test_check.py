@@ -58,7 +58,7 @@ VARIANTS = {
 }
 #: network -> way -> a part of the reason why it is refused. What is not named trains as one process does.
 DDP = ("ddp", "zero1-torch")
-NOT_GATHERED = "FSDP gathers a group only then"
+NOT_GATHERED = "FSDP gathers a group only for a call"
 REFUSED: dict[str, dict[str, str]] = {
     "Plain": {},
     "Unused": dict.fromkeys(DDP, "spare.weight, spare.bias got no gradient in a step"),
@@ -72,11 +72,13 @@ REFUSED: dict[str, dict[str, str]] = {
     "ReadsHead": {},  # its code says so, and by size the head is left to the root
     "Branches": {},
     "Scalar": dict.fromkeys(("fsdp", "by-size", "kept"), "along a dimension, which scale does"),
-    "Transposed": dict.fromkeys(("fsdp", "by-size", "kept"), "and these are not: map; call"),
+    "Transposed": dict.fromkeys(
+        ("fsdp", "by-size", "kept"), "and these are not contiguous: map; call"
+    ),
     "Complex": dict.fromkeys(("fsdp", "kept"), "several dtypes (complex64, float32)")
     | {"zero1-torch": "takes no complex parameters (turn)", "local": "turn is complex"},
     "Views": {"fsdp": "gives a view, which forward then changes in place"},
-    "Empty": dict.fromkeys(("fsdp", "by-size", "kept"), "cannot divide nothing, which holds no"),
+    "Empty": dict.fromkeys(("fsdp", "by-size", "kept"), "cannot divide nothing, which has no"),
     "Normed": {},
     "ReadsConstants": {},
     "Masked": {},
@@ -237,14 +239,12 @@ def test_a_network_in_a_format_of_its_own_is_told_what_it_is_trained_in():
     config, study = study_of({"Halved": None, "HalvedInput": None}, strategies=["ddp"])
     requests = [subject_of(config, study, cell).request for cell in study.cells]
     halved = check.check_network(requests[0])
-    told = "its code makes parameters in bfloat16, and all strategies train them in float32 (`precision`)"
+    told = "its code creates parameters in bfloat16, but all strategies train them in float32 (`precision`)"
     assert halved.fault is None
     assert told in halved.remarks
     with pytest.raises(users_code.ModelError, match="BFloat16") as raised:
         check._tried(requests[1], on_fakes=False)
-    assert str(raised.value).endswith(
-        f"; {told}: cast what a layer takes to the dtype of its weight"
-    )
+    assert str(raised.value).endswith(f"; {told}: cast a layer's input to the dtype of its weight")
 
 
 def _flat_fails(model: nn.Module) -> bool:
@@ -270,7 +270,7 @@ def test_what_chooses_its_groups_by_its_data_is_refused_where_they_are_gathered(
     assert said["ps-sync"] is None
     assert said["zero1"] is None
     for way in ("ddp", "fsdp", "kept"):
-        assert "not every batch reaches blocks.0, blocks.1: forward reads values" in said[way]
+        assert "not every batch uses blocks.0, blocks.1: forward chooses by values" in said[way]
     assert found_of("Chooses", ["Block"], strategies=["fsdp"], gpus=[1])["fsdp"] is None
 
 
@@ -279,7 +279,7 @@ def test_numbers_of_chosen_samples_are_values_that_are_read():
     said = found_of("Routed", ["Block"])
     assert said["ps-sync"] is said["zero1"] is None
     for way in ("ddp", "fsdp", "kept"):
-        assert "not every batch reaches blocks.0, blocks.1: forward reads values" in said[way]
+        assert "not every batch uses blocks.0, blocks.1: forward chooses by values" in said[way]
 
 
 def test_what_is_too_large_to_be_tried_with_real_numbers_is_not_checked_and_no_fault(
@@ -335,7 +335,7 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
         "   ddp: unsupported with 1, 2 workers: spare.weight, spare.bias got no gradient in a step, and DDP",
         "   ps-sync: works with 1, 2 workers",
         "tied: blocks.0.outer.weight = again.weight is one parameter, and stays one",
-        "buffers that forward writes: rank 0's are sent to all before each forward, and evaluated (ddp); ",
+        "buffers that forward writes: rank 0 sends its buffers to all workers before each forward, and ",
         "forward writes the buffers calls, mean",
         "2 of 16 cells would end as unsupported:\n  Unused with ddp on 1, 2 workers (2 cells of e): "
         "spare.weight, ",
@@ -369,11 +369,11 @@ def test_the_list_of_refused_cells_has_a_line_for_each_reason():
     ("changes", "reason"),
     [
         ({}, None),
-        ({"optimizer": "adamw"}, "which AdamW does not take; make the layer with sparse=False"),
-        ({"weight_decay": 0.1}, "which weight_decay cannot be added to; make the layer with"),
+        ({"optimizer": "adamw"}, "which AdamW does not take; build the layer with sparse=False"),
+        ({"weight_decay": 0.1}, "which weight_decay cannot be added to; build the layer with"),
         (
             {"max_grad_norm": 1.0},
-            "which max_grad_norm cannot measure; make the layer with sparse=False",
+            "which max_grad_norm cannot measure; build the layer with sparse=False",
         ),
     ],
 )
@@ -517,8 +517,8 @@ def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monk
     config, study = study_of({"Normalises": None}, strategies=["ddp"], gpus=[1, 2], global_batch=2)
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
     assert list(checked.refused.values()) == [
-        "model 'Normalises' (odd_networks.Normalises): it normalises over the batch (BatchNorm), and a "
-        "worker's batch is one sample; use a larger batch, or fewer workers"
+        "model 'Normalises' (odd_networks.Normalises): it normalises over the batch (BatchNorm), but a "
+        "worker's batch has one sample; use a larger batch, or fewer workers"
     ]
     assert next(iter(checked.refused)).gpus == 2
 
@@ -572,15 +572,20 @@ def test_every_strategy_that_the_settings_refuse_is_told_at_once():
             "Dice",
             "ddp",
             8,
-            "not every forward calls blocks.0, blocks.1: each worker throws its own dice",
+            "not every forward calls blocks.0, blocks.1: each worker draws its own random numbers",
         ),
         (
             "Dice",
             "fsdp",
             8,
-            "not every forward calls blocks.0, blocks.1: each worker throws its own dice",
+            "not every forward calls blocks.0, blocks.1: each worker draws its own random numbers",
         ),
-        ("Chooses", "fsdp", 8, "not every batch reaches blocks.0, blocks.1: forward reads values"),
+        (
+            "Chooses",
+            "fsdp",
+            8,
+            "not every batch uses blocks.0, blocks.1: forward chooses by values",
+        ),
         (
             "Orders",
             "fsdp",
@@ -588,7 +593,7 @@ def test_every_strategy_that_the_settings_refuse_is_told_at_once():
             "the workers called different shard groups, or in another order",
         ),
         ("Parts", "fsdp", 8, "fsdp cannot train it: forward reads blocks.0.inner.weight"),
-        ("Normalises", "ddp", 1, "a worker's batch is one sample; use a larger batch"),
+        ("Normalises", "ddp", 1, "a worker's batch has one sample; use a larger batch"),
         ("Unused", "ps-sync", 8, None),
         ("Sparse", "ps-sync", 8, None),
         ("Dice", "ps-sync", 8, None),

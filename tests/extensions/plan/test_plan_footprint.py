@@ -682,12 +682,12 @@ def test_operations_that_are_computed_again_are_counted():
 
 
 def test_more_blocks_than_there_are_cannot_be_counted():
-    with pytest.raises(ModelError, match="'every-9': it has 2 blocks; lower the number"):
+    with pytest.raises(ModelError, match="'every-9': it has only 2 blocks; lower N"):
         planned(request_for("single", "small text", activation_checkpointing="every-9"))
 
 
 def test_a_network_of_single_layers_has_nothing_to_compute_again():
-    with pytest.raises(ModelError, match="vgg-compact: activation_checkpointing computes blocks"):
+    with pytest.raises(ModelError, match="vgg-compact: activation_checkpointing recomputes blocks"):
         planned(request_for("single", activation_checkpointing=True))
 
 

@@ -107,7 +107,8 @@ def test_failed_cells_are_told_last_by_their_reasons(tmp_path):
     assert lines == [
         "Failed: 6 cells",
         "  net with ddp, fsdp on 1, 2 workers (4 cells of e): boom",
-        "  net with single, zero1 on 1, 2 workers (2 cells of e): ended before it could say why; its log may",
+        "  net with single, zero1 on 1, 2 workers (2 cells of e): ended before it could report a "
+        "reason; its log may have one",
         f"Logs: {tmp_path / 'rep0.log'} and its likes",
     ]
     assert list(iter_summary([], str(tmp_path), 0)) == []

@@ -289,7 +289,7 @@ def test_what_would_learn_from_a_part_of_the_positions_is_refused(cell, trained,
     assert found["status"] == "unsupported"
     name = left_out.replace("*", "0")
     assert f"would train {name}.weight, {name}.bias" in found["reason"]
-    assert "call the modules that hold them `norm`" in found["reason"]
+    assert "give the modules with these parameters the way `norm`" in found["reason"]
 
 
 #: What no shape betrays: a norm in another place, and heads that become narrower instead of fewer.
@@ -303,7 +303,7 @@ SILENT = {
 def test_a_job_that_would_train_something_else_is_refused(cell, trained, strategy, stated):
     found = trained(cell(strategy, 2, stated))
     assert found["status"] == "unsupported"
-    assert "gives other scores than the whole network" in found["reason"]
+    assert "gives other scores than the whole model" in found["reason"]
 
 
 def test_every_word_of_a_plan_is_a_way_to_divide():

@@ -1,4 +1,4 @@
-"""Checks before any training, by jobs and `check`, of whether a strategy can train a model."""
+"""Checks whether a strategy can train a model; jobs and `check` use it before any training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def check_model(
     model: nn.Module,
     worker: Worker,
 ) -> None:
-    """Raise Refused if the strategy would fail to train `model`.
+    """Raise Refused if the strategy cannot train a model.
 
     Args:
         strategy: The strategy.
-        network: The model's name, or a user's own.
+        network: Name of the model, or the description of a user's own.
         model: The built model.
         worker: This worker, with a `trial` of the model.
     """
@@ -37,7 +37,8 @@ def check_model(
         raise Refused(f"{models.in_words(network)}: {name} cannot train it: {reason}")
 
 
-#: Maximum difference between the scores of a divided model and the whole one's, relative to the largest.
+#: Largest difference between the scores of a divided model and of the whole model, relative to the largest
+#: score: with and without full precision.
 SCORES, ROUNDED_SCORES = 1e-3, 5e-2
 
 
@@ -50,14 +51,14 @@ def same_scores(
     x: Tensor,
     y: Tensor,
 ) -> Iterator[None]:
-    """Raise Refused if the set-up within the block changes the scores of the user's model for `x`.
+    """Raise Refused if the strategy's set-up, within the block, changes the scores of the user's model.
 
-    It also raises if a worker would train whole parameters on a part of the positions. Used for strategies
-    that divide a model by the user's declarations. All workers call it.
+    It also raises if a worker would train whole parameters on some positions only. It checks strategies that
+    divide a model by the user's declarations. All workers must call it.
 
     Args:
         strategy: The strategy.
-        network: The model's name, or a user's own.
+        network: Name of the model, or the description of a user's own.
         model: The built model.
         worker: This worker.
         x: Inputs.
@@ -86,14 +87,14 @@ def same_scores(
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
     if not error.item() <= bound:
         raise Refused(
-            f"{models.in_words(network)}: divided as its user states, it gives other scores than the whole "
-            f"network (by {error.item():.2g} of the largest); correct {strategy.stated_by}"
+            f"{models.in_words(network)}: divided as the config states, it gives other scores than the whole "
+            f"model (they differ by {error.item():.2g} times the largest score); correct {strategy.stated_by}"
         )
     if names := strategy.partly_trained(x, y):
         raise Refused(
             f"{models.in_words(network)}: with sequence_parallel: true each worker would train "
-            f"{names_text(names)} by "
-            "its own positions alone; call the modules that hold them `norm` in tensor_plan"
+            f"{names_text(names)} on its own positions alone; give the modules with these parameters the "
+            "way `norm` in tensor_plan"
         )
 
 
@@ -101,32 +102,33 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
     """Raise Refused if a worker would normalise over a single sample.
 
     Args:
-        network: The model's name, or a user's own.
+        network: Name of the model, or the description of a user's own.
         batchnorm: Whether the model has BatchNorm.
-        samples: Samples of a worker's step.
-        parts: Parts in which it computes them.
+        samples: Samples per step of a worker.
+        parts: Number of parts in which the worker computes its samples.
     """
     if samples < least_samples(batchnorm, parts):
         within = "" if parts == 1 else f" in each of {parts} parts (gradient_accumulation_steps)"
         raise Refused(
-            f"{models.in_words(network)}: it normalises over the batch (BatchNorm), and a worker's batch is "
+            f"{models.in_words(network)}: it normalises over the batch (BatchNorm), but a worker's batch has "
             f"one sample{within}; use a larger batch, or fewer workers"
         )
 
 
 def least_samples(batchnorm: bool, parts: int) -> int:
-    """Return the minimum samples of a worker's step: two per part if it normalises over them."""
+    """Return the smallest number of samples per step of a worker: two per part with BatchNorm, else one."""
     return 2 * parts if batchnorm else 1
 
 
 def moves_by_zeros(strategy: Strategy, trial: Trial, s: Settings) -> bool:
-    """Return whether the strategy moves parameters in steps without a gradient for them.
+    """Return whether the strategy changes parameters in steps in which they get no gradient.
 
-    It updates them by a gradient of zeros, which is no update without momentum, decay and moments.
+    Some strategies then use a gradient of zeros, which changes a parameter by momentum, weight decay or
+    AdamW's moments.
 
     Args:
         strategy: The strategy.
-        trial: Trial of the model, which shows parameters that get a gradient in some steps only.
+        trial: Trial of the model, which finds parameters that get a gradient in some steps only.
         s: Settings of the cell.
     """
     goes_on = s.momentum or s.weight_decay or s.betas
@@ -140,8 +142,8 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
 
     for names in tied_parameters(model):
         yield (
-            f"tied: {' = '.join(names)} is one parameter, and stays one with every strategy; what shares it "
-            "with a module outside its shard group stays with the root"
+            f"tied: {' = '.join(names)} is one parameter, and stays one with every strategy; if a module "
+            "outside its shard group shares it, it is sharded with the root"
         )
     if formats := models.changed_formats(model):
         yield formats
@@ -150,33 +152,33 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
         yield f"forward writes the buffers {names_text(written)}"
     if trial.replaced:
         yield (
-            f"forward puts new tensors in place of the buffers {names_text(trial.replaced)}: strategies "
-            "that send or average buffers go on with the old ones; write them in place (copy_, add_)"
+            f"forward replaces the buffers {names_text(trial.replaced)} by new tensors: strategies that send "
+            "or average buffers keep using the old tensors; write to them in place (copy_, add_)"
         )
     if trial.overwritten:
         yield (
-            f"forward changes the parameters {names_text(trial.overwritten)}: strategies that gather or "
-            "pull the weights anew would lose the change, and refuse it"
+            f"forward changes the parameters {names_text(trial.overwritten)}: strategies that gather or pull "
+            "weights would lose the change, so they refuse the model"
         )
     if trial.hooked:
         yield (
-            f"{names_text(trial.hooked)} has a hook of its gradient: it sees each worker's own gradient, and "
-            "with gradient_accumulation_steps each part's, before they are averaged"
+            f"{names_text(trial.hooked)} has a gradient hook, which gets each worker's own gradient before "
+            "the average, and with gradient_accumulation_steps that of each part"
         )
     if counted := set(trial.counts + trial.kept_aside).intersection(trial.attributes):
         yield (
-            f"forward changes the plain attributes {names_text(sorted(counted))}: the warm-up puts them "
-            "back, but no checkpoint has them; a buffer (register_buffer) would be kept"
+            f"forward changes the plain attributes {names_text(sorted(counted))}: the warm-up restores them, "
+            "but no checkpoint has them; use a buffer (register_buffer), which checkpoints save"
         )
     if loose := unregistered(model):
         yield (
-            f"{names_text(loose)} holds parameters that no module has registered: nothing trains them; use "
-            "nn.ParameterList or nn.ParameterDict, or assign them to attributes"
+            f"{names_text(loose)} contains parameters that no module has registered and that are not "
+            "trained; use nn.ParameterList or nn.ParameterDict, or assign them to attributes"
         )
 
 
 def unregistered(model: nn.Module) -> list[str]:
-    """Return plain attributes with parameters, or modules with some, that are not registered."""
+    """Return paths of the lists, tuples and dicts of a model that contain unregistered parameters."""
     from torch import nn
 
     from stratbench.workload.torch_internals import tree_leaves

@@ -1,8 +1,8 @@
-"""The protocol between the training loop and a strategy, a way to train with N workers.
+"""Defines what the training loop needs of a strategy, which is a way to train with N workers.
 
 The loop calls, in this order: `setup`; `save`, a few `step`s and `restore` (the warm-up); then for each epoch
 `batches`, `step` for each batch, and `evaluating`; finally `report` and `close`. A strategy of kind `server`
-has no common epochs: see `strategies/ps.py`. Nothing in `step` may synchronise the device. This module
+has no common epochs: see `strategies/ps.py`. No code in `step` may synchronise the device. This module
 imports torch inside functions only: the workflow reads strategies' names and options on every parse.
 """
 
@@ -40,79 +40,84 @@ if TYPE_CHECKING:
 class Traits:
     """Properties of a strategy with its options and number of workers, recorded with each cell.
 
-    Decision, audit and plan depend on these and never on the strategy's name. The defaults are for a strategy
-    that declares nothing: nothing is expected of it, and no conclusion rests on it.
+    Decision, audit and plan depend on these properties, and never on the strategy's name. The defaults are
+    for a strategy that declares nothing. They promise nothing, so that no conclusion depends on it.
     """
 
-    #: Whether the job ends when one of several workers is lost.
+    #: Whether the training ends when one of several workers is lost.
     ends_with_a_worker: bool = True
-    #: Whether, in the long run, all workers go at the pace of the slowest.
+    #: Whether, in the long run, all workers are as slow as the slowest one.
     waits_for_slowest: bool = True
-    #: Whether one worker by itself trains as plain synchronous SGD does.
+    #: Whether a single worker makes the updates of plain synchronous SGD.
     synchronous_alone: bool = False
-    #: Whether its updates on this many workers are those of DDP, but for rounding. With BatchNorm,
-    #: whose statistics are each worker's own, that holds among equal numbers of workers only.
+    #: Whether the updates with this number of workers are those of DDP, except for rounding. With BatchNorm,
+    #: whose statistics are each worker's own, this is so only for equal numbers of workers.
     equals_ddp: bool = False
     #: Whether parameters, gradients and optimizer state are divided among the workers.
     shards_states: bool = False
-    #: Number of shards of parameters and gradients, one per worker. None: uneven or unknown, a worker has
-    #: between an equal shard and the whole.
+    #: Number of equal shards into which parameters and gradients are divided, or None if the shards are
+    #: uneven or unknown.
     weight_parts: int | None = 1
-    #: The same of the optimizer's state.
+    #: Number of equal shards into which the optimizer's state is divided, or None if it is uneven or unknown.
     optimizer_parts: int | None = 1
-    #: Whether the optimizer's state covers the padding between tensors in a flat one.
+    #: Whether the optimizer also has state for the padding between parameters in a flat tensor.
     optimizer_padded: bool = False
-    #: Whether sharded states are in the host's memory and not in the device's.
+    #: Whether sharded states are in host memory instead of device memory.
     states_on_host: bool = False
-    #: Updates that each global batch makes; None: not fixed, or unknown.
+    #: Number of updates per global batch, or None if it varies or is unknown.
     updates_per_step: float | None = None
-    #: Copies of the trainable parameters, times (W - 1) / W, that each of W workers at least sends per step
-    #: by ring collectives; with sharded states, all but one are of all parameters, which are gathered. None:
-    #: no ring, or unknown.
+    #: Traffic of ring collectives: each of W workers sends at least this number of copies of the trainable
+    #: parameters per step, times (W - 1) / W. With sharded states, all copies but one are of all parameters,
+    #: which are gathered. None without a ring, or if unknown.
     ring_copies: float | None = None
-    #: Copies of the trainable parameters beside them and the optimizer's moments, such as those that
-    #: `Strategy.extra_state` names, divided as the optimizer's state is: they count as part of it. None: no
-    #: such number, or unknown.
+    #: Number of copies of the trainable parameters that a worker keeps in addition to the parameters and the
+    #: optimizer's moments, such as those in `Strategy.extra_state`. They are divided as the optimizer's state
+    #: is, and count as part of it. None if there is no such number.
     kept_copies: float | None = 0.0
 
 
 @dataclass
 class Worker:
-    """One worker process as the strategy sees it."""
+    """A worker process: its place among the workers, its device, its model and its reports."""
 
+    #: Settings of the cell.
     settings: Settings
+    #: Number of this worker among all workers, from 0.
     rank: int
+    #: Number of workers.
     world_size: int
     #: Number of workers on this worker's node.
     local_world: int
+    #: Device that this worker computes on.
     device: torch.device
+    #: Folder of the run's files.
     folder: RunFolder
     #: The model's sharding groups in forward order: (label, modules).
     wrap_groups: list[tuple[str, list[nn.Module]]]
-    #: Called between forward and backward; sleeps when the study slows this worker.
+    #: Function that a step calls between forward and backward. It sleeps if the study slows this worker.
     delay: Callable[[], None] = lambda: None
-    #: Called with a phase's name at its end within a step.
+    #: Function that a step calls with the name of each of its phases when the phase ends.
     mark: Callable[[str], None] = lambda phase: None
-    #: The task.
+    #: Training task.
     task: Task = field(default_factory=Classification)
-    #: Whether its loss is a sum and a weight (`tasks.LossKind`).
+    #: Whether the task returns its loss as a sum and a weight (`tasks.LossKind`).
     weighs: bool = False
-    #: Steps of all epochs together, over which a schedule changes the learning rate.
+    #: Number of steps of all epochs, over which a schedule changes the learning rate.
     total_steps: int = 1
-    #: Counts compilations, if the settings have torch.compile.
+    #: Counts compilations if the settings use torch.compile.
     watch: CompileWatch | None = None
-    #: Heartbeat to update on progress, or None without a reader.
+    #: Heartbeat to update on progress, or None if no process reads it.
     heartbeat: Heartbeat | None = None
-    #: A step of the network, if it is a user's.
+    #: Result of a trial step of the model if it is a user's own.
     trial: Trial | None = None
-    #: Division of the workers; None: each has a copy of the model.
+    #: Division of the workers, or None if each has a replica of the model.
     mesh: Mesh | None = None
-    #: Hash of the network's initial weights, which all workers build from one seed.
+    #: Hash of the model's initial weights, which all workers build from one seed.
     start: str = ""
     #: Shape of one sample, as the model takes it.
     input_shape: tuple[int, ...] = ()
-    #: Makes its channel to parameter servers of a function that connects to an incarnation of them within so
-    #: many seconds; None: that function does.
+    #: Makes the worker's channel to parameter servers from a function that connects to an incarnation of the
+    #: servers within a number of seconds. None: that function makes it.
     channel_by: Callable[[Callable[[int | None, float], Any]], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -120,27 +125,27 @@ class Worker:
 
     @property
     def data_rank(self) -> int:
-        """Number of this worker's part among the `data_workers` parts of each batch."""
+        """Index of this worker's share among the `data_workers` shares of each batch."""
         return self.mesh.place(self.rank).replica
 
     @property
     def draws(self) -> int:
-        """Number of its random stream, shared by workers with equal layers and samples."""
+        """Index of this worker's random stream, shared by workers with equal layers and samples."""
         return self.rank // self.mesh.tensor
 
     @property
     def data_workers(self) -> int:
-        """Into how many shares the workers divide each batch: the copies of the network."""
+        """Number of shares of each batch: one per replica of the model."""
         return self.mesh.replicas
 
 
-#: The phases of a step before backward, without what the study slows there.
+#: Phases of a step before backward, without the artificial slowdown of a worker.
 BEFORE_BACKWARD = ("data", "forward")
 
-#: Why workers with shards of the model's states cannot join and leave (`Strategy.rigid`).
-STATE_IN_PARTS = "each worker holds a part of the state, which ends with the worker"
+#: Reason why workers with shards of the model's states cannot join and leave (`Strategy.rigid`).
+STATE_IN_PARTS = "each worker holds a part of the state, which is lost with the worker"
 
-#: Declarations of a strategy that derived ones do not inherit.
+#: Class attributes of a strategy that strategies derived from it do not inherit.
 CLAIMS = (
     "rule",
     "alike_on_any_count",
@@ -153,19 +158,20 @@ CLAIMS = (
 
 
 class Strategy:
-    """One way to train with N workers. Subclass, set the class attributes, register in `__init__`.
+    """One way to train with N workers; the base class of all strategies.
 
-    With a `summary` of its own a subclass is a strategy of its own, and makes its own `CLAIMS`.
+    A subclass sets the class attributes and is registered in `__init__`. With its own `summary`, it is a
+    strategy of its own, and declares its own `CLAIMS`.
     """
 
-    #: `collective`: all workers step together; `server`: workers talk to parameter servers; `own`: a
-    #: program of the user's trains, whose loop is its own.
+    #: `collective`: all workers take each step together. `server`: workers send gradients to parameter
+    #: servers and receive weights. `own`: a user's program trains, with its own loop.
     kind: ClassVar[Literal["collective", "server", "own"]] = "collective"
-    #: Distributions beyond stratbench's own that it needs, pinned: `name==version` (`strategies/needs.py`).
+    #: Packages that it needs in addition to stratbench's, as `name==version` (`strategies/needs.py`).
     needs: ClassVar[tuple[str, ...]] = ()
-    #: The policy by which its servers update the weights (`ps/policies/policies.py`); None: no servers.
+    #: Policy by which its servers update the weights (`ps/policies/policies.py`), or None without servers.
     policy: ClassVar[str | None] = None
-    #: Family of the strategy: figures give each family a hue, `other` black.
+    #: Family of the strategy, which determines its colour in figures; `other` is black.
     family: ClassVar[
         Literal[
             "alone",
@@ -179,50 +185,52 @@ class Strategy:
             "other",
         ]
     ] = "other"
-    #: Its number among its family's marks, where several extensions share the family: deleting one leaves
-    #: the others' marks. None: the next free number, in the registry's order.
+    #: Number of its marker in figures among its family's markers, for families that several extensions share:
+    #: without one of them, the others keep their markers. None: the next free number in the registry's order.
     mark: ClassVar[int | None] = None
     #: One line for documentation and reports.
     summary: ClassVar[str]
-    #: One line for reports: how an update of the weights W comes about. g: a gradient; velocity: SGD's
-    #: direction from it; lr: the learning rate of a global batch, eta that of a push; N workers.
+    #: Formula for reports of how the weights W are updated. g is a gradient, velocity SGD's direction, lr the
+    #: learning rate of a global batch, eta that of one push of a worker, and N the number of workers.
     rule: ClassVar[str] = ""
-    #: The most workers it can use; None: no limit.
+    #: Largest number of workers that it can use, or None without a limit.
     max_workers: ClassVar[int | None] = None
     #: Whether it needs a torch.distributed process group.
     needs_group: ClassVar[bool] = True
-    #: Whether it shards the model by its wrap groups, which are then in the record.
+    #: Whether it shards the model by its wrap groups. The record then has these groups.
     uses_wrap_groups: ClassVar[bool] = False
-    #: Whether it divides the model itself, which must declare how; others take any model.
+    #: Whether it divides the model's layers among workers, for which the model must declare how.
     divides_network: ClassVar[bool] = False
-    #: Whether a worker waits for the activations that others send, so that no computation hides them.
+    #: Whether a worker waits for activations of other workers, so that no computation hides their transfer.
     waits_for_activations: ClassVar[bool] = False
-    #: Whether a rank does and holds the same on any number of workers, so that the plan predicts one.
+    #: Whether a rank computes and stores the same with any number of workers, so that the plan needs to
+    #: predict only one number of workers.
     alike_on_any_count: ClassVar[bool] = False
-    #: The kinds of collectives that its steps may start (`CollectiveCall.kind`), for the measurement of
-    #: links; None: it does not say, and all are measured.
+    #: Kinds of collectives that its steps may start (`CollectiveCall.kind`), for the measurement of links.
+    #: None: unknown, and all kinds are measured.
     collectives: ClassVar[tuple[str, ...] | None] = None
-    #: The phases of a step without waits for other workers: they show how the workers' computation times
-    #: differ. Empty: each may contain waits.
+    #: Phases of a step that contain no wait for other workers: they show how the workers' computation times
+    #: differ. It is empty if each phase may contain waits.
     own_phases: tuple[str, ...] = ()
-    #: Why its workers cannot join and leave while it trains, in a clause; None: they can.
+    #: Reason why its workers cannot join and leave during the training, as a clause, or None if they can.
     rigid: ClassVar[str | None] = "it does not say that workers may join and leave while it trains"
-    #: Why a training that was ended restarts from step 0, in a clause; None: its state can be saved.
+    #: Reason why an interrupted training restarts from step 0, as a clause, or None if its state is saved.
     begins_anew: ClassVar[str | None] = "it does not say that all its state can be kept"
-    #: Whether its first steps do what later ones do not: the plan then looks at later ones.
+    #: Whether its first steps differ from later ones, so that the plan has to look at later steps.
     warms_up: ClassVar[bool] = False
-    #: Whether a parameter that got no gradient in a step is updated as by one of zeros; else it is left.
+    #: Whether a parameter without a gradient in a step is updated by a gradient of zeros, not left unchanged.
     updates_by_zeros: ClassVar[bool] = False
-    #: Short text on buffers that forward writes, such as BatchNorm's statistics.
+    #: Short text on which buffers count, such as BatchNorm's statistics, if forward writes to them.
     buffers_note: ClassVar[str] = "each worker keeps its own"
-    #: Whose weights and BatchNorm statistics are evaluated.
+    #: Short text on the weights and BatchNorm statistics that are evaluated.
     evaluated_on: ClassVar[str] = "the only worker's weights and BatchNorm statistics"
-    #: Sentence on parts of a step's time that the breakdown cannot separate; None if there are none.
+    #: Sentence on parts of a step's time that the breakdown cannot separate, or None if there are none.
     breakdown_note: ClassVar[str | None] = None
+    #: Dataclass of its options.
     Options: ClassVar[type[Options]] = Options
-    #: The model given to `setup`.
+    #: Model that was given to `setup`.
     model: nn.Module
-    #: The optimizer of this worker's weights, from `setup` on; None if there is none.
+    #: Optimizer of this worker's weights after `setup`, or None if there is none.
     optimizer: torch.optim.Optimizer | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -234,23 +242,23 @@ class Strategy:
 
     @classmethod
     def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
-        """Return the options for a cell on `gpus` workers, completed by derived values."""
+        """Return the options for a cell with `gpus` workers, including values that follow from others."""
         return options
 
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
-        """Raise ValueError when options do not suit a cell.
+        """Raise ValueError if the options are not valid for a cell.
 
         Args:
             name: Name of the strategy.
             options: All of its options.
             gpus: Number of workers.
-            per_worker_batch: Samples of a worker's step.
+            per_worker_batch: Samples per step of a worker.
         """
 
     @classmethod
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
-        """Raise ValueError when options do not suit the nodes.
+        """Raise ValueError if the options are not valid for the cluster's nodes.
 
         Args:
             options: All of its options.
@@ -260,36 +268,52 @@ class Strategy:
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield why it does not support an experiment's `values`, each as `.key = ...: why`."""
+        """Yield a message, `.key = ...: reason`, for each value of an experiment that it does not support."""
         yield from ()
 
     @classmethod
     def rigid_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
-        """Return `rigid` as of all its `options` and an experiment's `values`."""
+        """Return why workers cannot join and leave with these options and values, or None if they can.
+
+        Args:
+            options: All options of the strategy.
+            values: Values of the experiment.
+        """
         return cls.rigid
 
     @classmethod
     def restart_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
-        """Return `begins_anew` as of all its `options` and an experiment's `values`."""
+        """Return why a training restarts from step 0 with these options and values, or None if it does not.
+
+        Args:
+            options: All options of the strategy.
+            values: Values of the experiment.
+        """
         return cls.begins_anew
 
     @classmethod
     def packages(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the distributions that it needs with these options: `needs`, and what options name."""
+        """Return the packages that the strategy needs with these options: `needs`, and others by option."""
         return cls.needs
 
     @classmethod
     def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
-        """Return the user's files that its options name, by name. If one changes, cells are trained again."""
+        """Return the user's files that its options name, by their names.
+
+        If one of them changes, cells are trained again.
+        """
         return {}
 
     @classmethod
     def faults_here(cls, options: Mapping[str, Any]) -> Iterator[str]:
-        """Yield sentences on what its options need and this machine lacks, before any training."""
+        """Yield a sentence for each requirement of its options that this machine does not meet."""
         yield from ()
 
     def refusals_of_model(self, model: nn.Module, worker: Worker) -> Iterator[str]:
-        """Yield why it cannot train `model`, with the remedy. Called before `setup`, with `worker.trial`."""
+        """Yield reasons why the strategy cannot train a model, each with its remedy.
+
+        It is called before `setup`. `worker.trial` has the result of a trial step.
+        """
         s, sparse = worker.settings, worker.trial.sparse
         by = {
             "AdamW does not take": s.optimizer == "adamw",
@@ -301,74 +325,76 @@ class Strategy:
 
     @classmethod
     def on_fakes(cls) -> AbstractContextManager:
-        """Return a context in which its libraries support fake tensors and groups."""
+        """Return a context in which its libraries work with fake tensors and process groups."""
         return nullcontext()
 
     def forget_batch(self) -> None:
-        """Free what was made for a batch's size, so that the next step makes its own."""
+        """Free everything that depends on the batch size, so that the next step may have another one."""
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
-        """Return the samples that a worker computes on in one `step`, also outside of training."""
+        """Return the number of samples of a worker in one `step`, also outside of training."""
         return s.per_worker_batch
 
     def traits(self, gpus: int) -> Traits:
-        """Return its traits on `gpus` workers."""
+        """Return the strategy's traits with `gpus` workers."""
         return Traits()
 
     def mesh(self, gpus: int) -> Mesh:
-        """Return how `gpus` workers divide the work.
+        """Return the mesh in which `gpus` workers divide batches and layers.
 
         Raises:
-            ValueError: If its options do not allow it.
+            ValueError: If the options do not allow this number of workers.
         """
         return Mesh(gpus)
 
     @property
     def plain_steps(self) -> int:
-        """Number of initial steps with plain gradient averaging, before the strategy's own kind."""
+        """Number of first steps with plain gradient averaging, before the strategy's own kind of step."""
         return 0
 
     @property
     def parts(self) -> int:
-        """Equal parts of a step's batch, or of each part of it (`gradient_accumulation_steps`)."""
+        """Number of equal parts into which it divides each batch, or each part of gradient accumulation."""
         return 1
 
     def bubble_share(self, gpus: int) -> float | None:
-        """Return the fraction of a step spent waiting for others' layers, or None.
+        """Return the fraction of a step in which a worker waits for layers of others, or None if unknown.
 
-        Return None if unknown.
-
-        All layers count as equal, and transfers as free.
+        All layers count as equally slow, and transfers as free.
         """
         return 0.0
 
     @property
     def first_steps(self) -> tuple[int, ...]:
-        """Number of the first step of each kind in the training, for the plan."""
+        """Index of the first step of each kind of steps in the training, for the plan."""
         return (0,)
 
     @property
     def period(self) -> int:
-        """Steps after which its work repeats, once its last kind of step has begun."""
+        """Number of steps after which its work repeats, once its last kind of step has begun."""
         return 1
 
     def own_length(self, discarded: int, timed: int) -> tuple[int, int]:
-        """Return the steps to discard and to time in a segment, at least those required.
+        """Return the numbers of steps to discard and to time in a segment.
 
-        Whole periods of its own are timed. Its first steps are not, because they are of another kind than
-        most of a training's.
+        Whole periods of the strategy are timed. Its first steps are discarded, because most steps of a
+        training are of another kind.
+
+        Args:
+            discarded: Smallest number of steps to discard.
+            timed: Smallest number of steps to time.
         """
         first, period = max(self.first_steps[-1], self.plain_steps), self.period
         before = first + -(-max(0, discarded - first) // period) * period
         return before, -(-timed // period) * period
 
     def exchanges(self, steps: int) -> int:
-        """Return in how many of a training's `steps` the workers communicate."""
+        """Return the number of steps, among the first `steps` of a training, in which workers communicate."""
         return steps
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
-        """Wrap `model` (already on the device), make the optimizer, and at last `reset`."""
+        """Wrap the model, which is already on the device, create the optimizer, and call `reset`."""
         raise NotImplementedError
 
     def weights_and_buffers(self) -> list[Tensor]:
@@ -377,42 +403,42 @@ class Strategy:
 
     @property
     def adds_again(self) -> bool:
-        """Whether backward adds to a gradient several times, so that only its end is final."""
+        """Whether backward adds to a gradient several times, so that it is complete only at the end."""
         return bool(self.worker.trial and self.worker.trial.again)
 
     def frozen_written(self) -> list[Tensor]:
-        """Return frozen parameters that forward changes: they are saved and restored as buffers are."""
+        """Return the frozen parameters that forward changes, which are saved and restored like buffers."""
         written = set(self.worker.trial.overwritten if self.worker.trial else ())
         named = self.model.named_parameters() if written else ()
         return [p for name, p in named if name in written and not p.requires_grad]
 
     def extra_state(self) -> list[Tensor | Stateful]:
-        """Return its state beyond weights, buffers and the optimizer's, to be restored after warm-up.
+        """Return the strategy's state besides weights, buffers and the optimizer's, to restore after warm-up.
 
-        These are tensors, or objects with `state_dict` and `load_state_dict`, always as many, in one order.
-        Tensors count as the optimizer's state, in the record and in the plan; `Traits.kept_copies` has their
-        size.
+        The list has tensors, or objects with `state_dict` and `load_state_dict`, always in the same order.
+        Tensors count as the optimizer's state in the record and in the plan; `Traits.kept_copies` has
+        their size.
         """
         return []
 
     def kept_tensors(self) -> dict[str, list[Tensor]]:
-        """Return tensors that persist between steps beyond parameters, buffers and optimizer state.
+        """Return tensors that persist between steps besides model, optimizer and `extra_state`, by purpose.
 
-        They are by purpose (`gradients`, `buckets`, `communication`, `received`), which the plan names with
-        their memory. Nothing in them needs to be restored. They are no model states, and count in the
-        record's peak only.
+        The purposes are `gradients`, `buckets`, `communication` and `received`; the plan shows the memory of
+        each. These tensors need not be restored. They are not model states, and count in the record's peak
+        memory only.
         """
         return {}
 
     def late_tensors(self) -> list[Tensor]:
-        """Return those persistent tensors that do not exist before some later step."""
+        """Return the persistent tensors that only a later step than the first creates."""
         return []
 
     def reset(self) -> None:
-        """Reset what `restore` does not restore: counts of steps, loss scale, the state of hooks."""
+        """Reset the state that `restore` does not restore: step counts, loss scale and state of hooks."""
 
     def save(self) -> SavedState:
-        """Return a copy in host memory of all that a warm-up would change."""
+        """Return a copy in host memory of all state that a warm-up changes."""
         from stratbench.strategies.saved import SavedState
         from stratbench.workload.network.changes import Attributes
 
@@ -422,28 +448,29 @@ class Strategy:
         return SavedState(tensors, self.optimizer, self.extra_state(), attributes)
 
     def restore(self, saved: SavedState) -> None:
-        """Undo everything done since `save`, bit for bit, and `reset`."""
+        """Restore the state that `save` returned, bit for bit, and call `reset`."""
         saved.put_back(self.weights_and_buffers(), self.optimizer, self.extra_state())
         self.reset()
 
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
-        """Yield this worker's sample numbers, shape [samples_per_step], for each of its steps in `epoch`.
+        """Yield the indices of this worker's samples, shape [samples_per_step], for each step of an epoch.
 
-        `order`: the epoch's shuffled sample numbers, shape [train_samples], equal on all workers.
+        Args:
+            order: The epoch's shuffled sample indices, shape [train_samples], equal on all workers.
+            epoch: Number of the epoch.
         """
         raise NotImplementedError
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return one training step; returns the batch's mean loss on the device, unsynchronised.
+        """Train one step, and return the mean loss of the batch on the device, without synchronising.
 
-        The mean over the workers is the global batch's, also of a task that weighs.
+        The mean of the returned losses over the workers is the loss of the global batch, also for a task that
+        weights its targets.
         """
         raise NotImplementedError
 
     def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Return the gradients of a step, as far as this worker holds them.
-
-        Nothing is updated.
+        """Compute the gradients of a batch without an update, and return those that this worker holds.
 
         Parameters without a gradient have zeros. The list is empty if the strategy does not know its
         gradients; compiled code is then not checked.
@@ -452,7 +479,7 @@ class Strategy:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Yield the model in evaluation mode, with the weights and buffers that are evaluated."""
+        """Yield the model in evaluation mode, with the weights and buffers to evaluate."""
         self.model.eval()
         try:
             yield self.model
@@ -462,7 +489,7 @@ class Strategy:
     def model_states(self) -> dict[str, int]:
         """Return the bytes of this rank's parameters, gradients, optimizer state and buffers.
 
-        The tensors of `extra_state` are in the optimizer's.
+        The optimizer state includes the tensors of `extra_state`.
         """
         import torch
 
@@ -475,45 +502,48 @@ class Strategy:
         }
 
     def report(self) -> dict[str, Any]:
-        """Return its further entries of the record: `details`, `evaluated_on`, `updates_applied`."""
+        """Return the strategy's own entries of the record: `details`, `evaluated_on`, `updates_applied`."""
         raise NotImplementedError
 
     def communication(self) -> dict[str, Any] | None:
-        """Return this rank's communication per training step, or None if unknown.
+        """Return this rank's communication per training step, or None if it is unknown.
 
         It has `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their `method`. If
         known, it also has mean times per step: `total_ms` of communication, of which `overlapped_ms` run
-        concurrently with computation and `exposed_ms` do not, or `server_wait_ms`. Called once, after the
-        timed training.
+        concurrently with computation and `exposed_ms` do not, or `server_wait_ms`. It is called once, after
+        the timed training.
         """
         return None
 
     def check_alike(self) -> None:
-        """Between epochs: Refused where the workers did not do the same though they had to."""
+        """Raise Refused if workers have called different collectives; called between epochs."""
 
     def close(self) -> None:
-        """Release what `setup` took, after the last measurement."""
+        """Release the resources that `setup` acquired, after the last measurement."""
 
 
 class Collective(Strategy):
     """Base of the strategies in which all workers take every step together.
 
-    A subclass wraps the model. Forward, backward, precision and the optimizer's step are the same for all, so
-    that a comparison of two strategies compares nothing else.
+    A subclass wraps the model. Forward, backward, precision and the optimizer's step are the same for all
+    strategies, so that a comparison shows the effect of the strategy alone.
     """
 
-    module: nn.Module  # the wrapped model
-    compiled: nn.Module  # what a step calls: it, or what compiles it
-    #: Wrapper that makes the model return its loss (`loss_chunks`); None: it returns scores.
+    #: Model as the strategy has wrapped it.
+    module: nn.Module
+    #: Module that a step calls: the wrapped model, or its compiled form.
+    compiled: nn.Module
+    #: Wrapper that makes the model return its loss (`loss_chunks`), or None if the model returns scores.
     chunked: ChunkedLoss | None = None
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
-        """Return the module whose forward and backward synchronise the workers."""
+        """Wrap a model in a module whose forward and backward synchronise the workers, and return it."""
         raise NotImplementedError
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
         self.worker, self.model = worker, model
-        if any(True for _ in model.buffers()):  # another worker's may be waited for before forward
+        # With buffers, forward may begin by a wait for those of another worker.
+        if any(True for _ in model.buffers()):
             self.own_phases = ()
         if worker.settings.loss_chunks > 1:
             self.chunked = self.make_chunked_loss()
@@ -525,10 +555,10 @@ class Collective(Strategy):
         self.reset()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer of the tensors in `self.local`, by the cell's settings.
+        """Return an optimizer of the tensors in `self.local`, by the cell's settings.
 
-        Nowhere else is one built. What it keeps should be there from the start, as the moments are
-        here: the plan takes the first step for one like any other.
+        No other code builds an optimizer. Its state should exist before the first step, as the moments do
+        here: the plan assumes that the first step needs the memory of any step.
         """
         kind, settings = self.optimizer_kind()
         optimizer = kind(self.local, **settings)
@@ -536,7 +566,7 @@ class Collective(Strategy):
         return optimizer
 
     def optimizer_kind(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Return the optimizer's class, and its arguments but for the tensors."""
+        """Return the optimizer's class and its keyword arguments."""
         import torch
 
         s = self.worker.settings
@@ -544,7 +574,7 @@ class Collective(Strategy):
             "lr": s.lr,
             "weight_decay": s.weight_decay,
             "foreach": s.optimizer_impl == "foreach",
-            # Fused kernels take the loss scaler's verdict on the device, without a synchronisation.
+            # Fused kernels read on the device whether the loss scaler found an overflow, without a wait.
             "fused": s.optimizer_impl == "fused",
         }
         if s.optimizer == "adamw":
@@ -556,7 +586,7 @@ class Collective(Strategy):
         return torch.optim.SGD, common | {"momentum": s.momentum, "nesterov": s.nesterov}
 
     def begin_states(self, optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
-        """Give `optimizer` what it keeps for each of `tensors`, as its first step would."""
+        """Create the optimizer's state for each of `tensors`, as its first step would."""
         import torch
 
         s = self.worker.settings
@@ -564,7 +594,7 @@ class Collective(Strategy):
         for t in tensors:
             if s.optimizer == "adamw":
                 optimizer.state[t] = {
-                    # Kernels read it on the device; the others compute with it on the host.
+                    # Fused kernels read the step on the device; other implementations read it on the host.
                     "step": torch.zeros(
                         (), dtype=torch.float32, device=t.device if fused else "cpu"
                     ),
@@ -572,13 +602,13 @@ class Collective(Strategy):
                     "exp_avg_sq": torch.zeros_like(t),
                 }
             elif s.momentum:
-                # From zero, momentum becomes the first gradient, as in torch. But if the loss scaler skips
-                # the first step, torch's fused SGD continues with uninitialised memory.
+                # A momentum of zero becomes the first gradient, as in torch. Without it, torch's fused SGD
+                # reads uninitialised memory if the loss scaler skips the first step.
                 optimizer.state[t]["momentum_buffer"] = torch.zeros_like(t)
 
     def reset(self) -> None:
         self.steps, self.scaler = 0, None
-        #: The weights of the parts of the current batch (tasks that return a sum and a weight).
+        #: Weight of each part of the current batch, for tasks that return a sum and a weight.
         self.part_weights: list[Tensor] = []
         if self.worker.settings.precision == "fp16":
             from stratbench.strategies.scaler import SharedScaler
@@ -587,14 +617,14 @@ class Collective(Strategy):
             self.scaler = SharedScaler(self.worker.device, shared=parts is None or parts > 1)
 
     def local_tensors(self) -> list[Tensor]:
-        """Return the tensors that this rank's optimizer updates; SGD is element-wise, so shards will do."""
+        """Return the tensors that this rank's optimizer updates: the parameters, or shards of them."""
         return self.parameters
 
     def link_gradients(self) -> None:
-        """Hand the gradients to `local_tensors`, where those are not the parameters themselves."""
+        """Assign the gradients to `local_tensors`, if these are not the parameters themselves."""
 
     def before_update(self) -> None:
-        """Set the step's learning rate and clip the gradients, where the settings ask for it."""
+        """Set the step's learning rate and clip the gradients, if the settings require it."""
         s = self.worker.settings
         if s.changes_lr:
             share = s.share_of_lr(self.steps, self.worker.total_steps)
@@ -604,7 +634,7 @@ class Collective(Strategy):
             self.clip(s.max_grad_norm)
 
     def clip(self, norm: float) -> None:
-        """Scale the gradients down to `norm`, where theirs is larger; unsynchronised."""
+        """Scale the gradients down if their norm is larger than `norm`, without synchronising the device."""
         from torch.nn.utils import clip_grads_with_norm_
 
         if self.scaler is not None:
@@ -612,13 +642,16 @@ class Collective(Strategy):
         clip_grads_with_norm_(self.local, norm, self.gradient_norm())
 
     def gradient_norm(self) -> Tensor:
-        """Return the Euclidean norm of the full gradient, on the device, unsynchronised."""
+        """Return the Euclidean norm of the full gradient on the device, without synchronising."""
         from torch.nn.utils import get_total_norm
 
         return get_total_norm([t.grad for t in self.normed_tensors() if t.grad is not None])
 
     def normed_tensors(self) -> list[Tensor]:
-        """Return the tensors whose gradients this worker adds to the norm; replicated ones count once."""
+        """Return the tensors whose gradients this worker adds to the gradient norm.
+
+        A tensor that several workers hold is counted by one of them.
+        """
         return self.local
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -626,14 +659,14 @@ class Collective(Strategy):
             return self.mean_loss(x, y)
 
     def mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a part of the batch, in the model's number format."""
+        """Return the mean loss of a part of the batch, computed by the compiled or wrapped model."""
         if self.chunked is None:
             return self.loss_of(self.compiled(x), y)
         with self.chunked.against(y):
             return self.compiled(x)
 
     def make_chunked_loss(self) -> ChunkedLoss:
-        """Have the network, not wrapped yet, compute its loss in parts of the positions."""
+        """Make the model, which is not wrapped yet, compute its loss in parts of the positions."""
         import torch
 
         from stratbench.workload.network.chunked_loss import ChunkedLoss
@@ -644,10 +677,10 @@ class Collective(Strategy):
         return ChunkedLoss(self.model, tokens, worker.settings.loss_chunks, worker.task.loss)
 
     def loss_of(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a part of the batch, from which backward begins.
+        """Return the mean loss of a part of the batch, on which backward is called.
 
         If the task returns a sum and a weight, each target counts as 1 here. The weight of the global batch
-        is known only after the last part of the last worker; `divide_by_weight` corrects by it.
+        is known only after the last part of the last worker; `divide_by_weight` then corrects the loss.
         """
         outputs = scores_for_loss(outputs, self.worker.settings.precision)
         loss, weight = loss_and_weight(self.worker.task, outputs, y)
@@ -661,14 +694,25 @@ class Collective(Strategy):
         )
 
     def full_weight(self, y: Tensor) -> float:
-        """Return the weight of a worker's batch if each target weighs 1.
+        """Return the number of targets of a worker's batch, its weight if each target weighs 1.
 
-        `y`: targets of some samples.
+        Args:
+            y: Targets of any samples, which show the number of targets per sample.
         """
         return math.prod(y.shape[1:]) * self.worker.settings.per_worker_batch
 
     def divide_by_weight(self, loss: Tensor, full: float) -> Tensor:
-        """Scale gradients and loss to the sum over the global batch divided by its weight."""
+        """Correct gradients and mean loss of a batch for the weights of its targets.
+
+        Afterwards the loss is the global batch's sum divided by its weight.
+
+        Args:
+            loss: Mean loss with a weight of 1 per target.
+            full: Weight of a worker's batch if each target weighs 1.
+
+        Returns:
+            The corrected loss.
+        """
         import torch
 
         from stratbench.workload.torch_internals import multiply_all
@@ -686,7 +730,7 @@ class Collective(Strategy):
         return loss * factor.to(loss.dtype)
 
     def mean_weight(self, own: Tensor) -> Tensor:
-        """Return the mean weight of the replicas' batches; `own`: the weight of this worker's batch."""
+        """Return the mean weight of the replicas' batches, where `own` is that of this worker's batch."""
         import torch.distributed as dist
 
         w = self.worker
@@ -697,7 +741,7 @@ class Collective(Strategy):
         return own / w.mesh.replicas
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that the update goes by, as far as this worker holds them."""
+        """Return the gradients that this worker's optimizer uses in the next update."""
         from stratbench.telemetry.shards import local_part
 
         return [local_part(t.grad) for t in self.local if t.grad is not None]
@@ -716,7 +760,7 @@ class Collective(Strategy):
         return gradients
 
     def compute_gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        """Compute the gradients of the batch in `local_tensors`; returns its mean loss."""
+        """Compute the batch's gradients of `local_tensors`, and return the mean loss of the batch."""
         parts = self.worker.settings.gradient_accumulation_steps
         loss = self.add_gradients(x, y) if parts == 1 else self.accumulate(x, y, parts)
         self.link_gradients()
@@ -730,7 +774,7 @@ class Collective(Strategy):
         return loss
 
     def update(self) -> None:
-        """Update the weights by the gradients, and drop these."""
+        """Update the weights by the gradients, and free the gradients."""
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -755,19 +799,17 @@ class Collective(Strategy):
         return loss
 
     def synchronising(self, last: bool) -> AbstractContextManager:
-        """Return the context for a part of a batch; before the `last` gradients stay local."""
+        """Return the context for a part of a batch, in which only the `last` part synchronises gradients."""
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
-        """Run forward and backward of one part of a batch.
-
-        Return its contribution to the mean loss.
+        """Run forward and backward of one part of a batch, and return its share of the mean loss.
 
         Args:
             x: Inputs.
             y: Targets.
             parts: Number of parts.
-            last: Whether it is the last part.
+            last: Whether this is the last part.
         """
         mark = self.worker.mark
         loss = self.forward(x, y)
@@ -782,7 +824,7 @@ class Collective(Strategy):
         return loss.detach()
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of `loss`, the workers' together where they are to be synchronised."""
+        """Compute the gradients of `loss`, which the wrapped model synchronises between the workers."""
         loss.backward()
 
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
@@ -795,7 +837,7 @@ class Collective(Strategy):
         return [*self.local, *self.frozen_written(), *self.model.buffers()]
 
     def state_tensors(self) -> list[Tensor]:
-        """Return the tensors of this worker's training state, always as many in one order."""
+        """Return the tensors of this worker's training state, always in the same number and order."""
         import torch
 
         from stratbench.telemetry.memory import optimizer_state
@@ -807,21 +849,18 @@ class Collective(Strategy):
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
     def counts(self) -> dict[str, Any]:
-        """Return its counts since `reset` that are in no tensor, as JSON-able values."""
+        """Return the counts since `reset` that no tensor holds, as values for JSON."""
         scale = None if self.scaler is None else self.scaler.counts()
         return {"steps": self.steps, "scale": scale}
 
     def go_on(self, counts: dict[str, Any]) -> None:
-        """Count on from `counts`, after `reset`."""
+        """Restore the values that `counts` returned; it must be called after `reset`."""
         self.steps = counts["steps"]
         if self.scaler is not None:
             self.scaler.go_on(counts["scale"])
 
     def optimizer_dtype(self) -> str | None:
-        """The number formats of what the optimizer keeps for each weight.
-
-        None where it keeps nothing.
-        """
+        """Return the number formats of the optimizer's state per weight, or None without such state."""
         from stratbench.telemetry.memory import optimizer_state
 
         state = optimizer_state(self.optimizer).items()
@@ -839,14 +878,12 @@ class Collective(Strategy):
 
 
 def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None) -> Tensor:
-    """Return the norm of a sharded vector, of which `norm` is this worker's part.
-
-    A collective.
+    """Return the norm of a vector that workers hold in shards; all workers must call it.
 
     Args:
-        norm: Norm of this worker's part.
+        norm: Norm of this worker's shard.
         workers: Number of workers.
-        group: Their process group.
+        group: Process group of the workers.
     """
     if workers == 1:
         return norm
@@ -858,17 +895,17 @@ def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None)
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
-    """Return the number formats of some tensors, each once, in the order of their names."""
+    """Return the sorted names of the tensors' number formats, without repetition."""
     return sorted({str(t.dtype).removeprefix("torch.") for t in tensors})
 
 
 def sparse_gradient(names: Sequence[str], reason: str) -> str:
-    """Return why a strategy does not support sparse gradients, and the remedy."""
-    return f"the gradient of {names_text(names)} is sparse, which {reason}; make the layer with sparse=False"
+    """Return a sentence on why the sparse gradients of some parameters are unsupported, with the remedy."""
+    return f"the gradient of {names_text(names)} is sparse, which {reason}; build the layer with sparse=False"
 
 
 def refusals_of_parts(trial: Trial, as_parameters: bool = True) -> Iterator[str]:
-    """Yield why a strategy that trains shards of parameters would train a user's model wrongly.
+    """Yield reasons why a strategy that shards parameters would train a user's model wrongly.
 
     Args:
         trial: Result of a trial step of the model.
@@ -887,78 +924,78 @@ def refusals_of_parts(trial: Trial, as_parameters: bool = True) -> Iterator[str]
 
 
 def hooks_lost(names: Sequence[str]) -> str:
-    """Return why a strategy that replaces parameters does not support a user's hooks, and the remedy."""
+    """Return a sentence on why gradient hooks are lost if shards replace parameters, with the remedy."""
     return (
-        f"{names_text(names)} has a hook of its gradient, which would stay with the whole parameter while "
-        "its parts are trained; change the gradient in forward (torch.where, detach, an autograd function)"
+        f"{names_text(names)} has a gradient hook, which would stay on the whole parameter while its shards "
+        "are trained; change the gradient in forward instead (torch.where, detach, an autograd function)"
     )
 
 
 def read_elsewhere(names: Sequence[str]) -> str:
-    """Return why parameters that forward reads past their modules are unsupported, and the remedy."""
+    """Return a sentence on parameters that forward reads from elsewhere than their module's attribute."""
     return (
-        f"forward reads {names_text(names)} by a reference that is no attribute of its module (a list, a "
-        "dictionary), and only the attribute is given the parts that are trained; read the attribute, or use "
-        "nn.ParameterList or nn.ParameterDict"
+        f"forward reads {names_text(names)} from a list or dictionary instead of its module's attribute, but "
+        "only the attribute gets the shards that are trained; read the attribute, or use nn.ParameterList or "
+        "nn.ParameterDict"
     )
 
 
 def remade(names: Sequence[str]) -> str:
-    """Return why subclasses of nn.Parameter are unsupported, and the remedy."""
+    """Return a sentence on parameters whose class or attributes forward reads, with the remedy."""
     return (
-        f"forward depends on the class or an attribute of {names_text(names)}, which parts of a parameter do "
-        "not have; keep it in the module"
+        f"forward uses the class or an attribute of {names_text(names)}, which shards of a parameter do not "
+        "have; store the attribute in the module"
     )
 
 
 def changes_lost(names: Sequence[str]) -> str:
-    """Return why parameters that forward writes to are unsupported, and the remedy."""
+    """Return a sentence on parameters that forward writes to, whose changes are lost, with the remedy."""
     return (
-        f"forward changes {names_text(names)}, and what it writes is lost when the weights are gathered or "
-        "pulled anew; keep it in a buffer (register_buffer), or change the parameter's use in place of it"
+        f"forward writes to {names_text(names)}, and its changes are lost when the weights are gathered or "
+        "pulled; store them in a buffer (register_buffer), or change how forward uses the parameter"
     )
 
 
 def parted(names: Sequence[str]) -> str:
-    """Return why replicas do not support parameters that forward changes depending on its data."""
+    """Return a sentence on parameters that forward changes by its data, so that replicas would diverge."""
     return (
-        f"what forward writes to {names_text(names)} depends on its batch, so that the workers' copies would "
-        "part; keep it in a buffer (register_buffer), or change the parameter's use in place of it"
+        f"forward writes values to {names_text(names)} that depend on the batch, so the workers' replicas "
+        "would diverge; store them in a buffer (register_buffer), or change how forward uses the parameter"
     )
 
 
 def adds_again(names: Sequence[str]) -> str:
-    """Return why gradients with several additions in one backward are unsupported, and the remedy."""
+    """Return a sentence on gradients to which one backward adds several times, with the remedy."""
     return (
-        f"backward adds to the gradient of {names_text(names)} several times, and the first part would be "
-        "taken for the whole (a block that is called again under reentrant checkpointing); checkpoint with "
+        f"backward adds to the gradient of {names_text(names)} several times, and the first sum would be "
+        "used as the whole gradient (reentrant checkpointing calls a block again); checkpoint with "
         "use_reentrant=False"
     )
 
 
 def by_data(names: Sequence[str]) -> str:
-    """Return why workers that step together cannot skip modules depending on their data."""
+    """Return a sentence on modules that forward skips depending on its data, with the remedy."""
     return (
-        f"not every batch reaches {names_text(names)}: forward reads values of tensors and chooses by them, "
-        "and workers, whose data differ, would wait for one another in vain or add up what does not belong "
-        "together; call it always, and choose with torch.where or a factor of 0 or 1"
+        f"not every batch uses {names_text(names)}: forward chooses by values of tensors. Workers have "
+        "different data, so they would wait for each other forever or sum the gradients of different "
+        "modules; call it always, and choose with torch.where or a factor of 0 or 1"
     )
 
 
 def by_chance(modules: Sequence[str]) -> str:
-    """Return why workers that step together cannot skip modules at random."""
+    """Return a sentence on modules that forward skips at random, with the remedy."""
     return (
-        f"not every forward calls {names_text(modules)}: each worker throws its own dice, and they would "
-        "wait for one another in vain; call it always, and multiply what it gives by 0 or 1"
+        f"not every forward calls {names_text(modules)}: each worker draws its own random numbers, so "
+        "workers would wait for each other forever; call it always, and multiply its output by 0 or 1"
     )
 
 
 def compiled(module: nn.Module, s: Settings) -> nn.Module:
-    """Return `module`, or its compiled form if the settings ask for it.
+    """Return a module, or its compiled form if the settings have `compile: true`.
 
-    As PyTorch recommends, it is compiled as the strategy has wrapped it: DDP's buckets divide the graph
-    (DDPOptimizer), and FSDP's hooks are between the graphs of its groups. All batches of a training have one
-    shape. The evaluated module is the original, which is not compiled. Compilation happens in the first call.
+    As PyTorch recommends, the wrapped module is compiled: DDP's buckets divide the graph (DDPOptimizer), and
+    FSDP's hooks are between the graphs of its groups. All batches of a training have one shape. The evaluated
+    module is the original, which is not compiled. Compilation happens in the first call.
     """
     if not s.compile:
         return module
@@ -971,9 +1008,9 @@ def compiled(module: nn.Module, s: Settings) -> nn.Module:
 
 
 def ring_traffic(sent_bytes: float) -> dict[str, Any]:
-    """`Strategy.communication` of collectives by the ring algorithms: what is sent is also received.
+    """Return `Strategy.communication` of ring collectives, by which a worker receives what it sends.
 
-    Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
+    See Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """
     return {
         "method": "ring",

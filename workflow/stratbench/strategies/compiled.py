@@ -1,4 +1,4 @@
-"""Check in the warm-up that compiled code computes the same gradients as the model's own code."""
+"""Checks in the warm-up that compiled code computes the same gradients as the model's own code."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
     from stratbench.strategies.base import Strategy, Worker
 
-#: The largest relative difference between compiled and eager gradients. The second bound is for 16 bits
-#: and TensorFloat-32, where the order of sums changes more.
+#: Largest relative difference between compiled and eager gradients. The second bound is for 16 bits and
+#: TensorFloat-32, whose sums depend more on their order.
 BOUND, ROUNDED_BOUND = 1e-2, 0.2
-#: The largest factor between norms if forward draws random numbers: compiled code draws other ones.
+#: Largest factor between the gradients' norms if forward draws random numbers, since compiled code draws
+#: other ones.
 RANDOM_FACTOR = 10.0
-#: The largest share of the device's memory in a compiled step at which an eager step is tried: it takes more.
+#: Largest share of the device's memory in a compiled step at which an eager step, which needs more, is tried.
 MAX_MEMORY = 0.5
 
 
 def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) -> None:
-    """Raise Refused if the compiled gradients of a batch are not the eager ones.
+    """Raise Refused if compiled code computes other gradients of a batch than eager code.
 
-    All workers call it. `Strategy.restore` undoes its changes, except for the random generators.
+    All workers must call it. `Strategy.restore` undoes its changes, except for the random generators.
 
     Args:
         strategy: The strategy.
@@ -38,7 +39,10 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
         y: Targets.
     """
     if not _fits_eager(worker):
-        print("compiled gradients were not compared with eager ones, which may not fit", flush=True)
+        print(
+            "compiled gradients were not compared with eager ones, whose step may not fit into memory",
+            flush=True,
+        )
         return
     before = Generators.now(worker.device)
     compiled, strategy.compiled = strategy.compiled, getattr(strategy, "module", strategy.model)
@@ -50,12 +54,12 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
     compiled_gradients = strategy.gradients_of(x, y)
     if is_random:
         error, bound = _factor_between(compiled_gradients, eager), RANDOM_FACTOR
-        apart = "whose norms are off by a factor of {:.3g}"
+        apart = "whose norms differ from eager ones by a factor of {:.3g}"
     else:
         s = worker.settings
         is_rounded = s.precision not in ("fp32", "fp64")
         error, bound = _distance(compiled_gradients, eager), ROUNDED_BOUND if is_rounded else BOUND
-        apart = "off by {:.3g} of their norm"
+        apart = "which differ from eager ones by {:.3g} of their norm"
     if not (worst := _largest(error, worker)) <= bound:
         raise Refused(
             f"model {worker.settings.model!r}: compile = true: the code that PyTorch {torch.__version__} "
@@ -65,10 +69,7 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
 
 
 def _distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the norm of the difference, relative to the expected norm.
-
-    Return 0 where there is no such norm.
-    """
+    """Return the norm of the difference relative to the expected norm, or 0 if that is 0 or not finite."""
     size = _norm(expected)
     if not size.isfinite() or size == 0:
         return torch.zeros_like(size)
@@ -76,7 +77,7 @@ def _distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
 
 
 def _factor_between(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the largest ratio between the norms of two gradients, except for rounding errors."""
+    """Return the largest factor between the norms of corresponding gradients, without negligible ones."""
     norms = torch.stack(
         [torch.stack([_norm([a]), _norm([b])]) for a, b in zip(actual, expected, strict=True)]
     )
@@ -89,14 +90,14 @@ def _factor_between(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Ten
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of all of them together, in float64."""
+    """Return the Euclidean norm of all tensors together, in float64."""
     each = [t.detach().to_dense() if t.is_sparse else t.detach() for t in tensors]
     wide = [t.to(torch.complex128 if t.is_complex() else torch.float64) for t in each]
     return torch.stack([torch.linalg.vector_norm(t) for t in wide]).norm()
 
 
 def _fits_eager(worker: Worker) -> bool:
-    """Return whether all workers have so much memory left that an eager step will fit."""
+    """Return whether all workers have enough free memory for an eager step."""
     share = torch.zeros((), dtype=torch.float64, device=worker.device)
     if worker.device.type == "cuda":
         most = torch.cuda.max_memory_allocated(worker.device)
@@ -105,9 +106,9 @@ def _fits_eager(worker: Worker) -> bool:
 
 
 def _largest(value: Tensor, worker: Worker) -> float:
-    """Return the largest of the workers' values, where they form a group.
+    """Return the largest of the workers' values; NaN counts as infinity.
 
-    Return NaN is larger than any.
+    Without a process group, it is this worker's value.
     """
     value = value.nan_to_num(nan=torch.inf)
     if worker.world_size > 1 and dist.is_initialized():

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class SixteenBits:
-    """Sends gradients in 16 bits, divided by the workers before, as torch's hooks do.
+    """Sends gradients in 16 bits, after dividing them by the number of workers, as torch's hooks do.
 
-    So their sum overflows only where a mean does. torch's own hook for bfloat16 does not support gloo.
+    The sum then overflows only where the mean does. torch's own hook for bfloat16 does not support gloo.
     """
 
-    #: Whether backward waits for what is sent, bucket by bucket.
+    #: Whether backward waits until each bucket has been sent.
     holds_backward = False
 
     def __init__(self, dtype: torch.dtype, workers: int) -> None:
@@ -38,19 +38,19 @@ class SixteenBits:
         return []
 
     def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
-        """Return bytes that a step reduces, as a mean over the first `steps`."""
+        """Return the mean number of bytes that a step reduces, over the first `steps` steps."""
         return sum(2.0 * p.numel() for p in parameters)
 
 
 class PowerSGD:
-    """torch's hook of Vogels et al., PowerSGD, NeurIPS 2019, with error feedback and warm start.
+    """Compresses gradients by PowerSGD (Vogels et al., NeurIPS 2019), with error feedback and warm start.
 
-    From step `start` on, a matrix of n x m is sent as two of n x r and m x r, if that is less than half. The
-    error is added to the next step's gradient. Vectors are sent as they are. Buckets are compressed one after
-    the other, and backward waits for each.
+    It uses torch's hook. From step `start` on, a matrix of n x m is sent as two of n x r and m x r, if these
+    are less than half as large. The error is added to the next step's gradient. Vectors are sent
+    uncompressed. Buckets are compressed one after the other, and backward waits for each.
     """
 
-    #: torch's default: a matrix is compressed to less than this part of it, or not at all.
+    #: A matrix is compressed only if this makes it smaller by more than this factor (torch's default).
     MIN_RATE = 2
     holds_backward = True
 
@@ -75,16 +75,13 @@ class PowerSGD:
         compresses = self._state.iter >= self._start
         mean = powerSGD_hook(self._state, bucket)
         if compresses:
-            # It begins collectives in callbacks, which gloo runs in any order: with two buckets at a time,
-            # workers would mix up which is which.
+            # The hook starts collectives in callbacks, which gloo runs in any order: with two buckets at a
+            # time, workers would mix up the buckets.
             mean.wait()
         return mean
 
     def reset(self) -> None:
-        """Start again without an error to feed back.
-
-        The first steps are sent as they are.
-        """
+        """Forget the compression error and the step count; the next steps are sent uncompressed."""
         self._state = self._fresh()
 
     def skip_start(self) -> None:
@@ -92,14 +89,14 @@ class PowerSGD:
         self._state.iter = self._start
 
     def kept_tensors(self) -> list[Tensor]:
-        """Return the errors to feed back, and the factors with which the next step begins."""
+        """Return the compression errors and the factors that the next step uses."""
         s = self._state
         return [
             t for state in (s.error_dict, s.p_memory_dict, s.q_memory_dict) for t in state.values()
         ]
 
     def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
-        """Return bytes that a step reduces, as a mean over the first `steps`."""
+        """Return the mean number of bytes that a step reduces, over the first `steps` steps."""
         whole = sent = 0
         for p in parameters:
             n, m = p.shape[0] if p.dim() else 1, p[0].numel() if p.dim() else 1

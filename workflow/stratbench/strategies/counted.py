@@ -1,4 +1,4 @@
-"""Base of strategies whose communication only a step shows: it is counted in one, untimed."""
+"""Base of strategies whose communication is counted in an untimed step, since no formula gives it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Counted(base.Collective):
-    """Counts the communication of a warm-up step: the first, or the last if the strategy `warms_up`.
+    """Counts the communication of the first warm-up step, or of the last one if the strategy `warms_up`.
 
-    The first steps of such a strategy do other work.
+    The first steps of a strategy that `warms_up` do other work than most steps.
     """
 
-    #: Whether the next step is counted: from a `save` on.
+    #: Whether the communication of the next step is counted, as it is after a `save`.
     _counts_step = True
-    #: Bytes sent in the step counted last; NaN if there is none, or if they are unknown.
+    #: Bytes that the last counted step sent, or NaN if no step was counted or they are unknown.
     _sent_bytes = nan
 
     def save(self) -> SavedState:

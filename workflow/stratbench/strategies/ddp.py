@@ -1,4 +1,4 @@
-"""`ddp`: every worker holds the whole model; gradients are averaged by all-reduce during backward."""
+"""`ddp`: every worker has the whole model; gradients are averaged by all-reduce during backward."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 
-#: DDP times ten steps, and then one in so many (its default).
+#: DDP times its first ten steps, and then each step whose number this divides (its default).
 SAMPLE_EVERY = 100
 
 
-#: DDP's message on the parameters, by number, without a gradient in the previous step.
+#: DDP's message that lists, by number, parameters without a gradient in the previous step.
 _UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 def no_gradient(names: Sequence[str]) -> str:
-    """Return why parameters without a gradient end a run, and the remedy."""
+    """Return a sentence on parameters that got no gradient, for which DDP waits, with the remedy."""
     return (
         f"{names_text(names)} got no gradient in a step, and DDP waits for one from every parameter; use "
-        "what it belongs to in each forward, remove it, or freeze it with requires_grad_(False)"
+        "it in each forward, remove it, or freeze it with requires_grad_(False)"
     )
 
 
 class SampledTimes(NamedTuple):
-    """Sums over the steps that DDP has timed."""
+    """Number of steps that DDP has timed, and sums of their times."""
 
     steps: int
     communication_ms: float
@@ -45,9 +45,14 @@ class SampledTimes(NamedTuple):
 
 
 def sampled_times(module: DistributedDataParallel, every: int) -> SampledTimes:
-    """Return DDP's logged times so far; DDP stores means, not sums, and not their count.
+    """Return the sums of times that DDP has logged so far.
 
-    See torch/csrc/distributed/c10d/logger.cpp and reducer.cpp (should_collect_runtime_stats).
+    DDP stores means without the number of steps, which follows from the iteration. See
+    torch/csrc/distributed/c10d/logger.cpp and reducer.cpp (should_collect_runtime_stats).
+
+    Args:
+        module: The wrapped model.
+        every: Interval of timed steps after the first ten.
     """
     from stratbench.workload.torch_internals import read_ddp_log
 
@@ -62,11 +67,11 @@ def sampled_times(module: DistributedDataParallel, every: int) -> SampledTimes:
 
 
 class DDP(base.Collective):
-    """torch.nn.parallel.DistributedDataParallel.
+    """Data parallelism by torch.nn.parallel.DistributedDataParallel.
 
-    BatchNorm normalises with the statistics of each worker's own batch; the running statistics of
-    rank 0 are broadcast before every forward, and those are evaluated. `compress` says how gradients
-    are sent; then they are no longer what the other strategies compute.
+    BatchNorm normalises with the statistics of each worker's own batch. The running statistics of rank 0 are
+    broadcast before every forward, and are evaluated. With `compress`, gradients differ from those of other
+    strategies.
     """
 
     family = "replicas"
@@ -79,30 +84,42 @@ class DDP(base.Collective):
     rigid = begins_anew = None
     collectives = ("all_reduce", "broadcast")
     own_phases = base.BEFORE_BACKWARD
-    buffers_note = "rank 0's are sent to all before each forward, and evaluated"
+    buffers_note = (
+        "rank 0 sends its buffers to all workers before each forward, and they are evaluated"
+    )
     evaluated_on = "the replicas' weights with rank 0's BatchNorm statistics"
     breakdown_note: ClassVar[str] = (
-        "exposed_communication is DDP's own measure of what outlasts the backward computation, "
-        "waiting for slower workers included (on a GPU a mean over the steps that DDP samples); "
-        "the broadcast of BatchNorm's statistics is inside forward"
+        "exposed_communication is DDP's own measure of communication after the backward computation, "
+        "including waits for slower workers (on a GPU a mean over the steps that DDP samples); the "
+        "broadcast of BatchNorm's statistics is inside forward"
     )
 
     @dataclass(frozen=True)
     class Options(base.Options):
         bucket_cap_mb: int = option(25, "size of an all-reduce bucket in MiB", least=1, tried=[100])
-        gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
-        compress: Literal["none", "fp16", "bf16", "powersgd"] = option(
-            "none", "how gradients are sent"
+        gradient_as_bucket_view: bool = option(
+            True, "whether gradients are views of the buckets, which saves a copy of them"
         )
-        powersgd_rank: int = option(1, "of powersgd: columns of a matrix's factors", least=1)
-        powersgd_start_step: int = option(10, "of powersgd: steps before it begins", least=2)
+        compress: Literal["none", "fp16", "bf16", "powersgd"] = option(
+            "none", "compression of the gradients that workers send"
+        )
+        powersgd_rank: int = option(
+            1,
+            "with compress: powersgd, number of columns of the factors of a gradient matrix",
+            least=1,
+        )
+        powersgd_start_step: int = option(
+            10, "with compress: powersgd, number of steps before the compression begins", least=2
+        )
 
         def __post_init__(self) -> None:
             super().__post_init__()
             for name, default in (("powersgd_rank", 1), ("powersgd_start_step", 10)):
                 value = getattr(self, name)
                 if value != default and self.compress != "powersgd":
-                    raise ValueError(f"{name} = {value}: only compress: powersgd has it; remove it")
+                    raise ValueError(
+                        f"{name} = {value}: only compress: powersgd uses it; remove it"
+                    )
 
     @property
     def compress(self) -> str:
@@ -115,21 +132,23 @@ class DDP(base.Collective):
 
     @classmethod
     def rigid_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
-        """Return the reason of PowerSGD, or of the loss scale of fp16."""
+        """Return why workers cannot join and leave with PowerSGD or fp16, or None if they can."""
         if options.get("compress") == "powersgd":
             return (
-                "each worker keeps what PowerSGD lost of its own gradients, which ends with the worker "
-                "(compress: powersgd)"
+                "each worker keeps PowerSGD's compression error of its own gradients, which is lost with the "
+                "worker (compress: powersgd)"
             )
         if values["precision"] == "fp16":
-            return "the loss scale of fp16 would be reset when a worker comes or goes (use bf16)"
+            return "the loss scale of fp16 would be reset when a worker joins or leaves (use bf16)"
         return cls.rigid
 
     @classmethod
     def restart_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
-        """Return the reason of PowerSGD."""
+        """Return why a training with PowerSGD restarts from step 0, or None without PowerSGD."""
         if options.get("compress") == "powersgd":
-            return "what PowerSGD lost of each worker's gradients is in no checkpoint (compress: powersgd)"
+            return (
+                "no checkpoint has PowerSGD's compression error of each worker (compress: powersgd)"
+            )
         return cls.begins_anew
 
     @classmethod
@@ -137,18 +156,18 @@ class DDP(base.Collective):
         kind, precision = options.get("compress", "none"), values["precision"]
         if kind in ("fp16", "bf16") and precision == "fp64":
             yield (
-                f".precision = 'fp64': gradients that are sent in 16 bits (compress: {kind}) leave "
-                "nothing of it"
+                f".precision = 'fp64': compress: {kind} sends gradients in 16 bits, which loses the "
+                "precision; set compress to none"
             )
         if kind != "none" and precision == PURE_BF16:
             yield (
-                f".precision = 'bf16-true': gradients are in 16 bits already, of which compress: {kind} "
-                "would lose more; set it to none, or use bf16"
+                f".precision = 'bf16-true': gradients have 16 bits already, and compress: {kind} would lose "
+                "more precision; set it to none, or use bf16"
             )
         if kind == "powersgd" and precision == "fp16":
             yield (
-                ".precision = 'fp16': PowerSGD adds what it lost of one step to the next, whose loss scale "
-                "may be another, and an overflow would stay in it for good; use bf16"
+                ".precision = 'fp16': PowerSGD adds its compression error to the next step, whose loss scale "
+                "may differ, and an overflow would never leave the error; use bf16"
             )
 
     def traits(self, gpus: int) -> base.Traits:
@@ -157,7 +176,7 @@ class DDP(base.Collective):
             synchronous_alone=True,
             equals_ddp=exact,
             updates_per_step=1,
-            # PowerSGD's traffic depends on the shapes of all parameters.
+            # The traffic of PowerSGD depends on the shapes of all parameters.
             ring_copies={"none": 2, "powersgd": None}.get(self.compress, 1),
         )
 
@@ -200,7 +219,7 @@ class DDP(base.Collective):
             bucket_cap_mb=self.options.bucket_cap_mb,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
         )
-        # On a GPU DDP waits for its events when it samples, so there its own rate stays.
+        # On a GPU, DDP waits for CUDA events in each timed step, so its default interval is kept there.
         self._sample_every = SAMPLE_EVERY if worker.device.type == "cuda" else 1
         if worker.device.type != "cuda":
             log_each_step(module)
@@ -210,7 +229,7 @@ class DDP(base.Collective):
         return module
 
     def make_compressor(self, workers: int) -> SixteenBits | PowerSGD | None:
-        """Return the hook that replaces the all-reduce, or None."""
+        """Return the communication hook that replaces the all-reduce, or None without compression."""
         import torch
 
         match self.compress if workers > 1 else "none":
@@ -243,7 +262,7 @@ class DDP(base.Collective):
         if self.compressor is not None:
             gradients = self.compressor.mean_bytes(self.parameters, self.steps)
         buffers = sum(b.nbytes for b in self.model.buffers())
-        # Buffers are broadcast before a step's first forward; of W ranks, one sends nothing on.
+        # Buffers are broadcast in a ring before a step's first forward, in which the last rank sends nothing.
         traffic = base.ring_traffic((w - 1) / w * (2 * gradients + buffers))
         before, after = self._warm_up, sampled_times(self.module, self._sample_every)
         steps = after.steps - before.steps
@@ -262,7 +281,7 @@ class DDP(base.Collective):
     def evaluating(self) -> Iterator[nn.Module]:
         import torch.distributed as dist
 
-        # Overwriting the other ranks' statistics is harmless: the next forward does the same.
+        # This overwrites the other ranks' statistics, as the next forward would.
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)
         with super().evaluating() as model:

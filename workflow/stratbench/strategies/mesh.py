@@ -1,4 +1,4 @@
-"""Division of a cell's workers: copies of the model, each on one worker or over several."""
+"""The division of a cell's workers into replicas of the model, pipeline stages and tensor workers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 def refuse_uneven(option: str, workers: int, gpus: int) -> None:
-    """Raise ValueError if `gpus` workers cannot form groups of `workers`.
+    """Raise ValueError if a cell's workers cannot form equal groups.
 
     Args:
-        option: The option that sets the group size.
-        workers: Workers of a group.
-        gpus: Number of workers.
+        option: Option that sets the group size, and its value, for the message.
+        workers: Workers per group.
+        gpus: Number of workers of the cell.
     """
     if gpus % workers:
         raise ValueError(
@@ -21,7 +21,7 @@ def refuse_uneven(option: str, workers: int, gpus: int) -> None:
 
 
 class MeshCoordinate(NamedTuple):
-    """A worker's coordinates in a mesh, each from 0."""
+    """A worker's place in a mesh: its replica, its stage and its number among tensor workers, from 0."""
 
     replica: int
     stage: int
@@ -30,38 +30,41 @@ class MeshCoordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Copies of the model: `replicas` of `stages` pipeline stages of `tensor` workers each.
+    """A division of workers: replicas of the model, each with pipeline stages of tensor workers.
 
-    The copies divide each global batch, whether each of them is complete (DDP) or its states are divided
-    among them too (FSDP). The workers of one copy compute on the same samples. Ranks count through the tensor
-    workers first, which exchange most and so are neighbours, and through the stages last.
+    Each replica computes on its share of a global batch, whether its states are whole (DDP) or divided among
+    the replicas (FSDP). The workers of one replica compute on the same samples. Consecutive ranks are tensor
+    workers of one stage, since these exchange most data. Ranks count through the stages last.
     """
 
+    #: Number of replicas of the model.
     replicas: int
+    #: Number of workers that divide each layer.
     tensor: int = 1
+    #: Number of pipeline stages per replica.
     stages: int = 1
 
     @property
     def workers(self) -> int:
-        """Number of workers: the cell's `gpus`."""
+        """Number of workers of the cell."""
         return self.replicas * self.members
 
     @property
     def members(self) -> int:
-        """Number of workers that share one copy of the model."""
+        """Number of workers that share one replica of the model."""
         return self.tensor * self.stages
 
     def place(self, rank: int) -> MeshCoordinate:
-        """Return the coordinates of a rank's worker."""
+        """Return the place of the worker with a rank in the mesh."""
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.replicas)
         return MeshCoordinate(replica, stage, tensor)
 
     def rank(self, at: MeshCoordinate) -> int:
-        """Return the rank of the worker at these coordinates."""
+        """Return the rank of the worker at a place in the mesh."""
         return (at.stage * self.replicas + at.replica) * self.tensor + at.tensor
 
     def speaks(self, rank: int) -> bool:
-        """Return whether the worker reports for its copy: the first of the last stage."""
+        """Return whether a worker reports for its replica, as the first worker of its last stage does."""
         at = self.place(rank)
         return at.tensor == 0 and at.stage == self.stages - 1

@@ -1,4 +1,4 @@
-"""Packages that some strategies need beyond stratbench's own, checked before any training."""
+"""Checks before any training that packages are installed which only some strategies need."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ if TYPE_CHECKING:
 
 
 class Missing(ModelError):
-    """A distribution that a strategy needs is not installed, or in another version."""
+    """A package that a strategy needs is not installed, or has another version."""
 
 
-#: A strategy's name in the study, its class, and its options.
+#: Name of a strategy in the study, its class, and its options.
 Used = tuple[str, "type[Strategy]", Mapping[str, Any]]
 
 
 def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) -> None:
-    """Missing where this Python lacks what the strategy `cls`, which the study calls `name`, needs."""
+    """Raise Missing if this Python lacks a package that a strategy needs.
+
+    Args:
+        name: Name of the strategy in the study.
+        cls: Class of the strategy.
+        options: All of its options.
+    """
     for reason in faults([(name, cls, options)]):
         raise Missing(reason)
 
 
 def faults(strategies: Iterable[Used]) -> Iterator[str]:
-    """Yield a sentence per missing distribution, with the command that installs it."""
+    """Yield a sentence per missing package, with the command that installs it."""
     strategies = list(strategies)
     wanted: dict[tuple[str, str], dict[str, None]] = {}
     for name, cls, options in strategies:
@@ -41,7 +47,7 @@ def faults(strategies: Iterable[Used]) -> Iterator[str]:
 def _missing(wanted: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
     if not wanted:
         return
-    from importlib import metadata  # here: few studies need it, and every command would wait for it
+    from importlib import metadata  # imported here, since few studies need this slow import
 
     for (distribution, version), names in wanted.items():
         try:
@@ -50,7 +56,7 @@ def _missing(wanted: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
             installed = "none"
         if installed != version:
             yield (
-                f"{', '.join(names)}: {distribution}=={version} is needed, and this Python has {installed}: "
-                f"pip install {distribution}=={version}; "
-                "with --sdm conda add it to envs/stratbench.yaml instead"
+                f"{', '.join(names)}: {distribution}=={version} is needed, but this Python has {installed}; "
+                f"run pip install {distribution}=={version}, or with --sdm conda add it to "
+                "envs/stratbench.yaml"
             )

@@ -1,4 +1,4 @@
-"""The state that a warm-up changes: saved before, and restored exactly."""
+"""Saves the state that a warm-up changes, and restores it exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stratbench.workload.network.changes import Attributes
 
 
 class Stateful(Protocol):
-    """An object with a state of its own, as torch's schedulers and samplers are."""
+    """An object with a state of its own, such as torch's schedulers and samplers."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -23,16 +23,21 @@ class Stateful(Protocol):
 
 
 class _Kept(NamedTuple):
-    """A tensor in host memory: the warm-up must not need more of the device."""
+    """A copy of a tensor in host memory, so that the warm-up needs no more device memory.
+
+    Attributes:
+        copy: The copy.
+        device: Device of the original tensor.
+    """
 
     copy: Tensor
     device: torch.device
 
 
 class SavedState:
-    """Copies in host memory of tensors, of an optimizer's state and of `extra`, which may have both.
+    """A copy in host memory of tensors, of an optimizer's state and of other objects with a state.
 
-    Whatever changes them afterwards, `put_back` makes them equal to the copies again, bit for bit.
+    `put_back` makes the originals equal to the copies again, bit for bit.
     """
 
     def __init__(
@@ -42,13 +47,13 @@ class SavedState:
         extra: Sequence[Tensor | Stateful],
         attributes: Attributes | None = None,
     ) -> None:
-        """Copy the state.
+        """Copy the present state.
 
         Args:
             tensors: Tensors to copy.
             optimizer: Optimizer whose state to copy.
-            extra: Tensors, and objects with a state.
-            attributes: Attributes of the model as they are now, or None if its forward changes none.
+            extra: Further tensors, and objects with a state.
+            attributes: Present values of the model's attributes, or None if its forward changes none.
         """
         self._attributes = attributes
         self._tensors = [_keep(local_part(t)).copy for t in tensors]
@@ -71,22 +76,22 @@ class SavedState:
         optimizer: torch.optim.Optimizer | None,
         extra: Sequence[Tensor | Stateful],
     ) -> None:
-        """Restore the saved values of these, in the order in which they were saved.
+        """Restore the saved values, in the order in which they were saved.
 
-        State that the optimizer has created since, such as moments that come with the first step, is dropped.
+        State that the optimizer has created since then, such as moments of its first step, is removed.
 
         Args:
-            tensors: As saved.
-            optimizer: As saved.
-            extra: As saved.
+            tensors: The tensors that were saved.
+            optimizer: The optimizer that was saved.
+            extra: The further tensors and objects that were saved.
 
         Raises:
-            ValueError: If their number differs.
+            ValueError: If `extra` has another length than when it was saved.
         """
         if len(extra) != len(self._extra):
             raise ValueError(
-                f"extra_state() gave {len(self._extra)} when saved, {len(extra)} now: it must always be "
-                "as many; what comes and goes is for reset()"
+                f"extra_state() returned {len(self._extra)} entries when saved and {len(extra)} now; it must "
+                "always return the same number, and reset() must handle all other state"
             )
         if self._attributes is not None:
             self._attributes.put_back()
@@ -121,7 +126,7 @@ def _keep(value: Any) -> Any:
 
 
 def _return(then: Any, now: Any) -> Any:
-    """Return the saved value; a tensor in its present memory, if it still exists."""
+    """Return a saved value, copied into the present tensor if that has the same shape, type and device."""
     if not isinstance(then, _Kept):
         return deepcopy(then)
     if torch.is_tensor(now) and (now.shape, now.dtype, now.device) == (

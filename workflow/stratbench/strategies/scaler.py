@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 that counts the steps it skips and can share its verdict."""
+"""Loss scaling for fp16 that counts skipped steps and can share overflows between workers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from stratbench.workload.torch_internals import ObservableScaler
 
 
 class SharedScaler(ObservableScaler):
-    """GradScaler whose overflow flag is, if `shared`, the maximum over all workers.
+    """Loss scaler whose workers, if `shared`, all skip a step in which one of them finds an overflow.
 
-    With sharded gradients an overflow shows up in one worker's shard only. Without the reduction that worker
-    alone would skip the step (torch's ShardedGradScaler reduces it for the same reason). Gradients that are
-    all-reduced overflow on every worker or on none, so DDP needs no reduction. Skipped steps are counted on
-    the device.
+    With sharded gradients an overflow may be in one worker's shard only, and this worker alone would skip the
+    step. Torch's ShardedGradScaler reduces its flags for the same reason. All-reduced gradients overflow on
+    every worker or on none, so DDP needs no reduction. Skipped steps are counted on the device.
     """
 
     def __init__(self, device: torch.device, shared: bool) -> None:
@@ -32,14 +31,14 @@ class SharedScaler(ObservableScaler):
             self._skipped += (flag > 0).squeeze()
 
     def counts(self) -> dict[str, Any]:
-        """Return its scale and its counts (synchronises), as JSON-able values."""
+        """Return the loss scale and counts of steps as values for JSON; this waits for the device."""
         return self.state_dict() | {"skipped": self.skipped_steps()}
 
     def go_on(self, counts: dict[str, Any]) -> None:
-        """Go on from what `counts` gave."""
+        """Restore the values that `counts` returned."""
         self.load_state_dict({key: value for key, value in counts.items() if key != "skipped"})
         self._skipped.fill_(counts["skipped"])
 
     def skipped_steps(self) -> int:
-        """Return steps without an update because a gradient overflowed (synchronises)."""
+        """Return the number of steps skipped because of an overflow; this waits for the device."""
         return int(self._skipped)

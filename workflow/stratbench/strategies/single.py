@@ -1,4 +1,4 @@
-"""`single`: a bare training loop in one process, the baseline of all overhead."""
+"""`single`: a plain training loop in one process, with which overhead is compared."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class Single(Collective):
-    """No distribution at all: one worker, no process group."""
+    """Training in one process, without a process group."""
 
     family = "alone"
     summary: ClassVar[str] = "one process, no distribution"
-    rule: ClassVar[str] = "W -= lr velocity(g), g of the whole batch"
+    rule: ClassVar[str] = "W -= lr velocity(g), where g is the gradient of the whole batch"
     max_workers = 1
     needs_group = False
     collectives = ()

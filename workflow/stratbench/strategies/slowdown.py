@@ -1,4 +1,4 @@
-"""Stragglers on purpose: makes chosen workers slower, the same way under every strategy."""
+"""Makes chosen workers slower, in the same way under every strategy, to study stragglers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ if TYPE_CHECKING:
 
 
 class Slowdown:
-    """Sleeps between forward and backward of each step.
+    """Delays a worker by a sleep between forward and backward of each step.
 
-    A worker with factor f takes f times as long for a step as the same computation without the
-    slowdown, measured before training. A GPU is waited for first: asleep while it computes, the host
-    would hide one time behind the other. `sigma` multiplies each step's time by a log-normal factor
-    (of at least 1, since a worker cannot be made faster) from a generator seeded by the cell's seed
-    and the rank.
+    With factor f, a step takes f times as long as the same computation without the delay, which is measured
+    before the training. The host first waits for the GPU; otherwise the sleep would overlap with the GPU's
+    computation. `sigma` multiplies each step's time by a log-normal factor (at least 1, since a worker cannot
+    become faster) from a generator that the cell's seed and the rank determine.
     """
 
     def __init__(
@@ -45,9 +44,7 @@ class Slowdown:
         classes: int,
         device: torch.device,
     ) -> Slowdown:
-        """Return the slowdown of `rank` by the settings.
-
-        None costs nothing.
+        """Return the slowdown that the settings ask for on a rank; without one, it never waits.
 
         Args:
             s: Settings of the cell.
@@ -75,7 +72,7 @@ class Slowdown:
         time.sleep((self.factors[-1] - 1) * self.compute_s)
 
     def summary(self) -> dict[str, Any]:
-        """Return the slowdown of this worker, for the record."""
+        """Return this worker's factors and its undelayed step time, for the record."""
         return {
             "factor": self.factor,
             "sigma": self.sigma,
@@ -87,9 +84,9 @@ class Slowdown:
 def measure_step_s(
     s: Settings, model: nn.Module, shape: tuple[int, ...], classes: int, device: torch.device
 ) -> float:
-    """Return the median seconds of forward and backward of the bare model on a step's samples.
+    """Return the median time of forward and backward of the bare model on a step's samples, in seconds.
 
-    The model's state is left as it was.
+    The model's state does not change.
 
     Args:
         s: Settings of the cell.

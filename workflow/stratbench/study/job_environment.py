@@ -1,4 +1,4 @@
-"""Environment variables of jobs: paths of the package, this Python, SLURM and data files."""
+"""Sets environment variables of jobs: paths of the package, this Python, SLURM and data files."""
 
 from __future__ import annotations
 
@@ -14,37 +14,43 @@ from stratbench.workload.users_code import CODE_VARIABLE
 
 
 def add_cache_command(settings: Any, cache: Path) -> None:
-    """Have each job use the folder `cache` if its node has no HOME.
+    """Make each job use the folder `cache` as XDG_CACHE_HOME if its node has no writable home.
 
-    Snakemake does not start without one. `settings` are Snakemake's on remote jobs, with the profile's
-    `precommand`, or None if it runs none. A user's XDG_CACHE_HOME stays.
+    Snakemake does not start without a folder for its cache. A user's own XDG_CACHE_HOME is kept.
+
+    Args:
+        settings: Snakemake's settings of remote jobs, with the profile's `precommand`, or None if jobs run
+            on this machine.
+        cache: Folder for Snakemake's cache.
     """
     if settings is None or "XDG_CACHE_HOME" in os.environ:
         return
     home, folder = (shlex.quote(str(p)) for p in (Path("~").expanduser(), cache.resolve()))
     command = f"{{ [ -w {home} ] || export XDG_CACHE_HOME={folder}; }}"
     precommand = settings.precommand
-    if precommand is None or not precommand.endswith(command):  # as a module's rules are read again
+    # Snakemake reads the rules of a module twice.
+    if precommand is None or not precommand.endswith(command):
         settings.precommand = " && ".join(filter(None, [precommand, command]))
 
 
 def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
-    """Set variables that this process and its jobs need and that do not affect results.
+    """Set environment variables that this process and its jobs need and that do not affect results.
 
     Jobs find the package in `package_root` and this interpreter, even if a rule activates a conda
-    environment. They find data files in the folder that the config names: were it a rule's parameter,
-    Snakemake would make everything again when the folder moves.
+    environment. They find data files in the folder that the config names. If that folder were a rule's
+    parameter, Snakemake would train everything again when the folder moves.
     """
     os.environ["STRATBENCH_PACKAGE"] = package_root
     firsts = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": package_root}
     for variable, first in firsts.items():
         rest = [p for p in os.environ.get(variable, "").split(os.pathsep) if p and p != first]
         os.environ[variable] = os.pathsep.join([first, *rest])
-    # A login shell may hold variables that no job can use: a notebook's backend, and Python's option that
-    # drops docstrings, which explain the audit's rules.
+    # A login shell may have set two variables that break jobs: the plot backend of notebooks, and
+    # PYTHONOPTIMIZE, which drops the docstrings that explain the audit's rules.
     os.environ["MPLBACKEND"] = "agg"
     os.environ.pop("PYTHONOPTIMIZE", None)
-    # SLURM's plugin removes every SLURM_* variable from its jobs; srun finds its cluster by this one.
+    # Snakemake's SLURM plugin removes every SLURM_* variable from its jobs, but srun finds its cluster by
+    # SLURM_CONF.
     if "SLURM_CONF" in os.environ:
         os.environ["STRATBENCH_SLURM_CONF"] = os.environ["SLURM_CONF"]
     folders = [str(Path(folder).expanduser().resolve()) for folder in config["code"]]

@@ -16,10 +16,10 @@ from stratbench.study.resources import JobRequest, PlannedNeeds, job_request
 
 
 class Jobs:
-    """The training jobs of a study. Results are cached, since Snakemake asks often."""
+    """The training jobs of a study. Answers are cached, since Snakemake asks for them often."""
 
     def __init__(self, config: Mapping[str, Any], study: Study) -> None:
-        """`config`: validated; `study`: one of its studies."""
+        """Take a study and the validated config that has it."""
         self.results: str = config["results"]
         self._study = study
         self._cluster = config["cluster"]
@@ -30,9 +30,9 @@ class Jobs:
 
     @cached_property
     def skipped(self) -> dict[str, str]:
-        """Reasons why cells are skipped, by path.
+        """Reasons why cells are skipped, by the cell's path.
 
-        The plan calls them infeasible, and the config skips such cells.
+        A cell is skipped if the plan calls it infeasible and `cluster.skip_infeasible` is true.
         """
         if not self._cluster["skip_infeasible"]:
             return {}
@@ -56,7 +56,7 @@ class Jobs:
         A verdict may ask for more repeats of a cell than the config does.
 
         Raises:
-            ConfigError: If the study has no such cell.
+            ConfigError: If the study has no such cell, whatever the repeat.
         """
         path = CELL_PATTERN.format(**wildcards)
         first = self._cells.get(CELL_PATTERN.format(**{**wildcards, "repeat": 0}))
@@ -71,7 +71,7 @@ class Jobs:
         return self._settings[cell]
 
     def request_of(self, cell: Cell) -> JobRequest:
-        """Return the request of a cell to the scheduler."""
+        """Return what a cell requests from the scheduler."""
         if cell not in self._requests:
             needs = PlannedNeeds(
                 host_mem_mib=self._plan.host_mem_mib(cell),
@@ -85,8 +85,5 @@ class Jobs:
         return self._requests[cell]
 
     def longest_s(self, cell: Cell) -> float | None:
-        """Return the plan's upper estimate of a cell's time, in seconds.
-
-        Return None where there is none.
-        """
+        """Return the plan's upper estimate of a cell's time in seconds, or None without one."""
         return self._plan.longest_s(cell, self.settings_of(cell), self._cluster)

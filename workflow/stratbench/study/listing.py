@@ -1,6 +1,6 @@
-"""Writes the list of a study's cells, so that the analysis knows what is missing.
+"""Writes the list of a study's cells, so that the analysis knows which records are missing.
 
-MATRICES is JSON: the arguments of `coordinates.expand` for each experiment.
+MATRICES is a JSON list with a mapping per experiment: the arguments of `coordinates.expand`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from stratbench.cell.text.words import counted
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("matrices", help="JSON list of the arguments of coordinates.expand")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument(
+        "matrices",
+        help="JSON list with a mapping per experiment: its name, strategies, models and so on",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file to write the cells to, as JSON"
+    )
     args = parser.parse_args()
     cells = [c.as_dict() for matrix in json.loads(args.matrices) for c in expand(**matrix)]
     write_atomic(args.out, json.dumps(cells, indent=0) + "\n")

@@ -1,4 +1,4 @@
-"""The request of `stratbench plan --model NAME --gpus N`, and its command-line options."""
+"""The question that `stratbench plan --model NAME --gpus N` asks, and its command-line options."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Question:
-    """A model, its GPUs, and the known properties of a training.
+    """A question to the plan: which strategies can train a model on some GPUs.
 
     Attributes:
-        model: Its name in `models` of the config, or a built-in or torchvision name.
+        model: Name of the model in `models` of the config, or a built-in or torchvision name.
         gpus: Number of GPUs.
-        gpu: Their product name, such as `H100 80GB`, or None for the config's.
+        gpu: Product name of the GPUs, such as `H100 80GB`, or None for the config's.
         dataset: Name of the data set, or None for data of a usual size.
         sequence: Tokens per text sample, or None for that of the data set.
         tokens: Tokens of the whole training, or None for a usual number.
@@ -34,33 +34,35 @@ class Question:
 
 
 def add_question(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a request, except for its model and data set."""
+    """Add the command-line options of a question, except for its model and data set."""
     add = parser.add_argument
     add(
         "--gpus",
         type=_count,
         metavar="N",
-        help="with --model: what fits on so many GPUs, as a table",
+        help="with --model: print a table of the strategies that fit on N GPUs",
     )
     add(
         "--gpu",
         metavar="GPU",
-        help="with --gpus: their name, such as 'H100 80GB'; default: cluster.gpu",
+        help="with --gpus: name of the GPUs, such as 'H100 80GB'; default: cluster.gpu",
     )
-    add("--sequence", type=_count, metavar="T", help="with --gpus: tokens of a text")
+    add("--sequence", type=_count, metavar="T", help="with --gpus: tokens per sample of text")
     add("--tokens", type=_amount, metavar="X", help="with --gpus: tokens to train on; default: 1e9")
-    add("--samples", type=_amount, metavar="X", help="the same of images; default: 1e6")
-    add("--price", type=_amount, metavar="X", help="with --gpus: what a GPU costs per hour")
+    add(
+        "--samples", type=_amount, metavar="X", help="with --gpus: images to train on; default: 1e6"
+    )
+    add("--price", type=_amount, metavar="X", help="with --gpus: price of a GPU per hour")
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:
-    """Return the options of a request that are set, as texts, without its model and data set."""
+    """Return the options of a question that are set, as texts, without its model and data set."""
     names = [f.name for f in fields(Question) if f.name not in ("model", "dataset")]
     return {f"--{n}": str(v) for n in names if (v := getattr(args, n)) is not None}
 
 
 def question_of(args: argparse.Namespace) -> Question:
-    """Return the question that parsed arguments ask."""
+    """Return the question that parsed command-line arguments state."""
     return Question(**{f.name: getattr(args, f.name) for f in fields(Question)})
 
 
@@ -71,7 +73,7 @@ def _positive(convert: Callable[[str], float], kind: str) -> Callable[[str], flo
         except ValueError:
             value = math.nan
         if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text}: is no {kind}; give one above 0")
+            raise argparse.ArgumentTypeError(f"{text}: is not a {kind}; give one above 0")
         return value
 
     return parse

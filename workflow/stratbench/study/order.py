@@ -1,6 +1,6 @@
-"""The order of training of a study's cells: repeat after repeat, shuffled within.
+"""The order in which a study's cells are trained: repeat after repeat, shuffled within each repeat.
 
-If a machine changes during a study, by heat or by its neighbours, all strategies then change equally.
+If a machine becomes slower during a study, by heat or other jobs, this affects all strategies equally.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.study.snakemake_internals import start_sorted
 
-#: Repeats of a study at most, places of comparisons in a repeat, and places in a comparison; of a size that
-#: the arithmetic of a solver holds (Snakemake without `scheduler: greedy`).
+#: Base of each digit of a priority: of the repeat, of the comparison within it, and of the cell within that.
+#: Larger bases would overflow the integers of the solver that Snakemake uses without `scheduler: greedy`.
 REPEATS, COMPARISONS, PLACES = 1000, 1000, 1000
 
 
 def priority(cell: Cell) -> int:
-    """Return Snakemake's priority of a cell's job, above 0; the highest is trained first.
+    """Return Snakemake's priority of a cell's job, above 0; the highest priority is trained first.
 
-    An earlier repeat comes first. Within a repeat, the compared cells (of one experiment and model) follow
-    one another. Their order, and that of the comparisons, differs between repeats. It depends on the cell's
-    names alone: it is always the same, also for a cell that is added later.
+    An earlier repeat comes first. Within a repeat, the cells that are compared (those of one experiment and
+    model) follow one another. The order of these cells, and of the comparisons, differs between repeats. It
+    depends on the cell's names alone, so it does not change when a cell is added.
     """
     comparison = drawn(COMPARISONS, cell.study, cell.experiment, cell.model, cell.repeat)
     number = drawn(PLACES, cell.study, cell.path)
@@ -35,9 +35,9 @@ def drawn(below: int, *names: str | int) -> int:
 
 
 def start_by_priority(workflow: Any) -> None:
-    """Makes Snakemake start jobs that it has chosen together in the order of their priorities.
+    """Make Snakemake start the jobs that it chooses together in the order of their priorities.
 
-    It chooses by priority and starts what it has chosen in any order, which on SLURM is that of the queue.
-    `workflow` is Snakemake's, about to start its first job.
+    Snakemake chooses jobs by priority, but starts the chosen ones in any order, which on SLURM becomes the
+    order of the queue. `workflow` is Snakemake's, before its first job.
     """
     start_sorted(workflow, key=lambda job: -job.priority)

@@ -1,6 +1,6 @@
-"""Reads plan.json for the rules: what a cell will need, and whether it can run at all.
+"""Reads plan.json for the rules: the predicted memory and time of cells, and which cells cannot run.
 
-Written by `plan/`. Nothing heavy is imported: the Snakefile uses it on every parse.
+`plan/` writes this file. Nothing heavy is imported: the Snakefile uses this module on every parse.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stratbench.cell.settings import Settings
 
 
 class PlanFile:
-    """The cells in a study's plan.json; empty if there is none that can be read."""
+    """The cells in a study's plan.json; there are none if the file is missing or unreadable."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -28,23 +28,17 @@ class PlanFile:
             self.gpu, self.cells = None, {}
 
     def host_mem_mib(self, cell: Cell) -> int:
-        """Host memory that the cell needs on a node, in MiB.
-
-        0 if it is not known.
-        """
+        """Return the host memory in MiB that the cell needs on a node, or 0 if it is unknown."""
         return self._needs(cell).get("host_mem_mib") or 0
 
     def servers_mem_mib(self, cell: Cell) -> int:
-        """Host memory of all of the cell's servers together, in MiB.
-
-        0 if it is not known.
-        """
+        """Return the host memory in MiB of all of the cell's servers together, or 0 if it is unknown."""
         return self._needs(cell).get("servers_mem_mib") or 0
 
     def longest_s(self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> float | None:
-        """Return the upper estimate of the cell's time, in seconds, or None if unknown.
+        """Return the plan's upper estimate of the cell's time in seconds, or None if it is unknown.
 
-        It is unknown also if the plan is for other settings or another GPU, on which a cell may take longer.
+        It is unknown also if the plan is for other settings or another GPU.
 
         Args:
             cell: The cell.
@@ -57,9 +51,9 @@ class PlanFile:
     def why_infeasible(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> str | None:
-        """Return the reason why the cell cannot run, or None if there is none.
+        """Return the reason why the cell cannot run, or None if the plan knows none.
 
-        None also if the plan is for other settings or another GPU.
+        The plan knows none, too, if it is for other settings or another GPU.
 
         Args:
             cell: The cell.
@@ -75,14 +69,14 @@ class PlanFile:
         return self.gpu == cluster["gpu"] and planned.get("settings") == digest_of(settings)
 
     def _needs(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the planned needs of the cell, else of its first repeat.
+        """Return the planned needs of the cell, or of its first repeat if the cell is not in the plan.
 
-        A verdict adds repeats and blocks, which have no plan of their own.
+        A verdict adds repeats and blocks, which the plan does not have.
         """
         return self.cells.get(cell.path) or self.cells.get(replace(cell, repeat=0).path, {})
 
 
-#: The fields that are read of a planned cell, with their types.
+#: Fields of a cell in plan.json that this module reads, with their types.
 _PLANNED = {
     "settings": str,
     "infeasible": str,
@@ -93,10 +87,10 @@ _PLANNED = {
 
 
 def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a cell in plan.json.
+    """Return the fields of a cell in plan.json, after a check of their types.
 
     Raises:
-        TypeError: If one is of another type, or negative.
+        TypeError: If a field has another type, or is negative.
     """
     for key, kind in _PLANNED.items():
         value = planned.get(key)
@@ -110,5 +104,8 @@ def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(settings: Settings) -> str:
-    """Return a digest of a cell's settings, the same for all repeats. It shows whether they were planned."""
+    """Return a digest of a cell's settings, which is the same for all repeats.
+
+    A plan stores it, so that a reader knows for which settings it was made.
+    """
     return hashlib.sha256(replace(settings, seed=0).as_json().encode()).hexdigest()

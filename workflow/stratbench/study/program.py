@@ -2,8 +2,8 @@
 
     python -m stratbench.study.program $PPID [--values FILE] [--hold FOLDER] -m MODULE ARGUMENTS [-m ...]
 
-It ends with the Snakemake that has started it, and so do the processes that a program has started. The first
-program that fails is the last; a file that cannot be read or written ends it in one sentence.
+The process and its child processes end when the Snakemake that has started it ends. After a program that
+fails, no further program runs. If a file cannot be read or written, it ends with one sentence.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ LOCK = ".lock"
 
 
 def main() -> int:
-    """Run the programs of the command line; returns the exit code of the last."""
+    """Run the programs of the command line, and return the exit code of the last one that ran."""
     own, *programs = split(insert_values(sys.argv[1:]))
     parser = argparse.ArgumentParser(prog="python -m stratbench.study.program", description=__doc__)
-    parser.add_argument("parent", type=int, help="process that it ends with: Snakemake, as $PPID")
-    parser.add_argument("--hold", type=Path, help="a folder that no other one writes meanwhile")
+    parser.add_argument(
+        "parent", type=int, help="id of Snakemake's process ($PPID), with which it ends"
+    )
+    parser.add_argument("--hold", type=Path, help="folder to lock against other runs meanwhile")
     args = parser.parse_args(own)
     signal.signal(signal.SIGTERM, partial(stop, os.getpid()))
     end_with(args.parent)
@@ -51,7 +53,7 @@ def main() -> int:
 
 
 def split(arguments: list[str]) -> list[list[str]]:
-    """Return the arguments before the first -m, between one and the next, and after the last."""
+    """Return a command line's arguments in parts, which are separated by `-m`."""
     parts: list[list[str]] = [[]]
     for argument in arguments:
         if argument == "-m":
@@ -62,24 +64,22 @@ def split(arguments: list[str]) -> list[list[str]]:
 
 
 def main_of(name: str):
-    """The function `main` of a module, or of a package's `__main__`."""
+    """Return the function `main` of a module, or of a package's `__main__`."""
     module = import_module(name)
     return (import_module(f"{name}.__main__") if hasattr(module, "__path__") else module).main
 
 
 def stop(pid: int, signum: int, frame: object) -> None:
-    """End the processes that a program has started, and clean up.
-
-    Signal handler of process `pid`.
+    """End this process and all that it has started; a signal handler.
 
     Args:
-        pid: Process that has set the handler; a fork of it does nothing.
+        pid: Process that has set the handler. A fork of this process only ends itself.
         signum: The signal.
         frame: Unused.
     """
     import psutil
 
-    if os.getpid() != pid:  # forked from it
+    if os.getpid() != pid:  # this process is a fork, whose parent ends its children
         os._exit(128 + signum)
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -89,11 +89,9 @@ def stop(pid: int, signum: int, frame: object) -> None:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the folder locked in the block.
+    """Lock a folder for the duration of the block, or end this process if another one has locked it.
 
-    Ends this process with a sentence where another one has it.
-
-    A file system without locks locks nothing.
+    On a file system without locks, nothing is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -102,9 +100,7 @@ def hold(folder: Path) -> Iterator[None]:
         yield
         return
     if descriptor is None:
-        sys.exit(
-            f"error: another run writes {folder} at this moment; start again when it has ended"
-        )
+        sys.exit(f"error: another run is writing to {folder}; start again when that run has ended")
     try:
         yield
     finally:

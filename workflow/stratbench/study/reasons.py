@@ -10,19 +10,19 @@ from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import counted, joined_with_and
 
-#: The reason of a job that has left no evidence of its own.
-NO_EVIDENCE = "ended before it could say why; its log may"
+#: Reason of a failed job that has written none.
+NO_EVIDENCE = "ended before it could report a reason; its log may have one"
 #: Maximum number of lines of a summary; further reasons are only counted.
 MAX_LINES = 12
 
 
 def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: float) -> Iterator[str]:
-    """Yield the lines on failures in a run of Snakemake, none if nothing failed.
+    """Yield the lines of a summary of what failed in a run of Snakemake, or nothing.
 
     Args:
-        failed: The trained cell or block of each failed job, and the job's log.
-        results: The folder of the results.
-        since_s: When the run began, in seconds since the epoch: older evidence belongs to another run.
+        failed: Cell or block of each failed job, and the job's log.
+        results: Folder of the results.
+        since_s: Start of the run in seconds since the epoch; older reasons are those of another run.
     """
     cells: list[tuple[Cell, str]] = []
     blocks: list[str] = []
@@ -45,7 +45,7 @@ def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: floa
 
 
 def _reason(log_dir: Path, since_s: float) -> str:
-    """Return why a job failed, by the evidence in its log folder."""
+    """Return the reason in a failed job's log folder, if the job wrote it after `since_s`."""
     try:
         is_of_this_run = (log_dir / record.FAILURE_FILE).stat().st_mtime >= since_s
     except OSError:
@@ -55,7 +55,7 @@ def _reason(log_dir: Path, since_s: float) -> str:
 
 
 def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
-    """Return a line for each reason why cells are not trained, with all of its cells."""
+    """Return a line for each reason why cells are not trained, which names all cells with this reason."""
     groups: dict[str, list[Cell]] = {}
     for cell, reason in reasons:
         groups.setdefault(without_subject(reason), []).append(cell)

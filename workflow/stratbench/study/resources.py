@@ -1,6 +1,7 @@
-"""The request of a cell to a scheduler, made by the rules and shown by the plan.
+"""The resources that a cell requests from a scheduler: the rules request them, and the plan shows them.
 
-Nothing heavy is imported: the Snakefile uses it on every parse. `cluster` is config.yaml's block.
+Nothing heavy is imported: the Snakefile uses this module on every parse. `cluster` is the block of
+config.yaml.
 """
 
 from __future__ import annotations
@@ -13,21 +14,28 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.extensions import at
 from stratbench.cell.settings import Settings
 
-#: The limit in minutes if neither the cell's own limit nor a plan has one.
+#: Time limit in minutes of a job whose cell has neither a time limit nor a planned time.
 UNLIMITED_MIN = 24 * 60
-#: Memory in MiB that a job needs besides the planned processes: two snakemakes, the launcher, the fork
-#: server, the sampler.
+#: Memory in MiB that a job needs in addition to the planned processes: for two Snakemake processes, the
+#: launcher, the fork server and the sampler.
 JOB_MIB = 1024
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A cell's request: nodes, their GPUs, CPU cores and memory, and the time.
+    """The resources that a job requests from the scheduler.
 
-    `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many
-    of `cpus` are asked for because of parameter servers. `workers`: how many jobs of their own the workers
-    are at most, each of which asks for what `worker` does; 0: they are in this one. `gpu_type`: SLURM's
-    name of the GPUs; None: any.
+    Attributes:
+        nodes: Number of nodes.
+        gpus: GPUs per node.
+        cpus: CPU cores per node.
+        mem_mib: Memory per node in MiB.
+        runtime_min: Time limit in minutes.
+        planned_mib: Whether the memory is the plan's, not the config's.
+        server_cpus: The cores among `cpus` that are for parameter servers.
+        workers: Largest number of workers that are jobs of their own; 0 if the workers run in this job.
+        worker: Request of each worker that is a job of its own.
+        gpu_type: SLURM's name of the GPUs' type, or None for any type.
     """
 
     nodes: int
@@ -49,7 +57,7 @@ class JobRequest:
 
     @property
     def options(self) -> list[str]:
-        """The options of sbatch that make this request."""
+        """Options of sbatch that make this request."""
         where = [f"--nodes={self.nodes}", f"--ntasks={self.nodes}"]
         gpus = [f"--gres={self.gres}"] if self.gpus else []
         memory = [f"--mem={self.mem_mib}M"] if self.mem_mib else []
@@ -58,19 +66,19 @@ class JobRequest:
 
     @property
     def sbatch(self) -> str:
-        """The command that makes this request to SLURM, and that of workers that are jobs of their own."""
+        """The sbatch command of this request, and that of workers that are jobs of their own."""
         each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
         return f"sbatch {' '.join(self.options)}{each}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedNeeds:
-    """The plan's needs of a cell's job; 0 and None without a plan.
+    """The memory and time that the plan predicts for a cell's job; 0 and None without a plan.
 
     Attributes:
-        host_mem_mib: Memory of the processes on the fullest node.
-        servers_mem_mib: Memory of all servers together.
-        longest_s: The upper estimate of its time.
+        host_mem_mib: Host memory in MiB of the processes on the node with the most workers.
+        servers_mem_mib: Host memory in MiB of all servers together.
+        longest_s: Upper estimate of the cell's time in seconds.
     """
 
     host_mem_mib: int = 0
@@ -88,7 +96,7 @@ def job_request(
     time_limit_s: float | None,
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
-    """Return the request of a cell: its own, or what an extension asks for in its place."""
+    """Return the request of a cell: that of an extension which replaces it, or the plain one."""
     for _, make_request in at("request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request
@@ -102,10 +110,10 @@ def plain_request(
     time_limit_s: float | None,
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
-    """Return the request of a cell whose workers and servers are one job.
+    """Return the request of a cell whose workers and servers run in one job.
 
-    A cell on GPUs asks for its GPUs' shares of a node, and for more memory if the plan says so. A cell
-    on CPUs asks for its threads, and for the plan's memory or a small default.
+    A cell on GPUs requests cores and memory per GPU, and more memory if the plan predicts more. A cell on
+    CPUs requests a core per thread, and the plan's memory or a small default.
     """
     host_mem_mib = needs.host_mem_mib
     of_node = workers_of_node(cell, cluster)
@@ -143,27 +151,27 @@ def node_count(cell: Cell, cluster: Mapping[str, Any]) -> int:
 
 
 def node_count_of(gpus: int, cluster: Mapping[str, Any]) -> int:
-    """Return the number of nodes that so many workers span."""
+    """Return the number of nodes that a cell with `gpus` workers spans."""
     return -(-gpus // cluster["gpus_per_node"])
 
 
 def workers_of_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """Return the workers of the cell's fullest node; the last one may have fewer."""
+    """Return the number of workers per node of a cell; its last node may have fewer."""
     return -(-cell.gpus // node_count(cell, cluster))
 
 
 def runtime_min(
     time_limit_s: float | None, cluster: Mapping[str, Any], planned_s: float | None = None
 ) -> int:
-    """Return the scheduler's limit in minutes.
+    """Return the scheduler's time limit of a cell's job, in minutes.
 
-    It is the cell's own plus an allowance, so that the cell's ends first. A cell without a limit of its own
-    uses the upper estimate of the plan, if there is one.
+    It is the cell's own limit plus an allowance, so that the cell's own limit ends it first. A cell without
+    a limit of its own uses the plan's upper estimate, if there is one.
 
     Args:
-        time_limit_s: Limit of the cell, if any.
+        time_limit_s: Time limit of the cell in seconds, if any.
         cluster: The `cluster` block of the config.
-        planned_s: Upper estimate of the plan, if any.
+        planned_s: The plan's upper estimate of the cell's time in seconds, if any.
     """
     time_limit_s = planned_s if time_limit_s is None else time_limit_s
     if time_limit_s is None:
@@ -172,7 +180,7 @@ def runtime_min(
 
 
 def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequest:
-    """Return the request of a job that can hold any of several cells for `runtime_min` minutes."""
+    """Return a request that is large enough for each of several cells, for `runtime_min` minutes."""
     requests = list(requests)
     return JobRequest(
         nodes=max(r.nodes for r in requests),

@@ -1,4 +1,4 @@
-"""Before Snakemake starts cells: keeps records that are finished, and not those of other data."""
+"""Decides, before Snakemake starts cells, which existing records it keeps and which it makes again."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from stratbench.cell import record
 from stratbench.cell.settings import Settings
 from stratbench.study import snakemake_internals as internals
 
-#: The data sets that `forget_other_data` has reported.
+#: Names of data sets on which `forget_other_data` has already printed its message.
 _told: set[str] = set()
 
 
 def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
-    """Make Snakemake record the finished training `jobs`, or restart it.
+    """Tell Snakemake which training jobs have finished without its knowledge, and restart it if needed.
 
     If Snakemake was killed while a cell trained, it regards the cell's record as incomplete and would delete
-    it. But a record is always written completely. Snakemake does not know the settings of a cell that
-    finished on SLURM meanwhile, and would keep it when they change. If all is recorded, this does nothing and
-    returns. `workflow` and the jobs are Snakemake's.
+    it, although a record is always complete. Snakemake does not know the settings of a cell that finished on
+    SLURM in the meantime, and would keep its record if they change. The function returns at once if Snakemake
+    knows all finished jobs. `workflow` and the jobs are Snakemake's.
     """
     again = False
     for job in jobs:
         if not all(Path(path).exists() for path in job.output):
             continue
         planned = internals.is_planned(workflow, job)
-        # Finished since it was planned: whatever it is, it need not be planned.
+        # The job has finished since Snakemake planned it, so a new plan leaves it out.
         again |= planned and internals.lacks_output(workflow, job)
         cut_off = planned and internals.is_cut_off(workflow, job)
         unknown = not planned and not internals.is_known(workflow, job)
@@ -39,20 +39,23 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
             internals.note_finished(workflow, job)
             if cut_off:
                 again = True
-                print(f"finished as snakemake was killed: {job.output.record}", file=sys.stderr)
+                print(
+                    f"{job.output.record} is complete, although snakemake was killed; it is kept",
+                    file=sys.stderr,
+                )
     if again:
         internals.restart(workflow)
 
 
 def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
-    """Have Snakemake make a file again if its data differ from `wanted`.
+    """Make Snakemake replace a result that was trained on other data than `wanted` has.
 
-    Snakemake does so by itself if it remembers the settings. It does not in a copy of the folder, or if
-    another folder with the same results has made the file since. Called as it plans the job, also in a dry
-    run.
+    Snakemake does so by itself if it remembers the settings of the file. It does not remember them in a copy
+    of the folder, or if Snakemake in another folder has made the file since. It is called when the job is
+    planned, also in a dry run.
 
     Args:
-        workflow: Snakemake's.
+        workflow: Snakemake's workflow.
         path: The record or the block's result.
         wanted: Settings of the config.
     """
@@ -63,13 +66,13 @@ def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
         trained = made["trained"].values() if "trained" in made else [made["settings"]]
         others = any(s["data_spec"] != wanted.data_spec for s in trained)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return  # missing or unreadable, which its reader reports
+        return  # the code that reads the file reports that it is missing or unreadable
     if others:
         internals.force(workflow, str(path))
         if wanted.dataset not in _told:
             _told.add(wanted.dataset)
             print(
-                f"{path}, and what else was not trained on what the config now calls {wanted.dataset!r}, or "
-                "does not say on what, is made again",
+                f"{path} was trained on other data than {wanted.dataset!r} now is, or does not say on which; "
+                "this and all other such results are made again",
                 file=sys.stderr,
             )

@@ -1,7 +1,7 @@
-"""Undocumented names of Snakemake, in one module that an upgrade has to check.
+"""Uses of Snakemake's undocumented names, in one module to check when Snakemake is upgraded.
 
-Two things of Snakemake are replaced while it runs: the class of its executor and the `run` of its scheduler.
-In each function `workflow` is Snakemake's, and so are `job` and `rule`; a rule is `rules.NAME`.
+Two parts of Snakemake are replaced while it runs: the class of its executor and the `run` of its scheduler.
+In each function `workflow`, `job` and `rule` are Snakemake's objects; a rule is `rules.NAME`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def is_main(workflow: Any) -> bool:
-    """Return whether this process plans the run, and is not one of its jobs."""
+    """Return whether this process plans the run, as opposed to being one of its jobs."""
     return workflow.is_main_process
 
 
@@ -45,12 +45,12 @@ def has_prefix(workflow: Any, path: str) -> bool:
 
 
 def get_config_files(workflow: Any) -> Sequence[Path]:
-    """Return all files of the config."""
+    """Return all files that Snakemake reads its config from."""
     return workflow.configfiles
 
 
 def get_named_config_files(workflow: Any) -> Sequence[Path]:
-    """Return the files that the command line names (`--configfile`)."""
+    """Return the config files that the command line names (`--configfile`)."""
     return workflow.overwrite_configfiles
 
 
@@ -59,16 +59,13 @@ def get_config(workflow: Any) -> dict[str, Any]:
 
 
 def give_config(workflow: Any, path: Path) -> None:
-    """Have jobs read the config from `path`, and from no file or option of this run."""
+    """Make jobs read the config from `path` alone, without the files and options of this run."""
     settings = workflow.config_settings
     settings.configfiles, settings.config_args = [path.absolute()], []
 
 
 def get_job_settings(workflow: Any) -> Any | None:
-    """Return the settings of jobs elsewhere, with the `precommand` of the profile.
-
-    Return None if there are none.
-    """
+    """Return Snakemake's settings of remote jobs, with the profile's `precommand`, or None."""
     return workflow.remote_execution_settings
 
 
@@ -80,7 +77,7 @@ def is_of_rule(job: Any, rule: Any) -> bool:
 
 
 def get_jobs(workflow: Any, rule: Any) -> list[Any]:
-    """Return the rule's jobs in the graph of jobs, also those that need not run."""
+    """Return the rule's jobs in the job graph (DAG), including those that need not run."""
     return [job for job in workflow.dag.jobs if is_of_rule(job, rule)]
 
 
@@ -103,7 +100,7 @@ def get_command(job: Any) -> str:
 
 
 def lacks_output(workflow: Any, job: Any) -> bool:
-    """Return whether a job is planned since a file of its output was not there."""
+    """Return whether a job was planned because one of its output files was missing."""
     return bool(workflow.dag.reason(job).missing_output)
 
 
@@ -113,7 +110,7 @@ def is_forced(workflow: Any, path: str) -> bool:
 
 
 def force(workflow: Any, path: str) -> None:
-    """Have Snakemake make the file `path` again. Called while the jobs are planned."""
+    """Make Snakemake create the file `path` again. It must be called while the jobs are planned."""
     workflow.dag.forcefiles.add(path)
 
 
@@ -121,17 +118,17 @@ def force(workflow: Any, path: str) -> None:
 
 
 def is_cut_off(workflow: Any, job: Any) -> bool:
-    """Return whether Snakemake was killed while the job ran: it holds its files for incomplete."""
+    """Return whether Snakemake was killed while the job ran, so that it regards its files as incomplete."""
     return bool(workflow.async_run(workflow.persistence.incomplete(job)))
 
 
 def is_known(workflow: Any, job: Any) -> bool:
-    """Return whether Snakemake knows how the job's files were made."""
+    """Return whether Snakemake has stored how the job's files were made."""
     return workflow.persistence.has_metadata(job)
 
 
 def note_finished(workflow: Any, job: Any) -> None:
-    """Have Snakemake note that the job has made its files."""
+    """Make Snakemake store that the job has made its files."""
     workflow.async_run(workflow.persistence.finished(job))
 
 
@@ -139,10 +136,7 @@ def note_finished(workflow: Any, job: Any) -> None:
 
 
 def run_with(handler: logging.Handler) -> None:
-    """Run Snakemake on this process's arguments, with a handler of its log.
-
-    End with its exit code.
-    """
+    """Run Snakemake on this process's arguments with a log handler, and exit with its exit code."""
     import snakemake.cli
 
     # Snakemake clears the handlers of its own logger, `snakemake.logging`.
@@ -158,17 +152,15 @@ def restart(workflow: Any) -> None:
 
 
 def end_run(workflow: Any) -> None:
-    """End the run as Snakemake does at a SIGTERM.
+    """End the run as Snakemake does at a SIGTERM; a signal handler may call this.
 
-    Callable from a signal handler.
-
-    Snakemake's own handler takes a lock, and would deadlock if its main thread holds it.
+    Snakemake's own handler takes a lock, and would deadlock if the main thread holds this lock.
     """
     Thread(target=workflow.scheduler.exit_gracefully).start()
 
 
 def start_sorted(workflow: Any, key: Callable[[Any], Any]) -> None:
-    """Have jobs that Snakemake has chosen together start in the order of `key`."""
+    """Make Snakemake start the jobs that it chooses together in ascending order of `key`."""
     run = workflow.scheduler.run
 
     def run_sorted(jobs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -178,10 +170,7 @@ def start_sorted(workflow: Any, key: Callable[[Any], Any]) -> None:
 
 
 def extend_executor(workflow: Any, methods: type) -> Any:
-    """Put the methods of a class in front of those of Snakemake's executor.
-
-    Return the executor.
-    """
+    """Override methods of Snakemake's executor by those of a class, and return the executor."""
     executor = workflow.scheduler._executor
     executor.__class__ = type("ExtendedExecutor", (methods, type(executor)), {})
     return executor
@@ -193,6 +182,6 @@ def fail_silently(workflow: Any, job: Any) -> None:
 
 
 def avoid_nodes(executor: Any, nodes: str) -> None:
-    """Have the SLURM plugin ask for other nodes than these from now on."""
+    """Make the SLURM plugin exclude `nodes` from all later submissions."""
     if hasattr(executor, "_failed_nodes"):
         executor._failed_nodes.add(nodes)

@@ -13,9 +13,9 @@ from stratbench.cell.text.help_page import help_address
 
 
 def requirements() -> list[str]:
-    """Return the packages that are needed with their oldest versions, as pyproject.toml has them.
+    """Return the required packages with their oldest versions, as pyproject.toml has them.
 
-    Nothing in a copy of the workflow without that file.
+    Return an empty list in a copy of the workflow without that file.
     """
     if INSTALLED:
         return [r for r in metadata.requires("stratbench") or () if "extra ==" not in r]
@@ -33,7 +33,7 @@ def describe_old_packages(needed: Iterable[str]) -> list[str]:
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            continue  # what needs it says so: not all is needed by every command
+            continue  # a command that needs the package reports that it is missing
         if not requirement.specifier.contains(version, prereleases=True):
             sentences.append(
                 f"{requirement.name} {version} is too old: stratbench needs {requirement}; "

@@ -1,7 +1,7 @@
-"""Clocks of a training cell: the time of the training steps, and of everything around them.
+"""Clocks of a training cell: one for training steps, one for the phases around the training.
 
-`StepClock` times epochs and steps without synchronising the device between steps; `Phases` times what a cell
-does outside training (set-up, warm-up, evaluation).
+`StepClock` times epochs and steps without synchronising the device between steps. `Phases` times set-up,
+warm-up, evaluation and other phases outside of the training.
 """
 
 from __future__ import annotations
@@ -20,38 +20,36 @@ from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.machine.core_waits import CoreWaits
 from stratbench.telemetry.timeline import PhaseLog
 
-#: Events kept unread on CUDA, at least; beyond that, each tick reads one step that is through.
+#: Number of CUDA events that are kept before they are read. Beyond it, each tick reads completed steps.
 _UNREAD_EVENTS = 4096
-#: The last steps of which `own_ms` is kept: about 1 KiB of a record for each worker.
+#: Number of last steps of which `own_ms` is kept: about 1 KiB of a record per worker.
 OWN_STEPS = 128
-#: Steps after each start of the clock of which it notes in what time the host issues them. The first finds
-#: the device idle and may find caches cold, the second may have to wait for the device.
+#: Number of steps after each start of the clock whose time to be issued by the host is measured. In the first
+#: step the device is idle and caches may be cold; in the second the host may have to wait for the device.
 _ISSUED_STEPS = 2
-_STEP = 0  # index of a tick among the stamps; named phases count from 1
+_STEP = 0  # label of the stamp that ends a step; labels of named phases count from 1
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until `device` has done all work queued on it (at once on a CPU)."""
+    """Wait until a device has completed all queued work; on a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class StepClock:
-    """Times training epochs on one device: `begin()`, a `tick()` after each step, `end()`.
+    """Times training epochs and their steps on one device.
 
-    Only `begin` and `end` synchronise the device. On a CPU a tick reads the monotonic clock. On CUDA it
-    records an event in the current stream, which `end` reads: a step's time is then the time between two
-    events on the device, including waits for the host.
+    The caller calls `begin()`, `tick()` after each step, and `end()`. Only `begin` and `end` synchronise the
+    device. On a CPU a tick reads the monotonic clock. On CUDA it records an event in the current stream,
+    which `end` reads. A step's time is then the time between two events on the device, including waits for
+    the host.
 
-    `mark(name)` says that the phase `name` of the current step ends here: the time since the mark or tick
-    before it belongs to that phase. The time between a step's last mark and its tick is `other`. On CUDA
-    these are spans of the current stream. A collective on its own stream counts only as far as the current
-    stream waited for it.
+    `mark(name)` ends the phase `name` of the current step, which began at the preceding mark or tick. The
+    time between a step's last mark and its tick is the phase `other`. On CUDA, phases are times of the
+    current stream: a collective on its own stream counts only if the current stream waits for it.
 
-    `begin` leaves a CUDA device idle, so that the host does not wait for space in its queue. The time to
-    issue the next steps is then the host's own (`issue_ms`).
-
-    `heartbeat` is told of every step. `own`: the phases in which this worker waits for no other.
+    `begin` leaves a CUDA device idle, so that the host need not wait for space in the device's queue. The
+    time to issue the next steps is then the host's own (`issue_ms`).
     """
 
     def __init__(
@@ -60,7 +58,16 @@ class StepClock:
         heartbeat: Heartbeat | None = None,
         own: Collection[str] = (),
     ) -> None:
-        """Raise ValueError for a device other than a CPU or a CUDA device."""
+        """Create a clock that has not begun.
+
+        Args:
+            device: CPU or CUDA device.
+            heartbeat: Heartbeat that gets every step.
+            own: Phases in which this worker waits for no other worker.
+
+        Raises:
+            ValueError: If the device is neither a CPU nor a CUDA device.
+        """
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"StepClock: device {str(device)!r}, expected 'cpu' or 'cuda'")
@@ -75,12 +82,12 @@ class StepClock:
         self._epoch_starts_s: list[float] = []
         self._epoch_times_s: list[float] = []
         self._step_ms = array("d")
-        self._phases: dict[str, tuple[int, float]] = {}  # steps that have it, and ms in all
+        self._phases: dict[str, tuple[int, float]] = {}  # steps with the phase, and their sum in ms
         self._own = own
         self._own_ms: deque[float] = deque(maxlen=OWN_STEPS)
         self._issue_ms: float | None = None
         self._issued_ns = self._left_to_issue = 0
-        #: Waits for a core while the clock runs.
+        #: Time that threads wait for a core while the clock runs.
         self.core_waits = CoreWaits()
 
     @property
@@ -89,9 +96,15 @@ class StepClock:
         return self._running
 
     def begin(self, goes_on: bool = False) -> None:
-        """Start an epoch: wait for the device, then start the clock. `goes_on`: with the last epoch."""
+        """Start the clock of an epoch, after waiting for the device.
+
+        Args:
+            goes_on: Whether the time belongs to the preceding epoch, which was interrupted.
+        """
         if self._running:
-            raise RuntimeError("StepClock.begin: the epoch before has not been ended")
+            raise RuntimeError(
+                "StepClock.begin: the preceding epoch has not ended; call end() first"
+            )
         self._running, self._goes_on = True, goes_on
         synchronise(self.device)
         self.core_waits.begin()
@@ -116,9 +129,9 @@ class StepClock:
         self._labels.append(self._label_of.get(phase) or self._new_label(phase))
 
     def end(self) -> None:
-        """End the epoch: wait for the device, stop the clock, read the stamps."""
+        """Stop the clock of the epoch, after waiting for the device, and compute the times of its steps."""
         if not self._running:
-            raise RuntimeError("StepClock.end: no epoch has been begun")
+            raise RuntimeError("StepClock.end: no epoch has begun; call begin() first")
         if self._on_cuda and self._heartbeat is not None:
             self._wait_by_steps(self._heartbeat)
         synchronise(self.device)
@@ -142,21 +155,21 @@ class StepClock:
 
     @property
     def epoch_starts_s(self) -> list[float]:
-        """Start of each ended epoch, on a clock that all processes of a node share.
+        """Start of each ended epoch in seconds, on a clock that all processes of a node share.
 
-        On Linux `time.perf_counter` reads CLOCK_MONOTONIC, which counts from the node's boot: the clocks of
-        two nodes do not compare.
+        On Linux `time.perf_counter` reads CLOCK_MONOTONIC, which counts from the node's boot, so the clocks
+        of two nodes cannot be compared.
         """
         return list(self._epoch_starts_s)
 
     @property
     def train_time_s(self) -> float:
-        """Wall clock of all ended epochs, in seconds, without what happened between them."""
+        """Wall clock of all ended epochs in seconds, without the time between epochs."""
         return sum(self._epoch_times_s)
 
     @property
     def step_ms(self) -> list[float]:
-        """Time of every step of the ended epochs, in ms, in order."""
+        """Time of each step of the ended epochs, in ms, in order."""
         return self._step_ms.tolist()
 
     @property
@@ -166,23 +179,20 @@ class StepClock:
 
     @property
     def own_ms(self) -> list[float]:
-        """Milliseconds of each of the last steps in phases without waiting for other workers."""
+        """Time of each of the last steps in phases without waits for other workers, in ms."""
         return list(self._own_ms)
 
     @property
     def issue_ms(self) -> float | None:
-        """Minimum time in ms in which the host issued a step, of the first two after each `begin`.
+        """Shortest time in ms in which the host issued a step, among the first two after each `begin`.
 
-        None on a CPU, where host and device are one, and before the first step. If a step has more operations
-        than the device's queue, the host may have waited for it.
+        None on a CPU, where the host is the device, and before the first step. If a step has more operations
+        than the device's queue can hold, the time may include waits for the device.
         """
         return self._issue_ms
 
     def history(self) -> dict[str, Any]:
-        """Return a copy of all that it has measured until its `end`, for `load_history`.
-
-        JSON can hold it.
-        """
+        """Return all measured times up to the last `end` as values for JSON, for `load_history`."""
         return {
             "epoch_starts_s": self.epoch_starts_s,
             "epoch_times_s": self.epoch_times_s,
@@ -191,14 +201,14 @@ class StepClock:
         }
 
     def load_history(self, history: dict[str, Any]) -> None:
-        """Go on from what another clock has measured."""
+        """Replace the measured times by the history of another clock, and continue from it."""
         self._epoch_starts_s = list(history["epoch_starts_s"])
         self._epoch_times_s = list(history["epoch_times_s"])
         self._step_ms = array("d", history["step_ms"])
         self._phases = {name: (n, ms) for name, (n, ms) in history["phases"].items()}
 
     def _note_issue(self) -> None:
-        """Note how long the host took to issue the step that ends here."""
+        """Store the time in which the host has issued the step that ends here."""
         now_ns = time.perf_counter_ns()
         took_ms = (now_ns - self._issued_ns) / 1e6
         self._issue_ms = took_ms if self._issue_ms is None else min(took_ms, self._issue_ms)
@@ -215,7 +225,9 @@ class StepClock:
     def _new_label(self, phase: str) -> int:
         label = len(self._label_of) + 1
         if label > 255:
-            raise ValueError(f"StepClock.mark: {phase!r} is the 256th phase; names must recur")
+            raise ValueError(
+                f"StepClock.mark: {phase!r} is the 256th name of a phase; use the same names in each step"
+            )
         self._label_of[phase] = label
         return label
 
@@ -223,21 +235,21 @@ class StepClock:
         return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
 
     def _wait_by_steps(self, heartbeat: Heartbeat) -> None:
-        """Wait for the device step by step, since its queue may take much longer than one step."""
+        """Wait for each queued step, and update the heartbeat, since the queue may take many steps' time."""
         first = bisect_left(self._stamps, True, key=lambda event: not event.query())
         for event in self._stamps[first:]:
             event.synchronize()
             heartbeat.alive()
 
     def _collect_oldest(self) -> None:
-        """Read up to two of the oldest steps, if the device has completed them. Never waits."""
+        """Compute the times of up to two of the oldest steps, if the device has completed them."""
         for _ in range(2):
             length = self._labels.index(_STEP) + 1
             if length < len(self._labels) and self._stamps[length].query():
                 self._collect(length)
 
     def _collect(self, length: int) -> None:
-        """Read the first `length` stamps after the start, which end with a step's."""
+        """Compute the times of the first `length` stamps, the last of which ends a step."""
         name_of = {label: phase for phase, label in self._label_of.items()}
         step_start = before = self._stamps[0]
         in_step: dict[str, float] = {}
@@ -264,11 +276,11 @@ class StepClock:
 
 
 class Phases:
-    """Wall clock of named phases outside the timed training: `with phases("setup"): ...`.
+    """Measures the wall clock of named phases outside of the training, by `with phases("setup"): ...`.
 
-    The device is synchronised at both ends, so a phase's time holds the work it queued. A
-    phase that happens several times is summed. Each start and end is written to `log`; a phase that
-    ends by an exception has no end.
+    The device is synchronised at both ends, so a phase's time includes the work that it has queued. The times
+    of phases with the same name are added. Each start and end is written to `log`, except for the end of a
+    phase that raises an exception.
     """
 
     def __init__(self, device: torch.device | str, log: PhaseLog) -> None:
@@ -288,5 +300,5 @@ class Phases:
         self._log.write(name, "end")
 
     def as_dict(self) -> dict[str, float]:
-        """Return seconds of each phase so far, `setup` under the key `setup_s`."""
+        """Return the total seconds of each phase, that of `setup` by the key `setup_s`."""
         return {f"{name}_s": ns / 1e9 for name, ns in self._total_ns.items()}

@@ -1,4 +1,4 @@
-"""Detects the collectives that PyTorch's operators start, and counts those of some code."""
+"""Detects which collective a PyTorch operator starts, and counts the collectives of a block of code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stratbench.workload.torch_internals import (
     tree_leaves,
 )
 
-#: Collective operators by name without underscores at the ends; "" for those that move nothing.
+#: Kind of collective by the operator's name without outer underscores; "" for operators that send nothing.
 _KINDS = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -32,33 +32,33 @@ _KINDS = {
     "wrap_tensor_autograd": "",
     "barrier": "",
 }
-#: Operators that return a new tensor in place of filling one that they were given.
+#: Namespace of operators that return a new tensor instead of writing to an argument.
 _FUNCTIONAL = "_c10d_functional"
 
 
 def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
-    """Return the collective that the operator starts, or None for any other.
+    """Return the collective that an operator starts, or None for an operator that starts none.
 
     Args:
         op: The operator.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: Positional arguments of the operator.
+        kwargs: Keyword arguments of the operator.
 
     Raises:
-        NotImplementedError: For an unknown collective.
+        NotImplementedError: If the operator is an unknown collective.
     """
     if op.namespace not in ("c10d", _FUNCTIONAL):
         return None
     name = op.__name__.partition(".")[0].strip("_")
     kind = _KINDS.get(name)
     if kind is None:
-        raise NotImplementedError(f"what the collective {op.name()!r} moves is not known")
+        raise NotImplementedError(f"{op.name()!r} is a collective whose traffic is not known")
     if kind == "":
         return None
     each = [t.numel() * t.element_size() for t in tensors_in((args, kwargs))]
     group = group_of((args, kwargs))
     ranks = group and group.size()
-    # Of input and output the larger is the whole; the others are a rank's share of it.
+    # The larger one of input and output is the whole tensor, the other one a rank's share of it.
     n_bytes = max(each) if "gather" in kind or "scatter" in kind else sum(each)
     if op.namespace == _FUNCTIONAL and kind == "all_gather":
         n_bytes *= ranks
@@ -71,7 +71,7 @@ def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
 
 
 def _waiter_of(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
-    """Return which code waits for a collective (`CollectiveCall.waiter`), from `async_op` (default: True)."""
+    """Return what waits for a collective (`CollectiveCall.waiter`), by its argument `async_op`."""
     if op.namespace == _FUNCTIONAL:
         return "user"
     names = [argument.name for argument in get_arguments(op)]
@@ -80,7 +80,7 @@ def _waiter_of(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "no
 
 
 def group_of(arguments: Any) -> torch.distributed.ProcessGroup | None:
-    """Return a collective operator's group, or None where it names none."""
+    """Return the process group among a collective operator's arguments, or None if there is none."""
     groups = map(resolve_group, tree_leaves(arguments))
     return next((group for group in groups if group is not None), None)
 
@@ -98,9 +98,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class CollectiveCount(TorchDispatchMode):
-    """While active, notes each collective that operators start in `calls`.
+    """Context in which `calls` collects each collective that operators start.
 
-    One that is not known ends no training: what all of them send is not known then.
+    An unknown collective does not end the training, but then the traffic of all is unknown.
     """
 
     def __init__(self) -> None:
@@ -109,15 +109,12 @@ class CollectiveCount(TorchDispatchMode):
         self._is_whole = True
 
     def wire_bytes(self, world_size: int) -> float:
-        """Return bytes that a rank sent by the ring algorithms.
-
-        Return NaN where a collective was not known.
-        """
+        """Return the bytes that a rank sent by ring algorithms, or NaN after an unknown collective."""
         return sum(c.wire_bytes(world_size) for c in self.calls) if self._is_whole else math.nan
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t is DTensor for t in types):
-            return NotImplemented  # the operations on the local tensors will come by
+            return NotImplemented  # the operators on the local tensors are dispatched afterwards
         try:
             call = collective_of(op, args, kwargs or {})
         except NotImplementedError:

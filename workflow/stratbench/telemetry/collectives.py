@@ -1,4 +1,4 @@
-"""A collective operation, and the bytes that it moves between workers. No torch here."""
+"""Describes a collective operation and the bytes that it moves between workers, without torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective operation: its kind, and the bytes of the tensor that all ranks share.
+    """One collective operation: its kind, the size of its tensor, and the ranks that take part.
 
-    `n_bytes` is the whole tensor: what is reduced, broadcast, gathered (output), scattered (input), or
-    sent to one rank. `ranks`: how many take part, where that is not all; None: all. `sample_bytes`: what
-    comes to it for each sample that the worker computes on, where activations are exchanged. `stride`: how
-    far a group's ranks are from each other; so many groups lie side by side. `waiter`: what waits for it:
-    `user`, whatever reads the new tensor that it makes (DTensor's activations); `stream`, the stream in which
-    it was called, on a CPU the host; `none` until its handle is waited for.
+    Attributes:
+        kind: Kind of the collective, such as `all_reduce`.
+        n_bytes: Bytes of the whole tensor: the one that is reduced, broadcast, gathered (output), scattered
+            (input), or sent to one rank.
+        ranks: Number of ranks that take part, or None for all.
+        sample_bytes: Further bytes per sample of a worker, for a collective that exchanges activations.
+        stride: Distance between consecutive ranks of a group, which is the number of interleaved groups.
+        waiter: What waits for the collective. `user`: the operator that reads its new tensor (DTensor's
+            activations). `stream`: the stream in which it was called, or the host on a CPU. `none`: nothing,
+            until code waits for its handle.
     """
 
     kind: str
@@ -27,7 +31,7 @@ class CollectiveCall:
 
     @property
     def listed(self) -> tuple[Any, ...]:
-        """Kind and bytes, followed by ranks, bytes per sample and stride, if not the default."""
+        """Kind and bytes, then ranks, bytes per sample and stride as far as these are not the defaults."""
         if self.stride > 1:
             return astuple(self)[:5]
         if self.sample_bytes:
@@ -35,14 +39,23 @@ class CollectiveCall:
         return (self.kind, self.n_bytes) if self.ranks is None else astuple(self)[:3]
 
     def lies_within(self, node_ranks: int, world_size: int) -> bool:
-        """Return whether each of the parallel groups is on one node with so many ranks."""
+        """Return whether each group of such a collective is on one node.
+
+        Args:
+            node_ranks: Number of ranks per node.
+            world_size: Number of all ranks.
+        """
         return node_ranks % ((self.ranks or world_size) * self.stride) == 0
 
     def wire_bytes(self, world_size: int, samples: int = 0) -> float:
-        """Return bytes that a rank sends (and also receives) by the ring algorithms.
+        """Return the bytes that a rank sends, and receives, by ring algorithms.
 
-        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009: an
-        all-reduce is a reduce-scatter and an all-gather. For a broadcast the mean over the ranks.
+        An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+        algorithms for clusters of workstations", 2009). The bytes of a broadcast are the mean over the ranks.
+
+        Args:
+            world_size: Number of all ranks.
+            samples: Samples of a worker, by which `sample_bytes` is multiplied.
         """
         n_bytes = self.n_bytes + samples * self.sample_bytes
         if self.kind == "send":

@@ -1,6 +1,6 @@
-"""torch.compile: what it needs on this machine, and how often and how long it compiled.
+"""Checks that torch.compile can work on this machine, and counts its compilations.
 
-Importing this file imports no torch.
+To import this module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 
 def missing_compiler(cuda: bool) -> str | None:
-    """Return why torch.compile cannot work here, with the remedy, or None if it should.
+    """Return why torch.compile cannot work on this machine, with the remedy, or None if it can.
 
-    It compiles C++ for a CPU, and needs Triton and a C compiler for a GPU.
+    It needs a C++ compiler for a CPU, and Triton and a C compiler for a GPU.
     """
     wanted = ("CC", "gcc") if cuda else ("CXX", "g++")
     command = os.environ.get(wanted[0]) or wanted[1]
@@ -25,18 +25,16 @@ def missing_compiler(cuda: bool) -> str | None:
     if cuda and importlib.util.find_spec("triton") is None:
         return f"compile = true: the package triton is not installed; {remedy}"
     if shutil.which(command) is None:
-        return (
-            f"compile = true: torch.compile needs a compiler, and there is no {command!r}; {remedy}"
-        )
+        return f"compile = true: torch.compile needs the compiler {command!r}, which is missing; {remedy}"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return f"compile = true: torch.compile needs Python's headers (Python.h); {remedy}"
     return None
 
 
 class CompileWatch:
-    """Counts what torch.compile compiles in this process, and the seconds of it.
+    """Counts and times torch.compile's compilations in this process.
 
-    A compilation of forward and its one of backward count apart.
+    The compilations of forward and of backward count separately.
     """
 
     def __init__(self) -> None:
@@ -54,11 +52,11 @@ class CompileWatch:
         self.seconds += time.perf_counter() - self._begun
 
     def end_warm_up(self) -> None:
-        """Mark the end of the warm-up: later compilations are unexpected."""
+        """Mark the end of the warm-up, after which a compilation counts as a recompilation."""
         self._warm = self.compilations
 
     def summary(self) -> dict[str, float]:
-        """Compilations and their seconds, and how many of them came after the warm-up."""
+        """Return the number of compilations, their seconds, and the number after the warm-up."""
         return {
             "compilations": self.compilations,
             "compile_s": self.seconds,

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model's training, counted without computing anything."""
+"""Counts the floating-point operations of a model's training, without computing anything."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-#: Operations of a training step in those of its forward where all parameters are trained: backward
-#: computes two gradients for each of forward's products.
+#: Operations of a training step, divided by those of its forward, if all parameters are trained. Backward
+#: computes two gradients for each product of forward.
 TRAINING_FLOPS = 3
 
 
 def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> dict[str, int]:
-    """Return operations per sample of forward and of training, for the model that `build` makes.
+    """Return floating-point operations per sample of a model's forward and of its training.
 
-    `input_shape`: one sample's, without the batch. Convolutions, matrix products and attention are counted, a
-    multiplication with its addition as two. Element-wise operations, normalisation and pooling are not
-    (torch.utils.flop_counter). The model is built of fake tensors: weights take neither memory nor time, and
-    no random number is drawn.
+    Convolutions, matrix products and attention are counted, a multiplication and its addition as two.
+    Element-wise operations, normalisation and pooling are not counted (torch.utils.flop_counter). The model
+    is built of fake tensors, which take neither memory nor time, and draws no random number.
 
-    Training takes `TRAINING_FLOPS` times the forward by convention (Chowdhery et al., PaLM, 2022, appendix
-    B). With frozen parameters, the backward is counted, too, without their gradients.
+    By convention, training takes `TRAINING_FLOPS` times the forward (Chowdhery et al., PaLM, 2022, appendix
+    B). With frozen parameters, backward is counted without their gradients.
+
+    Args:
+        build: Builds the model.
+        input_shape: Shape of one sample, without the batch.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +34,7 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     from stratbench.workload.known_values import KnownFakes
     from stratbench.workload.torch_internals import count_uncounted
 
-    # Not the meta device: networks know of fake tensors that these have no values.
+    # Fake tensors are used instead of the meta device, since models can detect that they have no values.
     with KnownFakes():
         model = build().eval()  # in training, BatchNorm refuses a single sample
         text = len(input_shape) == 1
@@ -56,11 +59,10 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
 def _of_convolutions_backward(
     grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, **_named: Any
 ) -> int:
-    """Return operations of a convolution's backward by the shapes.
+    """Return the operations of a convolution's backward, by the shapes of its tensors.
 
-    Torch takes a grouped one for a full one.
-
-    The gradient of the input and that of the weight take as much as the forward each.
+    It replaces torch's own formula, which is wrong for grouped convolutions. The gradient of the input and
+    that of the weight each take as many operations as forward.
     """
     *_, transposed, _output_padding, _groups, wanted = rest
     return 2 * math.prod(x if transposed else grad) * math.prod(weight[1:]) * sum(wanted[:2])

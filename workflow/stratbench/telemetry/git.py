@@ -1,4 +1,4 @@
-"""The git state of the checkout that a cell runs from. No torch: the launcher uses it."""
+"""Reads the git state of the checkout that a cell runs from, without torch, for the launcher."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 def git_state(root: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return `{"revision": ..., "dirty": ...}` of the checkout at `root`, cached per process.
 
-    Dirty: a tracked file differs from the revision, or there is a Python or Snakemake file that git does not
-    track. None without git, outside a checkout, or before the first commit.
+    A checkout is dirty if a tracked file differs from the revision, or if git does not track a Python or
+    Snakemake file in it. The result is None without git, outside of a checkout, or before the first commit.
     """
     revision = _git(root, "rev-parse", "HEAD")
     if revision is None:
@@ -24,7 +24,7 @@ def git_state(root: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _git(root: str | os.PathLike[str], *arguments: str) -> str | None:
-    # No optional locks: cells that run side by side must not fight over the index.
+    # Without optional locks, cells that run at the same time do not compete for the index.
     command = ["git", "--no-optional-locks", "-C", os.fspath(root), *arguments]
     try:
         done = subprocess.run(

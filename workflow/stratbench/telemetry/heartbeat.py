@@ -1,7 +1,7 @@
-"""The heartbeat of a worker: the time of its last progress, in a small file for its agent.
+"""Writes and reads the heartbeat of a worker: the time of its last progress, in a small file.
 
-It tells a cell that hangs from a slow one. The file is on the node's own disk and mapped into memory: a step
-costs no system call. No torch.
+The worker's agent uses it to distinguish a cell that hangs from a slow one. The file is on the node's own
+disk and mapped into memory, so that a step needs no system call. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import NamedTuple
 
-#: Has a process of a cell write the stacks of its threads; one that is not ready for it ignores it.
+#: Signal that makes a process of a cell write the stacks of its threads; others ignore it.
 STACK_SIGNAL = signal.SIGUSR1
-_FORM = struct.Struct("QQQQ")  # native: each figure is written at once
-#: Behind it: how many shard groups the worker has called in this step, and their numbers.
+_FORM = struct.Struct("QQQQ")  # native byte order, so that each number is written at once
+#: Number of shard groups that the worker has called in this step, behind the times.
 _CALLS = struct.Struct("Q")
+#: Number of one shard group that the worker has called.
 _CALL = struct.Struct("H")
-#: The most calls of a step that are kept.
+#: Largest number of calls per step that are stored.
 MAX_CALLS = 1024
 _SIZE = _FORM.size + _CALLS.size + MAX_CALLS * _CALL.size
-#: A span of a worker without a sign of life is no hang below this, in seconds.
+#: Shortest time in seconds without progress that counts as a hang.
 SHORTEST_HANG_S = 10.0
-#: A step may take so many times the longest one before it, anything else so many times the longest pause.
+#: A worker hangs if a step takes this many times the longest earlier step, or another phase this many times
+#: the longest earlier pause.
 STEPS, PAUSES = 10.0, 2.0
 
 
 class Heartbeat:
-    """Written by a worker: `step` after each training step, `alive` wherever else it gets on."""
+    """The heartbeat that a worker writes, by `step` after a training step, by `alive` otherwise."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -42,7 +44,7 @@ class Heartbeat:
         self._write()
 
     def step(self) -> None:
-        """A training step is through; on CUDA: it is queued, or known to be through."""
+        """Store that a training step is complete; on CUDA, that it is queued or complete."""
         now_ns = monotonic_ns()
         span_ns = now_ns - self._last_ns
         if span_ns > self._longest_step_ns:
@@ -52,19 +54,19 @@ class Heartbeat:
         self._write()
 
     def call(self, group: int) -> None:
-        """A shard group is called, whose workers may wait for one another in it."""
+        """Store that a shard group is called, in which workers may wait for each other."""
         if self._calls < MAX_CALLS:
             _CALL.pack_into(self._map, _FORM.size + _CALLS.size + self._calls * _CALL.size, group)
             self._calls += 1
             _CALLS.pack_into(self._map, _FORM.size, self._calls)
 
     def end_calls(self) -> None:
-        """The calls that follow are of another step."""
+        """Forget the stored calls, because another step begins."""
         self._calls = 0
         _CALLS.pack_into(self._map, _FORM.size, 0)
 
     def alive(self) -> None:
-        """Something else is through: a phase, a batch of an evaluation."""
+        """Store progress other than a training step, such as a phase or a batch of an evaluation."""
         now_ns = monotonic_ns()
         self._longest_pause_ns = max(self._longest_pause_ns, now_ns - self._last_ns)
         self._last_ns = now_ns
@@ -77,10 +79,14 @@ class Heartbeat:
 
 
 class HeartbeatReading(NamedTuple):
-    """Content of a worker's file: its steps, seconds since its last sign of life, and earlier spans.
+    """The content of a worker's heartbeat file.
 
-    `longest_step_s`: from a sign to that of the next step; `longest_pause_s`: between all others, such as the
-    warm-up and an evaluation's batches.
+    Attributes:
+        steps: Number of completed steps.
+        quiet_s: Seconds since the last progress.
+        longest_step_s: Longest time in seconds from any progress to the end of the next step.
+        longest_pause_s: Longest time in seconds before other progress, such as the warm-up or a batch of an
+            evaluation.
     """
 
     steps: int
@@ -90,18 +96,18 @@ class HeartbeatReading(NamedTuple):
 
     @property
     def patience_s(self) -> float:
-        """Seconds of silence after which the worker counts as hung.
+        """Seconds without progress after which the worker counts as hung.
 
-        A slow training keeps its pace: 10 times its longest step is a hang. The warm-up counts as a pause. It
-        is at least as long as one step with a wait for its device. On CUDA a worker queues steps ahead of its
-        device, and may then wait for one of them.
+        Steps of a slow training take similar times, so 10 times the longest step is a hang. The warm-up
+        counts as a pause, which is at least as long as a step with a wait for the device. On CUDA a worker
+        queues steps ahead of its device, and may then wait for one of them.
         """
         steps_s, pauses_s = STEPS * self.longest_step_s, PAUSES * self.longest_pause_s
         return max(SHORTEST_HANG_S, steps_s, pauses_s)
 
     @property
     def hangs(self) -> bool:
-        """Whether it has been silent for longer than that."""
+        """Whether the worker has made no progress for longer than `patience_s`."""
         return self.quiet_s > self.patience_s
 
 
@@ -111,7 +117,7 @@ def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> Hear
     Args:
         path: File of the worker.
         now_s: Present value of `time.monotonic`.
-        awake_since_s: End of the last pause of all (`telemetry.pauses`), before which silence does not
+        awake_since_s: End of the last pause of the node (`telemetry.pauses`). The time before it does not
             count.
     """
     try:
@@ -124,7 +130,7 @@ def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> Hear
 
 
 def read_calls(path: Path) -> list[int]:
-    """Return the shard groups that a worker called in its last step, in order."""
+    """Return the numbers of the shard groups that a worker has called in its last step, in order."""
     try:
         content = path.read_bytes()
         (count,) = _CALLS.unpack_from(content, _FORM.size)

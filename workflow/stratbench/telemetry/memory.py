@@ -1,7 +1,7 @@
-"""Memory of one worker: the peak while training, and the exact bytes of its model states.
+"""Measures the memory of one worker: the peak during training, and the exact bytes of its model states.
 
-On a CPU the peak is the kernel's high-water mark of resident memory since a reset. On CUDA it is the caching
-allocator's, next to NVML's values.
+On a CPU the peak is the kernel's high-water mark of resident memory since a reset. On CUDA it is the peak of
+the caching allocator, beside NVML's values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stratbench.telemetry.shards import free_gathered, local_part
 from stratbench.workload.torch_internals import free_cublas_workspaces
 
 METHOD_RESET = "vmhwm"
-# Without the reset, a peak before start() can hide the one asked for: upper bounds.
+# Without a reset, the peak may be an earlier one, from before start(), and is an upper bound.
 METHOD_LIFETIME = "vmhwm-since-process-start"
 METHOD_MAXRSS = "maxrss-since-process-start"
 METHOD_CUDA = "cuda-allocator"
@@ -33,11 +33,11 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class MemoryMeter:
-    """Peak memory of this process on one device between `start()` and `read()`.
+    """Measures the peak memory of this process on one device between `start()` and `read()`.
 
-    Start it after the warm-up. The base then has libraries, weights, optimizer state and allocator pools, and
-    the peak over the base is what a training step adds. Make it before the model: on a CPU, what the process
-    holds then is no part of the training.
+    It must be created before the model, since on a CPU the memory in use at its creation is not the
+    training's. It must be started after the warm-up. The base then has libraries, weights, optimizer state
+    and allocator pools, and the peak over the base is the memory that a training step adds.
     """
 
     def __init__(self, device: torch.device | str, nvml: Nvml | None = None) -> None:
@@ -48,11 +48,11 @@ class MemoryMeter:
         self._idle_bytes = _resident_bytes() if self.device.type == "cpu" else None
 
     def start(self) -> None:
-        """Forget earlier peaks and take the present use as the base. Synchronises the device."""
+        """Forget earlier peaks, and use the present memory as the base; this waits for the device."""
         if self.device.type == "cuda":
             self._nvml = self._nvml or Nvml()
             torch.cuda.synchronize(self.device)
-            # cuBLAS keeps tens of MiB for each stream, which are no model states.
+            # cuBLAS keeps tens of MiB per stream, which are not model states.
             free_cublas_workspaces()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._method = METHOD_CUDA
@@ -64,18 +64,23 @@ class MemoryMeter:
         self._base_bytes = _resident_bytes()
 
     def read(self) -> dict[str, int | str]:
-        """Return the memory results since `start()` in bytes, without those that are unavailable.
+        """Return the memory in bytes since `start()`, without values that are unavailable.
 
-        `method` says how the peak was found; `base_bytes`, `peak_bytes`, `peak_over_base_bytes`. On a CPU
-        also `idle_bytes`, resident when the meter was made, which is in the peak. On CUDA also
-        `allocated_peak_bytes` and `reserved_peak_bytes` of the allocator; `requested_peak_bytes`, without
-        what the allocator adds to a request; `cublas_bytes`, which is in these peaks; `nvml_used_bytes` (the
-        whole device, now) and `nvml_process_used_bytes` (this process, now). Call it outside of what is
-        timed: cuBLAS's workspaces are freed, and its next product takes them again from the allocator's
-        cache. Raises RuntimeError before `start()`.
+        It must be called outside of the timed training: it frees cuBLAS's workspaces, which the next matrix
+        product allocates again from the allocator's cache.
+
+        Returns:
+            `method`: how the peak was measured. `base_bytes`, `peak_bytes`, `peak_over_base_bytes`. On a CPU
+            `idle_bytes`: resident memory at the meter's creation, which is part of the peak. On CUDA
+            `allocated_peak_bytes` and `reserved_peak_bytes` of the allocator; `requested_peak_bytes`, without
+            the allocator's rounding; `cublas_bytes`, which are part of these peaks; `nvml_used_bytes` of the
+            whole device and `nvml_process_used_bytes` of this process, both at present.
+
+        Raises:
+            RuntimeError: If `start()` was not called.
         """
         if not self._method:
-            raise RuntimeError("MemoryMeter.read: call start() first")
+            raise RuntimeError("MemoryMeter.read: start() was not called; call it first")
         on_cuda = self.device.type == "cuda"
         peak_bytes = (
             torch.cuda.max_memory_allocated(self.device)
@@ -109,10 +114,10 @@ class MemoryMeter:
 
 
 def _requested_bytes(device: torch.device) -> dict[str, int]:
-    """Return bytes requested of CUDA's caching allocator: the peak, and cuBLAS's, which are freed here.
+    """Return the peak of bytes requested from CUDA's caching allocator, and cuBLAS's share of it.
 
-    cuBLAS allocates a workspace for each thread and stream with its first product. Rounding up of requests,
-    and blocks that the allocator does not split, are not included.
+    cuBLAS allocates a workspace per thread and stream with its first matrix product; the function frees these
+    workspaces. Requests are counted before the allocator rounds them up.
     """
     before = torch.cuda.memory_stats(device)
     if not before.get("requested_bytes.all.peak"):  # another allocator (cudaMallocAsync)
@@ -129,7 +134,7 @@ def _requested_bytes(device: torch.device) -> dict[str, int]:
 
 
 def cuda_uuid(device: torch.device) -> str | None:
-    """NVML's name of a CUDA device (`GPU-...`), None where torch does not know it."""
+    """Return the UUID of a CUDA device (`GPU-...`), or None if torch does not report it."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
         return None
@@ -138,12 +143,12 @@ def cuda_uuid(device: torch.device) -> str | None:
 
 
 def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Return bytes of the model states on this rank between two training steps.
+    """Return the bytes of the model states on this rank between two training steps.
 
-    `parameters_bytes`, `gradients_bytes`, `optimizer_bytes`, `buffers_bytes`. A DTensor counts as its local
-    shard, without padding. Gradients are counted as the trainable parameters' local size in their own dtype,
-    whether or not they exist now. The optimizer's bytes are the tensors in its state: momentum appears with
-    the first step. Parameters that FSDP2 has left gathered are freed first, since they would count in full.
+    They are `parameters_bytes`, `gradients_bytes`, `optimizer_bytes` and `buffers_bytes`. A DTensor counts as
+    its local shard, without padding. Gradients count as the local size of the trainable parameters, whether
+    or not they exist now. The optimizer's bytes are those of the tensors in its state. Parameters that FSDP2
+    has left gathered are freed first, since they would count in full.
     """
     free_gathered(model)
     parameters = list(model.parameters())
@@ -159,8 +164,8 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the optimizer's state on this rank, by parameter; the dictionary itself, not a copy."""
-    # ZeroRedundancyOptimizer keeps its own share in the optimizer that it wraps.
+    """Return the optimizer's own dictionary of its state on this rank, by parameter."""
+    # ZeroRedundancyOptimizer keeps this rank's share in the optimizer that it wraps.
     return getattr(optimizer, "optim", optimizer).state
 
 
@@ -169,7 +174,7 @@ def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _trim_heap() -> None:
-    """Return freed heap to the kernel, so that it is not part of the base (glibc only)."""
+    """Give freed heap memory back to the kernel, so that the base does not include it (glibc only)."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
@@ -177,10 +182,12 @@ def _trim_heap() -> None:
 
 
 def _reset_high_water_mark() -> str:
-    """Set VmHWM to the present resident size; the method that a reading then has.
+    """Set the kernel's high-water mark VmHWM to the present resident size, by clear_refs (proc(5)).
 
-    Writing 5 to clear_refs does it (proc(5)). Containers may mount /proc read-only, and other
-    systems have none.
+    This fails in containers that mount /proc read-only, and on systems without /proc.
+
+    Returns:
+        The `method` by which `read` then measures the peak.
     """
     try:
         _CLEAR_REFS.write_text("5", encoding="utf-8")
@@ -198,14 +205,14 @@ def _peak_resident_bytes(method: str) -> int:
     peak_bytes = None if method == METHOD_MAXRSS else _status_bytes("VmHWM")
     if peak_bytes is not None:
         return peak_bytes
-    # ru_maxrss survives exec, so a small program started by a large one inherits its peak:
-    # the reason why VmHWM comes first. The unit is KiB on Linux, bytes on macOS.
+    # VmHWM is preferred, because ru_maxrss survives exec: a small program that a large one has started
+    # inherits the large one's peak. The unit is KiB on Linux, bytes on macOS.
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def _status_bytes(field: str) -> int | None:
-    """Return a size field of /proc/self/status in bytes, None where there is none."""
+    """Return a size field of /proc/self/status in bytes, or None if there is no such field."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:

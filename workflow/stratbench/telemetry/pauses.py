@@ -1,8 +1,8 @@
-"""Pauses of a node: spans in which the processes of a cell were stopped, for whatever reason.
+"""Detects pauses of a node, in which the processes of a cell were stopped for any reason.
 
-SLURM suspends a job, a user presses Ctrl-Z, a laptop's lid is closed, a virtual machine is frozen. A thread
-of the cell's agent sees its own clock jump. A slow machine is distinguished by the kernel, which counts how
-long a ready thread had to wait for a core. No torch.
+SLURM may suspend a job, a user may press Ctrl-Z or close a laptop, and a virtual machine may be frozen. A
+thread of the cell's agent then sees its clock jump. On a slow machine the kernel counts how long the thread
+waits for a core, which distinguishes it from a pause. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,24 +17,31 @@ from typing import Any, NamedTuple
 
 from stratbench.telemetry.timeline import read_samples
 
-#: How often the thread looks, in seconds: by so much a pause may have begun later than it says.
+#: Period in seconds at which the thread reads its clock. A pause may begin later by this time than recorded.
 PERIOD_S = 0.5
-#: A shorter jump is no pause, in seconds: memory that is read back from a disk takes its time, too.
+#: Shortest jump of the clock in seconds that counts as a pause. Swapped memory also causes short jumps.
 SHORTEST_S = 2.0
-#: The same where the kernel does not count waits for a core: on crowded machines 4 s were seen.
+#: Shortest pause in seconds if the kernel does not count waits for a core. Crowded machines have waits of 4
+#: s.
 SHORTEST_UNCOUNTED_S = 15.0
-#: The CPU time within a pause, in seconds, that only processes have that were not stopped.
+#: Seconds of CPU time within a pause above which a process was not stopped.
 WORK_S = 0.1
-#: The share of the training time up to which pauses change no figure that is compared.
+#: Largest share of pauses in the training time that does not matter for comparisons.
 NEGLIGIBLE = 0.01
-#: Why there was one, in a sentence.
+#: Possible causes of a pause, as the end of a sentence.
 CAUSES = "its job was suspended, its processes were stopped, or the machine slept"
-#: Counts the time in which the machine sleeps, which `time.monotonic` does not.
+#: Clock that also counts while the machine sleeps, unlike `time.monotonic`.
 _WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Pause(NamedTuple):
-    """A pause: its begin on `time.monotonic`, its length, and the part that this clock leaves out."""
+    """A span in which the processes of a cell were stopped.
+
+    Attributes:
+        begin_s: Begin in seconds of `time.monotonic`.
+        length_s: Length in seconds.
+        asleep_s: Seconds of it in which the machine slept, which `time.monotonic` does not count.
+    """
 
     begin_s: float
     length_s: float
@@ -42,12 +49,12 @@ class Pause(NamedTuple):
 
     @property
     def end_s(self) -> float:
-        """Its end on `time.monotonic`."""
+        """End of the pause in seconds of `time.monotonic`."""
         return self.begin_s + self.length_s - self.asleep_s
 
 
 class _Moment(NamedTuple):
-    """An instant on both clocks, and the thread's waiting time for a core until then."""
+    """A reading of both clocks, and of the time that the thread has waited for a core."""
 
     monotonic_s: float
     with_sleep_s: float
@@ -55,7 +62,7 @@ class _Moment(NamedTuple):
 
 
 class PauseWatch:
-    """Watches for pauses of this process, in a thread, until `stop`."""
+    """Detects pauses of this process in a thread, until `stop` is called."""
 
     def __init__(self) -> None:
         self.pauses: list[Pause] = []
@@ -66,24 +73,24 @@ class PauseWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look once more, and end the thread."""
+        """Read the clock a last time, and end the thread."""
         self._ended.set()
         self._thread.join()
 
     def look(self) -> None:
-        """Have `pauses` hold what has happened until now, one that has just ended included."""
+        """Wait until `pauses` has all pauses up to now, including one that has just ended."""
         now_s = time.monotonic()
         with self._new_look:
             self._new_look.wait_for(lambda: self._looked_s >= now_s or self._ended.is_set())
 
     @property
     def stopped_s(self) -> float:
-        """Seconds of all pauses, by `time.monotonic`."""
+        """Total length of all pauses, in seconds of `time.monotonic`."""
         return sum(pause.length_s - pause.asleep_s for pause in self.pauses)
 
     @property
     def awake_since_s(self) -> float:
-        """The end of the last pause, or when the watch began, by `time.monotonic`."""
+        """End of the last pause, or begin of the watch, in seconds of `time.monotonic`."""
         return self._awake_since_s
 
     def _watch(self) -> None:
@@ -109,10 +116,7 @@ class PauseWatch:
 
 
 def _now(counts: Any) -> _Moment:
-    """Return this instant, read while the thread has its core.
-
-    Its wait then counts in this span.
-    """
+    """Read both clocks and the waiting time, again if the thread has lost its core in between."""
     while True:
         waited_s = _waited_s(counts)
         moment = _Moment(time.monotonic(), time.clock_gettime(_WITH_SLEEP), waited_s)
@@ -121,17 +125,14 @@ def _now(counts: Any) -> _Moment:
 
 
 def _waited_s(counts: Any) -> float:
-    """Return the seconds that this thread has waited for a core.
-
-    Return 0 if they are not counted.
-    """
+    """Return the seconds that this thread has waited for a core, or 0 if the kernel does not count them."""
     return 0.0 if counts is None else int(os.pread(counts.fileno(), 128, 0).split()[1]) / 1e9
 
 
 def _pause_between(before: _Moment, now: _Moment, shortest_s: float) -> Pause | None:
-    """The pause between two looks.
+    """Return the pause between two readings, or None if the time between them has other explanations.
 
-    None where the period and the waits for a core explain their distance.
+    Those are the period of the readings and waits for a core.
     """
     passed_s = now.with_sleep_s - before.with_sleep_s
     length_s = passed_s - PERIOD_S - (now.waited_s - before.waited_s)
@@ -142,14 +143,14 @@ def _pause_between(before: _Moment, now: _Moment, shortest_s: float) -> Pause | 
 
 
 def pauses_of_workers(pauses: Sequence[Pause], samples: Path, origin_s: float) -> Iterator[Pause]:
-    """Yield the pauses in which no sampled process of the cell worked.
+    """Yield the pauses in which no sampled process of the cell used CPU time.
 
-    In others, only the agent may have been stopped.
+    In other pauses, perhaps only the agent was stopped.
 
     Args:
         pauses: Pauses of the agent.
         samples: File of the node's sampler.
-        origin_s: Origin of the file's times.
+        origin_s: Time of `time.monotonic` that is 0 in the file.
     """
     each: dict[str, list[tuple[float, float]]] = {}
     for row in read_samples(samples) if pauses else ():

@@ -1,8 +1,8 @@
-"""Host and software of a worker: everything that could make two records incomparable.
+"""Collects host and software of a worker: everything that could make two records incomparable.
 
-Collected inside each worker, on the node that trains. Facts that this machine does not offer are absent.
-Secrets never enter: environment variables are taken by an allow-list, and one whose name or value looks like
-a secret is left out.
+Each worker collects it on its own node. Facts that the machine does not offer are absent. Secrets are never
+included: environment variables are selected by an allow-list, and a variable whose name or value looks like a
+secret is left out.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PACKAGES = ("torch", "torchvision", "numpy", "nvidia-ml-py", "psutil")
 
 
 def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> dict[str, Any]:
-    """Host, libraries, flags, environment and device of this rank, ready for JSON.
+    """Return host, libraries, flags, environment and device of this rank, as values for JSON.
 
-    Keys: `host`, `load_1m` (at the call), `software`, `flags`, `environment`, `slurm` (inside a
-    SLURM job), and `gpu`, `driver`, `topology` where `device` is a CUDA device.
+    Keys: `device`, `host`, `load_1m` (at the call), `software`, `flags`, `environment`, `slurm` (inside a
+    SLURM job), and for a CUDA device `gpu`, `driver`, `topology`.
     """
     device = torch.device(device)
     facts: dict[str, Any] = {
@@ -57,11 +57,13 @@ def host_facts() -> dict[str, Any]:
 
 
 def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of named weights: name, dtype, shape and bytes of each, sorted by name.
+    """Return the SHA-256 of named weights, over the name, dtype, shape and bytes of each, sorted by name.
 
-    Equal for equal values, whatever the device, the memory layout, the sharding and the wrapper (the prefixes
-    of DDP and torch.compile are taken off). With DTensors it is a collective: every rank must call it. Raises
-    TypeError for an entry that is not a tensor.
+    Equal weights have equal hashes, regardless of device, memory layout, sharding and wrapper: the name
+    prefixes of DDP and torch.compile are removed. With DTensors every rank must call it.
+
+    Raises:
+        TypeError: If an entry is not a tensor.
     """
     wrapped = all(name.startswith("module.") for name in state_dict)
     bare = {
@@ -72,7 +74,9 @@ def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(bare):
         tensor = bare[name]
         if not torch.is_tensor(tensor):
-            raise TypeError(f"sha256_of_state: {name!r} is {type(tensor).__name__}, not a tensor")
+            raise TypeError(
+                f"sha256_of_state: the entry {name!r} is of type {type(tensor).__name__}; give tensors only"
+            )
         tensor = whole_tensor(tensor)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -87,10 +91,10 @@ def _software() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    # The distribution's version can lack the build's suffix (+cpu, +cu130).
+    # The version in the package metadata may lack the build's suffix (+cpu, +cu130).
     versions["torch"] = torch.__version__
     backends = torch.distributed if torch.distributed.is_available() else None
-    # gloo has no version of its own: torch carries its source.
+    # gloo has no version of its own, since its source is part of torch.
     libraries = {
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -104,7 +108,7 @@ def _software() -> dict[str, Any]:
 
 
 def _flags() -> dict[str, Any]:
-    # Reading a legacy TF32 flag fails once the newer precision settings were used.
+    # Reading an old TF32 flag fails after the newer precision settings were used.
     flags = {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
@@ -119,10 +123,7 @@ def _flags() -> dict[str, Any]:
 
 
 def _attempt(ask: Callable[[], Any]) -> Any | None:
-    """Return the result of `ask`.
-
-    Return None if this build of torch does not support it.
-    """
+    """Call `ask`; return its result, or None if this build of torch does not support it."""
     try:
         return ask()
     except (AttributeError, RuntimeError, ImportError):

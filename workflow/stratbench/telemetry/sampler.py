@@ -1,9 +1,9 @@
-"""The sampler: a process per node that samples the machine while a cell trains.
+"""Samples CPU, memory and GPUs of a node while a cell trains, in a process of its own per node.
 
 python -m stratbench.telemetry.sampler --out samples.csv --origin-s 4200.0
 
-`Sampler` starts and stops it from a launcher. It imports no torch, runs at the lowest priority and keeps off
-the cores that the watched processes are bound to. Columns: `timeline.SAMPLE_COLUMNS`.
+A launcher starts and stops this process by `Sampler`. The process imports no torch, has the lowest priority
+and avoids the cores to which the watched processes are bound. Columns: `timeline.SAMPLE_COLUMNS`.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from stratbench.telemetry.machine.foreign_processes import ForeignProcessWatch
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
-#: How long the sampler may take to end, in seconds.
+#: Longest time in seconds that the sampler may take to end.
 MAX_STOP_S = 5.0
-# Reading PCIe's 20 ms snapshot blocks the sampler: at most every so many samples.
+# A snapshot of PCIe, which blocks the sampler for 20 ms, is taken once in this number of samples.
 _SAMPLES_PER_PCIE_SNAPSHOT = 10
-# Who computes on the cell's GPUs is asked once in so many samples.
+# The processes on the cell's GPUs are read once in this number of samples.
 _SAMPLES_PER_LOOK = 2
-# The sampler looks so often at least, in seconds, whether its parent still lives.
+# Longest time in seconds after which the sampler checks again that its parent exists.
 _MAX_WAIT_S = 1.0
-# Has the sampler take a sample before its time; one that is still starting is not disturbed by it.
+# Signal that makes the sampler take a sample at once; a sampler that is still starting ignores it.
 _WAKE = signal.SIGCONT
-# The kernel counts CPU time in ticks of 10 ms: a share over less than this says nothing.
+# Shortest time in seconds for a share of CPU time, which the kernel counts in ticks of 10 ms.
 _SHORTEST_SHARE_S = 0.05
 
 
 class Sampler:
-    """A sampler process of this node, started by a launcher.
+    """A sampler process of this node, as its launcher sees it.
 
-    It ends by itself when the launcher dies. If it cannot start, or dies early, the cell does not
-    fail: the file has fewer rows.
+    The process ends when the launcher ends. If it cannot start or ends early, the cell does not fail, but the
+    file has fewer rows.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Sampler:
         foreign_processes: str | os.PathLike[str] | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Start sampling.
+        """Start the sampler process.
 
         Args:
-            out: File to write.
+            out: CSV file of samples to write.
             pids: File that lists the watched processes, until `stop`.
-            origin_s: Value of `time.monotonic()` from which t_s counts.
-            period_s: Time between samples.
-            foreign_processes: File for foreign processes on these GPUs.
-            gpus: GPUs to sample, as in CUDA_VISIBLE_DEVICES.
+            origin_s: Time of `time.monotonic()` at which the column t_s is 0.
+            period_s: Seconds between samples.
+            foreign_processes: File to write foreign processes on these GPUs to, if any.
+            gpus: GPUs to sample, named as in CUDA_VISIBLE_DEVICES.
         """
         self._pids_file = Path(pids)
         self._pids_file.write_text("", encoding="utf-8")
@@ -81,28 +81,28 @@ class Sampler:
         command += ["--parent-pid", str(os.getpid()), "--gpus", *gpus]
         if foreign_processes is not None:
             command += ["--foreign-processes", os.fspath(foreign_processes)]
-        # A session of its own: a signal to the cell's process group must not reach it, or the
-        # end of the timeline would be lost.
+        # It has a session of its own: a signal to the cell's process group must not end it, or the end of the
+        # timeline would be lost.
         try:
             self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
             )
         except OSError as error:
-            print(f"sampler: not started, no timeline: {error}", file=sys.stderr)
+            print(f"sampler: could not start, so there is no timeline: {error}", file=sys.stderr)
             self._process = None
 
     @property
     def pid(self) -> int | None:
-        """Its process id, or None if it could not be started."""
+        """Id of the sampler process, or None if it could not start."""
         return self._process.pid if self._process else None
 
     def watch(self, label: str, pid: int, below: bool = False) -> None:
-        """Sample process `pid`, too, now and in all further samples.
+        """Add a process to all samples, the first of which is taken now.
 
         Args:
-            label: Its label (rank0, server1).
-            pid: Its number.
-            below: Whether its descendants are included.
+            label: Label of the process, such as rank0 or server1.
+            pid: Id of the process.
+            below: Whether the row includes the descendants of the process.
         """
         with self._pids_file.open("a", encoding="utf-8") as file:
             file.write(f"{label} {pid}{' below' if below else ''}\n")
@@ -110,7 +110,7 @@ class Sampler:
             self._process.send_signal(_WAKE)
 
     def stop(self) -> bool:
-        """Have it take a last sample and end; returns whether it did so within MAX_STOP_S."""
+        """Make the sampler take a last sample and end; return whether it has done so within MAX_STOP_S."""
         self._pids_file.unlink(missing_ok=True)
         if self._process is None:
             return False
@@ -124,10 +124,10 @@ class Sampler:
 
 
 class CellProcesses:
-    """The processes of the cell on this node, as the launcher lists them in a file.
+    """The processes of the cell on this node, which the launcher lists in a file.
 
-    Lines `label pid` are appended while the cell starts; an ended process drops out. A line with a final
-    `below` includes all descendants of the process.
+    The launcher appends a line `label pid` per process. A line that ends with `below` includes all
+    descendants of the process. A process that has ended is left out.
     """
 
     def __init__(self, pids_file: Path | None) -> None:
@@ -138,14 +138,14 @@ class CellProcesses:
         self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
     def refresh(self) -> bool:
-        """Read new lines of the file; returns whether there were any."""
+        """Read new lines of the launcher's file, and return whether there were any."""
         if self._pids_file is None:
             return False
         try:
             text = self._pids_file.read_text(encoding="utf-8")
         except OSError:
             return False
-        lines = text.split("\n")[:-1]  # the last may be half written
+        lines = text.split("\n")[:-1]  # the last line may be incomplete
         new, self._lines_read = lines[self._lines_read :], len(lines)
         for line in new:
             label, *fields = line.split(" ")
@@ -158,9 +158,9 @@ class CellProcesses:
         return bool(new)
 
     def sample(self) -> list[dict[str, Any]]:
-        """Return a row for each running process; its first has no `cpu_pct`.
+        """Return a row of the timeline per running process; its first row has no `cpu_pct`.
 
-        In a row of several processes, shared memory counts for each.
+        In a row for several processes, memory that they share counts for each of them.
         """
         rows = []
         for label, process in list(self._processes.items()):
@@ -193,7 +193,7 @@ class CellProcesses:
         return {"cpu_pct": round(100 * used_s / (now_s - then_s), 1)}
 
     def cores(self) -> set[int]:
-        """Return the cores that any of the processes may run on."""
+        """Return the cores on which any of the processes may run."""
         cores: set[int] = set()
         for process in self._processes.values():
             try:
@@ -206,25 +206,26 @@ class CellProcesses:
 def _figures_of(process: psutil.Process) -> tuple[float, int]:
     """Return CPU time in seconds and resident bytes of a process.
 
-    Psutil.Error if it has ended.
+    Raises:
+        psutil.Error: If the process has ended.
     """
     with process.oneshot():
-        if process.status() == psutil.STATUS_ZOMBIE:  # its memory would read as 0
+        if process.status() == psutil.STATUS_ZOMBIE:  # the kernel reports 0 bytes for a zombie
             raise psutil.ZombieProcess(process.pid)
         times = process.cpu_times()
         return times.user + times.system, process.memory_info().rss
 
 
 class Host:
-    """The node as a whole. The fractions of its cores are those since the previous sample."""
+    """Samples the node as a whole: its load, memory, and use of cores since the previous sample."""
 
     def __init__(self, node: str) -> None:
         self._node = node
-        psutil.cpu_percent(percpu=True)  # the first answer is since boot
+        psutil.cpu_percent(percpu=True)  # the first result is the mean since boot, and is not used
         self._asked_s = time.monotonic()
 
     def sample(self) -> dict[str, Any]:
-        """Return a row; without the shares if the sample before was taken only just before."""
+        """Return a row of the timeline, without the use of cores if the previous sample is too recent."""
         memory = psutil.virtual_memory()
         row: dict[str, Any] = {
             "kind": "host",
@@ -242,27 +243,38 @@ class Host:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the sampler's command line."""
+    """Parse the sampler's command line."""
     parser = argparse.ArgumentParser(prog="stratbench.telemetry.sampler", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
-    parser.add_argument("--period-s", type=float, default=0.5)
-    parser.add_argument("--origin-s", type=float, help="time.monotonic() of t_s = 0; default: now")
-    parser.add_argument("--pids-file", type=Path, help="lines `label pid`")
+    parser.add_argument("--out", type=Path, required=True, help="CSV file of samples to write")
+    parser.add_argument("--period-s", type=float, default=0.5, help="seconds between samples")
     parser.add_argument(
-        "--parent-pid", type=int, default=os.getppid(), help="end when this is not the parent"
+        "--origin-s", type=float, help="time.monotonic() at which t_s is 0; default: now"
     )
     parser.add_argument(
-        "--gpus", nargs="*", default=[], help="to sample, as CUDA_VISIBLE_DEVICES names them"
+        "--pids-file",
+        type=Path,
+        help="file that lists the processes to sample, as lines `label pid`",
     )
-    parser.add_argument("--foreign-processes", type=Path, help="file for who else used --gpus")
+    parser.add_argument(
+        "--parent-pid",
+        type=int,
+        default=os.getppid(),
+        help="process whose end also ends the sampler; default: the parent",
+    )
+    parser.add_argument(
+        "--gpus", nargs="*", default=[], help="GPUs to sample, named as in CUDA_VISIBLE_DEVICES"
+    )
+    parser.add_argument(
+        "--foreign-processes", type=Path, help="file to write foreign processes on --gpus to"
+    )
     options = parser.parse_args(arguments)
     if not options.period_s > 0:
-        parser.error(f"--period-s {options.period_s}, expected more than 0")
+        parser.error(f"--period-s {options.period_s}: must be more than 0")
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Sample until SIGTERM or SIGINT, or until the parent has died."""
+    """Sample until SIGTERM or SIGINT, or until the parent process has ended."""
     options = parse_arguments(arguments)
     stop, wake = threading.Event(), threading.Event()
 
@@ -279,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.foreign_processes, gpus, options.parent_pid
     )
     try:
-        # One write a sample: a kill leaves whole rows.
+        # Each sample is one write, so that a kill leaves whole rows.
         with options.out.open("w", newline="", encoding="utf-8") as file:
             sample_until(
                 stop,
@@ -310,20 +322,18 @@ def sample_until(
     period_s: float,
     origin_s: float,
 ) -> None:
-    """Write samples to `file` until `stop`, one when `wake` is set.
-
-    Code that sets `stop` must set `wake`, too.
+    """Write samples to a file until `stop` is set, and an extra one whenever `wake` is set.
 
     Args:
-        stop: Set to end.
-        wake: Set for an extra sample.
-        file: File to write to.
+        stop: Event that ends the sampling; `wake` must be set with it.
+        wake: Event that causes an extra sample.
+        file: CSV file to write to.
         gpus: GPUs to sample.
         watched: Processes to sample.
-        foreign_processes: Records foreign processes, if any.
-        parent_pid: Process with which the sampler ends.
-        period_s: Time between samples.
-        origin_s: Origin of the times.
+        foreign_processes: Records foreign processes on the GPUs, if they are to be recorded.
+        parent_pid: Process whose end also ends the sampling.
+        period_s: Seconds between samples.
+        origin_s: Time of `time.monotonic()` at which t_s is 0.
     """
     node = socket.gethostname()
     host = Host(node)
@@ -353,7 +363,7 @@ def sample_until(
 
 
 def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
-    """Return the GPUs with these names in CUDA_VISIBLE_DEVICES, and print why others cannot be sampled."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names so, and print why any cannot be sampled."""
     gpus = []
     for name in names:
         if (gpu := nvml.gpu_named(name)) is not None:
@@ -361,7 +371,7 @@ def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
             continue
         reason = nvml.reason or "it is unknown, or divided into MIG instances"
         print(
-            f"NVML cannot sample GPU {name} ({reason}): no utilisation, power and energy of it",
+            f"NVML cannot sample GPU {name} ({reason}): its utilisation, power and energy are missing",
             file=sys.stderr,
             flush=True,
         )
@@ -369,14 +379,14 @@ def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
 
 
 def gpu_rows(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list[dict[str, Any]]:
-    """Return a row for each GPU, with the time of its own energy.
+    """Return a row of the timeline per GPU, with the time at which its energy was read.
 
-    Snapshots of PCIe, which block the sampler, follow when all the energies are known.
+    Snapshots of PCIe, which block the sampler, are taken after the energy of all GPUs was read.
 
     Args:
         gpus: GPUs to sample.
-        origin_s: Origin of the times.
-        pcie_snapshots: Whether PCIe is sampled by snapshots.
+        origin_s: Time of `time.monotonic()` at which t_s is 0.
+        pcie_snapshots: Whether PCIe's rates are measured by snapshots.
     """
     rows = []
     for gpu in gpus:
@@ -391,9 +401,10 @@ def gpu_rows(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list
 
 
 def _wait(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
-    """Wait until `due_s`, or less where `wake` is set or the parent dies.
+    """Wait until the time `due_s`, or until `wake` is set or the parent process has ended.
 
-    Whether `wake` was not set.
+    Returns:
+        False if `wake` has ended the wait, else True.
     """
     while True:
         left_s = due_s - time.monotonic()
@@ -418,7 +429,7 @@ def _lowest_priority() -> None:
 
 
 def _move_to(cores: set[int]) -> None:
-    """Run on `cores` from now on, unless there are none or the system has no affinity."""
+    """Bind this process to some cores, if there are any and the system supports affinity."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     try:

@@ -1,4 +1,4 @@
-"""Sharded tensors (DTensor, FSDP2): the local shard, the full tensor, and gathered memory."""
+"""Gets the local shard or the full tensor of DTensors, and frees parameters that FSDP2 has gathered."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor, nn
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of `tensor`, without padding, in the same memory, or a plain tensor."""
+    """Return this rank's shard of a DTensor, in the same memory and without padding.
+
+    A plain tensor is returned as it is.
+    """
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return all of `tensor` on every rank.
-
-    For a DTensor it is a collective: every rank must call it.
-    """
+    """Return the full tensor of a DTensor, for which every rank must call it, or a plain tensor."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the full parameters that FSDP2 retains after a forward pass, but not the shards."""
+    """Free the gathered parameters that FSDP2 keeps after forward; the shards stay."""
     if not torch.distributed.is_available():
         return
     from torch.distributed.fsdp import FSDPModule

@@ -1,7 +1,8 @@
-"""The timeline of a cell: samples of the machine, phases of the ranks, and energy from both.
+"""Writes and reads the timeline of a cell: samples of the machine, phases of the ranks, and energy.
 
-Times are seconds since the launcher's origin. A sample file has one row for each entity and sample;
-a field is empty if the counter was not offered. `merge_timeline` adds the phase. No torch.
+Times are seconds since an origin that the launcher sets. A sample file has one row per entity and sample; a
+field is empty if the machine does not offer its counter. `merge_timeline` adds the phase. This module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any, NamedTuple
 from stratbench.cell.files import replacing
 from stratbench.cell.run_folder import rank_of
 
-# Columns of a sample file. `kind` is host, process or gpu; `id` is the node's name, the label
-# the launcher gave the process (rank0, server1), or the GPU's index.
+# Columns of a sample file. `kind` is host, process or gpu. `id` is the node's name, the label that the
+# launcher gave to the process (rank0, server1), or the GPU's index.
 SAMPLE_COLUMNS = (
     "t_s",
     "node",
     "kind",
     "id",
-    # host: share of all cores in use; process: of one core, so 200 is two cores
+    # host: percent of all cores in use; process: percent of one core, so that 200 means two cores
     "cpu_pct",
-    "cores_pct",  # host: share of each core in use, separated by blanks
+    "cores_pct",  # host: percent in use of each core, separated by blanks
     "cpu_time_s",  # process: CPU time so far
     "rss_bytes",  # process
     "load_1m",  # host
@@ -54,10 +55,10 @@ SAMPLE_COLUMNS = (
 
 
 class PhaseLog:
-    """Append-only log of a rank's phases, one JSON object a line: t_s, rank, phase, event.
+    """Writes the phases of a rank to a log, with one JSON object per line: t_s, rank, phase, event.
 
-    `event` is `start` or `end`. Each line is written through at once, so a killed rank leaves
-    all but the line it was writing.
+    `event` is `start` or `end`. Each line is flushed at once, so that a killed rank loses at most its last
+    line.
     """
 
     def __init__(
@@ -67,9 +68,13 @@ class PhaseLog:
         origin_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """`origin_s`: this node's `time.monotonic()` when the cell began; all ranks count from then.
+        """Open the log.
 
-        `alive` is called with each entry.
+        Args:
+            path: File to append to.
+            rank: Rank of the worker.
+            origin_s: This node's `time.monotonic()` when the cell began, from which all ranks count.
+            alive: Called after each entry.
         """
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until the process ends
         self._rank = rank
@@ -77,12 +82,12 @@ class PhaseLog:
         self._alive = alive
 
     def write(self, phase: str, event: str, at_s: float | None = None) -> None:
-        """Record that a phase starts or ends.
+        """Write that a phase starts or ends.
 
         Args:
             phase: Name of the phase.
             event: `start` or `end`.
-            at_s: Time on `time.monotonic`, or None for now.
+            at_s: Time of `time.monotonic`, or None for now.
         """
         t_s = round((time.monotonic() if at_s is None else at_s) - self._origin_s, 4)
         line = {"t_s": t_s, "rank": self._rank, "phase": phase, "event": event}
@@ -92,7 +97,7 @@ class PhaseLog:
 
 
 class PhaseInterval(NamedTuple):
-    """A phase of one rank, from `start_s` to `end_s`."""
+    """A phase of one rank, from `start_s` to `end_s` in seconds since the cell's origin."""
 
     rank: int
     phase: str
@@ -101,9 +106,9 @@ class PhaseInterval(NamedTuple):
 
 
 def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[PhaseInterval]:
-    """Return the phases in those logs, by start. One that never ended has the end infinity.
+    """Return the phases in some ranks' logs, sorted by start; a phase without an end ends at infinity.
 
-    A missing log has no phases; a line cut short by a kill is left out.
+    A missing log has no phases. A line that a kill has truncated is left out.
     """
     intervals: list[PhaseInterval] = []
     for path in paths:
@@ -124,10 +129,10 @@ def merge_timeline(
     phase_logs: Iterable[str | os.PathLike[str]],
     out: str | os.PathLike[str],
 ) -> None:
-    """Write the samples of all nodes to `out`, by time, with a `phase` column.
+    """Write the samples of all nodes to one file, sorted by time, with a column for the phase.
 
     A row of process `rank3` gets rank 3's phase. Every other row gets the phase of the lowest rank with a
-    log. Among nested phases, the last one started counts. Missing files and truncated rows are ignored.
+    log. The innermost of nested phases counts. Missing files and truncated rows are ignored.
 
     Args:
         sample_csvs: Sample files of the nodes.
@@ -155,9 +160,9 @@ def merge_timeline(
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows of a sample file or timeline, `t_s` as a number, the rest as text.
+    """Yield the rows of a sample file or timeline, with `t_s` as a number and all else as text.
 
-    A missing file has no rows; a row cut short by a kill is left out.
+    A missing file has no rows. A row that a kill has truncated is left out.
     """
     if not Path(path).is_file():
         return
@@ -176,12 +181,17 @@ def energy_within(
     sample_csvs: Iterable[str | os.PathLike[str]],
     intervals: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
 ) -> float | None:
-    """Return the joules of some GPUs together, each within its own intervals of time.
+    """Return the total energy of some GPUs in joules, each within its own intervals of time.
 
-    They come from the energy counter, interpolated at both ends, if the GPU has one that only grows.
-    Otherwise they come from the power by the trapezoidal rule. None if there are no intervals, or if a GPU's
-    samples do not cover one: nothing is extrapolated. `intervals`: (start_s, end_s), ascending, by (node, id)
-    of the GPU.
+    The energy is the difference of the GPU's energy counter, interpolated at both ends, if the counter only
+    grows. Otherwise it is the integral of the power, by the trapezoidal rule.
+
+    Args:
+        sample_csvs: Sample files of the nodes.
+        intervals: Intervals (start_s, end_s), ascending, by (node, id) of the GPU.
+
+    Returns:
+        The energy, or None without intervals, or if a GPU's samples do not cover one of its intervals.
     """
     of_gpu = _energy_series(sample_csvs)
     parts = [
@@ -193,7 +203,7 @@ def energy_within(
 
 
 class _EnergySeries:
-    """A GPU's samples by time: (t_s, joules since the driver was loaded) and (t_s, watts)."""
+    """A GPU's samples over time: (t_s, joules since the driver was loaded), and (t_s, watts)."""
 
     def __init__(self) -> None:
         self.counter: list[tuple[float, float]] = []

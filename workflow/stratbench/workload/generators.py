@@ -1,4 +1,4 @@
-"""The generators of random numbers that a network may draw from: Python's, numpy's and torch's."""
+"""Seeds, saves and restores the random generators of Python, numpy and torch, which a model may use."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: The fault of a network whose initial weights do not follow from the seed.
+#: Message on a model whose initial weights do not follow from the seed.
 OTHER_START = (
-    "its workers built it with different initial weights from one seed; draw them from the generators of "
-    "torch, numpy and Python's random alone"
+    "its workers have built it with different initial weights from the same seed; draw weights only from "
+    "the generators of torch, numpy and Python's random"
 )
-#: Integers of the state of Python's generator.
+#: Number of integers in the state of Python's generator.
 _PYTHON = 625
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all of them, on every device."""
+    """Seed the generators of Python, numpy and torch, on every device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if torch.backends.cuda.is_built():
         torch.manual_seed(seed)
-    else:  # which keeps a trace of the stack for devices that this build of PyTorch does not have
+    else:  # manual_seed would also store a stack trace for devices that this build of PyTorch lacks
         torch.default_generator.manual_seed(seed)
 
 
 class Generators(NamedTuple):
-    """States of the random generators: Python's and numpy's own format, torch's as host tensors."""
+    """The states of all random generators: Python's and numpy's in their own formats, torch's as tensors."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
@@ -51,7 +51,7 @@ class Generators(NamedTuple):
         )
 
     def put_back(self, device: torch.device | None = None) -> None:
-        """Make the generators what they were."""
+        """Restore these states in the generators."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -59,19 +59,19 @@ class Generators(NamedTuple):
             torch.cuda.set_rng_state(self.cuda, device)
 
     def differ_from(self, others: Generators) -> bool:
-        """Return whether numbers were drawn between the two."""
+        """Return whether random numbers were drawn between these states and others."""
         pairs = zip(self.tensors(), others.tensors(), strict=True)
         return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
     def differ_outside_torch(self, others: Generators) -> bool:
-        """Return whether Python's or numpy's generator advanced between the two states of one seed."""
-        # Of numpy's state: how many of its keys are used, and the half of a pair that is left.
+        """Return whether Python's or numpy's generator has advanced between two states of one seed."""
+        # The compared part of numpy's state is the number of used keys and the stored second normal number.
         return self.python != others.python or self.numpy[2:] != others.numpy[2:]
 
     def tensors(self) -> list[Tensor]:
-        """Return the states as tensors, always as many, to be written or read into (`of_tensors`).
+        """Return the states as tensors, always in the same number, for `of_tensors`.
 
-        Python and numpy store the second of two normal numbers that they draw together; NaN represents none.
+        Python and numpy draw two normal numbers together and store the second; NaN stands for none.
         """
         _, python, half = self.python
         _, keys, position, has_half, other = self.numpy
@@ -82,7 +82,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[Tensor]) -> Generators:
-        """Return the inverse of `tensors`."""
+        """Return the states that `tensors` has returned as tensors."""
         numbers, halves, of_torch, *of_cuda = tensors
         half, other = (None if math.isnan(h) else h for h in halves.tolist())
         *ints, position = numbers.tolist()
@@ -97,7 +97,7 @@ class Generators(NamedTuple):
 
 @contextmanager
 def generators_put_back(device: torch.device | None = None) -> Iterator[Generators]:
-    """Restore all generators after the block; yield their states before it."""
+    """Restore all generators after the block, and yield their states before it."""
     states = Generators.now(device)
     try:
         yield states

@@ -1,8 +1,8 @@
-"""Values of fake tensors that do not depend on data: masks and positions that forward creates.
+"""Computes values of fake tensors that do not depend on data: masks and positions that forward creates.
 
-A model may read them, as torch's own transformer checks whether its mask is causal. The recipe of such a
-tensor is recorded, and computed again with real numbers when its values are read. Results of the batch, of
-weights or of random numbers have no such values. Importing this file imports torch.
+A model may read such values, as torch's own transformer checks whether its mask is causal. The operations
+that created such a tensor (its recipe) are recorded, and computed with real numbers when its values are read.
+Tensors that depend on the batch, on weights or on random numbers have no known values.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from stratbench.workload.torch_internals import (
     writes_arguments,
 )
 
-#: The most numbers that all tensors may have from which a value is made: a mask of 4096 positions.
+#: Largest total number of elements of the tensors of a recipe; it allows a mask of 4096 positions.
 MAX_NUMBERS = 1 << 26
-#: The most operations one after the other by which a known tensor is made.
+#: Largest number of consecutive operations of a recipe.
 MAX_STEPS = 100
-#: What fake tensors raise where they are asked for values, or for a shape that follows from values; of those
-#: on the meta device it is a plain error that says so.
+#: Exceptions of a fake tensor whose values are read, or whose shape depends on values. On the meta device it
+#: is a plain error with the text ON_META.
 ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 ON_META = "cannot be called on meta tensors"
 aten = torch.ops.aten
-#: What takes nothing but the shape and the format of its first operand.
+#: Operators that only use the shape and format of their first operand.
 SHAPED = frozenset(
     {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 )
@@ -45,9 +45,9 @@ class KnownFakes(FakeTensorMode):
     """`FakeTensorMode` that can read the values of tensors that do not depend on data."""
 
     def __init__(self) -> None:
-        # What the user's code holds elsewhere, such as in a closure, becomes fake where it is used.
+        # Real tensors of the user's code, such as those in a closure, become fake when they are used.
         super().__init__(allow_non_fake_inputs=True)
-        #: Of each storage that has known values how often it was written to, by its address.
+        #: Number of writes to each storage with known values, by the storage's address.
         self._written: dict[int, int] = {}
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,30 +74,27 @@ class KnownFakes(FakeTensorMode):
     def _grouped(
         self, types: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **_named: Any
     ) -> Tensor:
-        """Return a grouped product, whose own rule for fakes supports only bfloat16, unlike its kernels."""
+        """Return the fake result of a grouped matrix product, whose own fake rule supports bfloat16 only."""
         size = [shape_of_grouped(a, b, offs)]
         return super().dispatch(
             aten.empty.memory_format, types, size, {"dtype": a.dtype, "device": a.device}
         )
 
     def _answer(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result on real numbers.
-
-        None where the operands are not known, or are too many numbers.
-        """
+        """Return an operator's result with real numbers, or None if operands are unknown or too large."""
         recipe = self._recipe(op, args, kwargs, 1)
         if recipe is None or sum(r.numbers for r in _parts(recipe, set())) > MAX_NUMBERS:
             return None
         return _made(recipe, {})
 
     def _note(self, op: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Keep how `out` was made, if it is a tensor whose values are known."""
+        """Store the recipe of an operator's result, if it is a tensor whose values are known."""
         recipe = None
         if isinstance(out, Tensor) and out.layout is torch.strided:
             recipe = self._recipe(op, args, kwargs, out.numel())
         if writes_arguments(op):
             for tensor in _written_by(op, args, kwargs):
-                # Views of what was written to have other values now: all of that storage are forgotten.
+                # A write also changes the values of views, so all recipes of this storage become invalid.
                 if tensor.layout is torch.strided and (key := _storage(tensor)) in self._written:
                     self._written[key] += 1
             if recipe is not None and out is not args[0]:
@@ -125,7 +122,7 @@ class KnownFakes(FakeTensorMode):
         """Return the recipe of a known tensor; raise _Unknown for an unknown one."""
         if isinstance(value, Tensor):
             recipe, written = getattr(value, "recipe", (None, 0))
-            # A weight is known until it is trained, and what its values decide then is not.
+            # A weight's initial values are known, but decisions that depend on them change with the training.
             if recipe is None or value.requires_grad or self._written[_storage(value)] != written:
                 raise _Unknown
             return recipe
@@ -136,9 +133,14 @@ class KnownFakes(FakeTensorMode):
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """The operation that made a tensor of so many numbers. Operands that were tensors are recipes, too.
+    """The operation that created a tensor.
 
-    `steps`: operations one after the other, with those of the operands.
+    Attributes:
+        op: Operator.
+        args: Positional operands, in which recipes stand for tensors.
+        kwargs: Keyword operands, in which recipes stand for tensors.
+        numbers: Number of elements of the tensor.
+        steps: Number of consecutive operations, including those of the operands.
     """
 
     op: Any
@@ -157,7 +159,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _written_by(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the operands that an operation writes to."""
+    """Yield the operands to which an operator writes."""
     for i, argument in enumerate(get_arguments(op)):
         if argument.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -174,7 +176,7 @@ def _recipes(operands: list[Any]) -> Iterator[Recipe]:
 
 
 def _parts(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
-    """Return the recipe, and all that go into it."""
+    """Return a recipe and all recipes of its operands, recursively."""
     if recipe not in seen:
         seen.add(recipe)
         for part in _recipes([recipe.args, list(recipe.kwargs.values())]):
@@ -183,14 +185,14 @@ def _parts(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
 
 
 def _made(operand: Any, made: dict[Recipe, Any]) -> Any:
-    """Return the operand with recipes replaced by real tensors. `made` caches them."""
+    """Return an operand with recipes replaced by real tensors, which `made` caches."""
     if isinstance(operand, list):
         return [_made(each, made) for each in operand]
     if not isinstance(operand, Recipe):
         return operand
     if operand not in made:
         args = _made(operand.args, made)
-        if writes_arguments(operand.op):  # other recipes go by what it was
+        if writes_arguments(operand.op):  # other recipes need the value before the write
             args[0] = args[0].clone()
         kwargs = {key: _made(value, made) for key, value in operand.kwargs.items()}
         if "device" in kwargs:

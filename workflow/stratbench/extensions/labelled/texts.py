@@ -1,4 +1,4 @@
-"""A user's texts with hidden tokens, and texts with a label each, from CSV or JSON Lines."""
+"""Reads a user's texts with hidden tokens, and texts with a label each from CSV or JSON Lines."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEXTS = Samples("text")
-#: Tokens of labelled texts without a tokenizer: their bytes in UTF-8. No text has a 0, which fills up.
+#: Number of different tokens of labelled texts without a tokenizer, which are the bytes of UTF-8. The byte 0,
+#: which no text has, is the padding.
 BYTES = 256
-#: The fewest tokens of a text whose first and last are not hidden.
+#: Smallest number of tokens of a text with a hidden token, which is neither the first nor the last.
 SHORTEST_MASKED = 3
-#: What tokenizers call the token that fills a text up, and the one that hides others.
+#: Names that tokenizers give to the padding and to the mask.
 FILLS, HIDES = ("[PAD]", "<pad>"), ("[MASK]", "<mask>")
 _CHUNK = 1024
 
@@ -43,10 +44,17 @@ def masked_text_files(
     test_share: float,
     seed: int,
 ) -> tuple[Source, int]:
-    """The files one after the other as pieces of `sequence` with hidden tokens, and the number of tokens.
+    """Return a text of concatenated files in pieces with hidden tokens, and its number of different tokens.
 
-    Divided as `own_files.text_files` does. The tokenizer's own token for it hides others, or one more than
-    the text has. `seed` chooses which are hidden.
+    The mask is the tokenizer's own, or a new token after the last one of the text.
+
+    Args:
+        name: Name of the data set.
+        files: Files of the text.
+        tokenizer: A tokenizer.json, if any.
+        sequence: Tokens per sample.
+        test_share: Fraction of the tokens, at the end, for the test set.
+        seed: Seed of the places of hidden tokens.
     """
     tokens, size = tokens_of_files(name, files, tokenizer)
     opened = open_tokenizer(name, tokenizer) if tokenizer else None
@@ -68,7 +76,7 @@ def masked_text_files(
 
 
 def special_token(tokenizer: Any, names: Sequence[str], size: int) -> int:
-    """A tokenizer's token that has one of some names; the one after its last where there is none."""
+    """Return a tokenizer's token with one of some names, or `size`, a new token, if it has none."""
     known = (tokenizer.token_to_id(name) for name in names) if tokenizer else ()
     return next((number for number in known if number is not None), size)
 
@@ -85,9 +93,21 @@ def labelled_texts(
     test_share: float,
     seed: int,
 ) -> tuple[Source, int]:
-    """The texts of CSV or JSON Lines files, and the number of classes.
+    """Return the labelled texts of CSV or JSON Lines files, and the number of classes.
 
-    A text is cut after `sequence` tokens, or filled up. Tokens are bytes of UTF-8, or a tokenizer's.
+    A text is cut or padded to `sequence` tokens. Tokens are a tokenizer's, or bytes of UTF-8.
+
+    Args:
+        name: Name of the data set.
+        files: Files of the training set.
+        test: File of the test set, if any.
+        tokenizer: A tokenizer.json, if any.
+        text_column: Column of the texts.
+        label_column: Column of the labels.
+        vocabulary: Number of different tokens of the model.
+        sequence: Tokens per sample.
+        test_share: Share of each class for the test set, if there is no test file.
+        seed: Seed of the division.
     """
     columns = (text_column, label_column)
     of_test = _texts_by_label(name, [test], columns) if test else None
@@ -139,7 +159,13 @@ def _texts_by_label(name: str, files: Sequence[Path], columns: tuple[str, str]) 
 def rows_of(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the values of some columns of a CSV file with a header, or of keys of a JSON Lines file.
 
-    DataError for a file that is neither, a column that is missing, or a row without one of them.
+    Args:
+        name: Name of the data set, for messages.
+        path: The file.
+        columns: Columns or keys.
+
+    Raises:
+        DataError: If the file is neither CSV nor JSON Lines, or if a column or a value is missing.
     """
     read = _json_rows if path.suffix in (".jsonl", ".ndjson") else _csv_rows
     rows = []
@@ -148,35 +174,35 @@ def rows_of(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ..
             if column not in row:
                 known = ", ".join(map(str, row))
                 raise DataError(
-                    f"data set {name!r}: {path}, line {line}: has no column {column!r}; it has {known}"
+                    f"data set {name!r}: {path}, line {line}: has no column {column!r}, but only {known}"
                 )
         values = tuple(row[column] for column in columns)
         for column, value in zip(columns, values, strict=True):
             if type(value) not in (str, int) or not str(value).strip("\0 \t\r\n"):
                 raise DataError(
-                    f"data set {name!r}: {path}, line {line}: its {column} is {value!r}; it must be a text "
-                    "or a whole number"
+                    f"data set {name!r}: {path}, line {line}: the value of {column} is {value!r}; it must be "
+                    "a text or a whole number"
                 )
         rows.append(tuple(map(str, values)))
     if not rows:
-        raise DataError(f"data set {name!r}: {path} has no row")
+        raise DataError(f"data set {name!r}: {path} has no rows; add rows, or remove the file")
     return rows
 
 
 def _lines_of(name: str, path: Path) -> io.StringIO:
-    """A table's lines, without the mark that spreadsheets put before them."""
+    """Return a table file's lines, without the byte-order mark that spreadsheets write."""
     return io.StringIO(text_of(name, path).removeprefix("\ufeff"), newline="")
 
 
 def _csv_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    csv.field_size_limit(1 << 30)  # a text may be longer than the 128 KiB that are its default
+    csv.field_size_limit(1 << 30)  # a text may be longer than the default limit of 128 KiB
     reader = csv.DictReader(_lines_of(name, path), strict=True)
     try:
         for row in reader:
             yield reader.line_num, row
     except csv.Error as error:
         raise DataError(
-            f"data set {name!r}: {path}, line {reader.reader.line_num}: is no CSV ({error})"
+            f"data set {name!r}: {path}, line {reader.reader.line_num}: is not CSV ({error}); correct it"
         ) from error
 
 
@@ -188,17 +214,19 @@ def _json_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             row = json.loads(text)
         except ValueError as error:
             raise DataError(
-                f"data set {name!r}: {path}, line {line}: is no JSON ({error})"
+                f"data set {name!r}: {path}, line {line}: is not JSON ({error}); correct it"
             ) from error
         if not isinstance(row, dict):
-            raise DataError(f"data set {name!r}: {path}, line {line}: is no JSON object")
+            raise DataError(
+                f"data set {name!r}: {path}, line {line}: is not a JSON object; write one object per line"
+            )
         yield line, row
 
 
 def _find_fault(values: Mapping[str, Any]) -> str | None:
     if (length := values["sequence"]) >= SHORTEST_MASKED:
         return None
-    return f"sequence = {length}: a text in which tokens are hidden has {SHORTEST_MASKED} at least"
+    return f"sequence = {length}: a text with hidden tokens must have at least {SHORTEST_MASKED} tokens"
 
 
 MASKED = FileKind(

@@ -1,4 +1,4 @@
-"""A user's folder of WAV files with a label each."""
+"""Reads a user's folder of WAV files, each with a label."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 WAVEFORMS = Samples("waveform", (".wav",))
-#: Columns of the table that says each file's label.
+#: Columns of the table that has each file's label.
 COLUMNS = ("file", "label")
 _CHUNK = 64
 
@@ -30,10 +30,18 @@ _CHUNK = 64
 def waveform_folder(
     name: str, folder: Path, labels: Path | None, length: int, test_share: float, seed: int
 ) -> tuple[Source, int]:
-    """The waveforms of class folders, or of the files that the table `labels` names, and how many classes.
+    """Return the waveforms of a folder, and the number of classes.
 
-    All have one sample rate. Channels are averaged; a waveform is cut after `length` values, or filled up
-    with zeros.
+    All files must have one sample rate. Channels are averaged. A waveform is cut to `length` values, or
+    padded with zeros.
+
+    Args:
+        name: Name of the data set.
+        folder: Folder of the WAV files.
+        labels: Table with each file's label, or None if the folder has class folders.
+        length: Values per waveform.
+        test_share: Share of each class for the test set, if there is none.
+        seed: Seed of the division.
     """
     by_label = (_by_label(name, folder, labels), None) if labels else None
     by_class = by_label or class_folders(name, folder, WAVEFORMS)
@@ -55,14 +63,14 @@ def waveform_folder(
 
 
 def _by_label(name: str, folder: Path, labels: Path) -> ByClass:
-    """The files of each label in a table."""
+    """Return the files of each label, as a table states them."""
     files: dict[str, Path] = dict(files_of([folder], WAVEFORMS))
     by_label: ByClass = {}
     for file, label in rows_of(name, labels, COLUMNS):
         if (path := files.pop(PurePath(file).as_posix(), None)) is None:
             raise DataError(
-                f"data set {name!r}: {labels} names {file!r}, which is no {WAVEFORMS} below {folder}, or "
-                "names it twice"
+                f"data set {name!r}: {labels} names {file!r}, which is not a {WAVEFORMS} in {folder}, or "
+                "names it twice; correct the table"
             )
         by_label.setdefault(label, []).append(path)
     return by_label
@@ -79,7 +87,15 @@ def _opened(name: str, path: Path) -> wave.Wave_read:
 
 
 def _values(name: str, path: Path, length: int, rate: int, first: Path) -> np.ndarray:
-    """The first values of a waveform, -1 to 1, as float32 [length]; `rate`: of the `first` file."""
+    """Return the first values of a waveform, from -1 to 1, as float32 [length].
+
+    Args:
+        name: Name of the data set.
+        path: File of the waveform.
+        length: Number of values.
+        rate: Sample rate that the file must have.
+        first: File that has this rate, for messages.
+    """
     import numpy as np
 
     with _opened(name, path) as file:
@@ -90,14 +106,14 @@ def _values(name: str, path: Path, length: int, rate: int, first: Path) -> np.nd
             )
         if own_rate != rate:
             raise DataError(
-                f"data set {name!r}: {path} has {own_rate:,} values per second and {first} {rate:,}; "
+                f"data set {name!r}: {path} has {own_rate:,} values per second, but {first} has {rate:,}; "
                 "resample all files to one rate"
             )
         count = min(frames, length)
         stored = file.readframes(count)
     if not count or len(stored) != 2 * channels * count:
         raise DataError(
-            f"data set {name!r}: {path} holds {len(stored) // (2 * channels)} of {frames} values; repair or "
+            f"data set {name!r}: {path} has {len(stored) // (2 * channels)} of {frames} values; repair or "
             "remove it"
         )
     values = np.zeros(length, np.float32)

@@ -1,6 +1,6 @@
-"""Models of transformers: built from a config, with their own declarations.
+"""Builds models of the library transformers from a config, with their own plans of division.
 
-`libraries` names this in the entries that it makes. Importing this file imports torch and transformers.
+The entries that `libraries` makes name functions of this module, which imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from stratbench.workload.users_code import Unsuitable
 
 
 class Scores(nn.Module):
-    """A transformers model that returns only its scores, with transformers' plan for its layers.
+    """A transformers model that returns only its scores.
 
-    `scores` is the number of outputs per token or sample: as many as its vocabulary or its labels, which may
-    be more than the data have.
+    `scores` is the number of scores per token or sample: the size of its vocabulary, or its number of labels,
+    which may be more than the data set has.
     """
 
     def __init__(self, network: PreTrainedModel, scores: int) -> None:
@@ -29,10 +29,10 @@ class Scores(nn.Module):
         self._no_split_modules = sorted(network._no_split_modules or ())
         heads = ("num_key_value_heads", "num_attention_heads")
         counts = (getattr(network.config, key, None) for key in heads)
-        #: Of keys and values, which are the fewest; 0 where it has none.
+        #: Number of heads of keys and values, which have the fewest; 0 without attention.
         self.num_heads = next((n for n in counts if type(n) is int), 0)
 
-        #: Whether it takes waveforms of one channel, without a dimension for it.
+        #: Whether it takes waveforms of one channel, without a dimension for the channel.
         self.takes_values = network.main_input_name == "input_values"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,31 +57,34 @@ def network(
 
     Args:
         cls: The class, or one that chooses it by the config's `model_type` (AutoModelForCausalLM).
-        config: The content of a config.json; without it the class's own defaults.
+        config: Content of a config.json, or None for the class's own defaults.
         arguments: Overrides of the config.
-        weights: A folder with safetensors; without it weights are drawn.
-        weights_sha256: Only distinguishes cells.
-        lora: Options of peft's LoraConfig: adapters are trained in place of the weights.
-        vocab_size: Tokens of the data, or None for images and waveforms.
-        sequence: Tokens of a sample of text.
-        num_classes: Classes of the data.
+        weights: Folder with safetensors, or None for random weights.
+        weights_sha256: Not used; it distinguishes cells with other weights.
+        lora: Options of peft's LoraConfig, with which adapters are trained instead of the weights.
+        vocab_size: Number of different tokens of the data, or None for images and waveforms.
+        sequence: Tokens per sample of text.
+        num_classes: Number of classes of the data.
         in_channels: Channels of the images or waveforms.
-        image_size: Pixels of a side.
-        length: Values of a waveform's channel.
+        image_size: Height and width of the images in pixels.
+        length: Values per channel of a waveform.
 
     Raises:
-        Unsuitable: The config does not suit the data, or the weights not the config.
+        Unsuitable: If the config does not suit the data, or if the weights do not suit the config.
     """
     values = {**(config or {}), **(arguments or {})}
     model_type = values.pop("model_type", None)
     if model_type is not None and model_type not in CONFIG_MAPPING:
-        raise Unsuitable(f"model_type = {model_type!r}: this transformers has no such model")
+        raise Unsuitable(
+            f"model_type = {model_type!r}: the installed transformers has no such model; correct it, or "
+            "install a newer version"
+        )
     kind = CONFIG_MAPPING[model_type] if model_type else cls.config_class
     names = getattr(kind, "attribute_map", {})
     values = {names.get(key, key): value for key, value in values.items()}
     if vocab_size is not None:
         tokens = values.setdefault("vocab_size", vocab_size)
-        # Tokens that mark a text's ends, and which the vocabulary does not have.
+        # Special tokens that the vocabulary does not have are removed.
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             number = values.get(key, getattr(kind, key, None))
             if type(number) is int and number >= tokens:
@@ -102,12 +105,15 @@ def network(
     if not issubclass(cls, PreTrainedModel):
         if kind not in cls._model_mapping:
             raise Unsuitable(
-                f"{cls.__name__} has no class for {kind.__name__}; name one in the config's `architectures`"
+                f"{cls.__name__} has no class for {kind.__name__}; name a class in the config's "
+                "`architectures`"
             )
         cls = cls._model_mapping[kind]
     if (wanted := _INPUTS.get(cls.main_input_name)) != data:
-        raise Unsuitable(f"the data are {data}, and {cls.__name__} takes {wanted or 'others'}")
-    made.use_cache = False  # for generation, which no training does
+        raise Unsuitable(
+            f"the data set has {data}, but {cls.__name__} takes {wanted or 'other data'}; use another class"
+        )
+    made.use_cache = False  # the cache is for generation, which a training does not need
     drawn = cls(made) if weights is None else _with_weights(cls, made, weights)
     if lora is not None:
         from peft import LoraConfig, inject_adapter_in_model
@@ -116,7 +122,7 @@ def network(
     return Scores(drawn, made.num_labels if labels else made.vocab_size)
 
 
-#: What a class calls its input, and what that is.
+#: Kind of data by the name that a class of transformers has for its input.
 _INPUTS = {
     "input_ids": "texts",
     "pixel_values": "images",
@@ -126,35 +132,34 @@ _INPUTS = {
 
 
 def _labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
-    """Return the number of sample labels that the head scores.
-
-    Return None if it scores tokens.
-    """
+    """Return the number of labels that the head scores per sample, or None if it scores tokens."""
     return num_classes if vocab_size is None or "ForSequence" in cls.__name__ else None
 
 
 def _check_kind(kind: type[PreTrainedConfig], data: str) -> None:
-    """Raise Unsuitable if the config is for images and the data are texts, or vice versa."""
+    """Raise Unsuitable if the data are texts or images, but the config is for other data."""
     for key, wanted in (("vocab_size", "texts"), ("image_size", "images")):
         if data == wanted and not hasattr(kind, key):
-            raise Unsuitable(f"the data are {data}, and {kind.__name__} has no {key}")
+            raise Unsuitable(
+                f"the data set has {data}, but {kind.__name__} has no {key}; use another model"
+            )
 
 
 def _suit_text(
     config: PreTrainedConfig, values: Mapping[str, Any], vocab_size: int, sequence: int
 ) -> None:
-    """Set the config's length to that of the text, or raise Unsuitable if it has a smaller one."""
+    """Adapt the config's longest sequence to the text, or raise Unsuitable if the user has set less."""
     if config.vocab_size < vocab_size:
         raise Unsuitable(
-            f"vocab_size = {config.vocab_size}: the data set has {vocab_size} tokens; remove it, or set at "
-            f"least {vocab_size}"
+            f"vocab_size = {config.vocab_size}: the data set has {vocab_size} tokens; remove the key, or set "
+            f"at least {vocab_size}"
         )
     key = type(config).attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if (getattr(config, key, None) or sequence) < sequence:
         if key in values:
             raise Unsuitable(
-                f"{key} = {values[key]}: the data set's samples have {sequence} tokens; remove it, or set at "
-                f"least {sequence}"
+                f"{key} = {values[key]}: the data set's samples have {sequence} tokens; remove the key, or "
+                f"set at least {sequence}"
             )
         setattr(config, key, sequence)
 
@@ -172,11 +177,14 @@ def _with_weights(
         output_loading_info=True,
     )
     if missing := sorted(report["missing_keys"]):
-        raise Unsuitable(f"{folder} has no weights of {', '.join(missing[:3])}")
+        raise Unsuitable(
+            f"{folder} lacks the weights {', '.join(missing[:3])}; use a folder with all weights, or "
+            "weights: false"
+        )
     return model
 
 
-#: What transformers' plans say of a module, and the words of ours that do the same.
+#: Values of stratbench's tensor plans by the equivalent values of transformers' plans.
 _WORDS = {
     **{word: word for word in ("colwise", "rowwise")},
     "colwise_gather_output": "scores",
@@ -185,14 +193,14 @@ _WORDS = {
 
 
 def tensor_plan(built: Scores) -> dict[str, str]:
-    """Return transformers' own division of the layers as a tensor plan. ValueError if it has none."""
+    """Return transformers' own plan of dividing layers as a tensor plan; raise ValueError without one."""
     model, name = built.network, type(built.network).__name__
     base = model.config.base_model_tp_plan
     if any(hasattr(module, "base_layer") for module in built.modules()):
         raise ValueError("`tensor` does not divide layers with adapters; remove lora")
     if not base:
         raise ValueError(
-            f"transformers states no plan by which the layers of {name} can be divided"
+            f"transformers has no plan by which the layers of {name} can be divided; state tensor_plan"
         )
     below = f"network.{model.base_model_prefix}."
     theirs = {f"{below}{path}": word for path, word in base.items()}
@@ -202,10 +210,11 @@ def tensor_plan(built: Scores) -> dict[str, str]:
         ours = _WORDS.get(word)
         if ours is None or (ours == "head norm" and not path.endswith(("q_norm", "k_norm"))):
             raise ValueError(
-                f"transformers' plan for {name} says {word!r} of {path}, which `tensor` does not do"
+                f"transformers' plan for {name} has {word!r} for {path}, which `tensor` does not support; "
+                "state tensor_plan"
             )
         plan[path] = ours
-    # Of a matrix that is both, the scores' part is the embedding's.
+    # A matrix that is both embedding and head is divided as an embedding.
     first = model.get_input_embeddings()
     if getattr(model.get_output_embeddings(), "weight", None) is first.weight:
         plan |= {path: "embedding" for path, module in built.named_modules() if module is first}
@@ -213,12 +222,14 @@ def tensor_plan(built: Scores) -> dict[str, str]:
 
 
 def pipeline_modules(built: Scores) -> Plan:
-    """The model's forward as a chain, by transformers' own plan of it. ValueError where there is none."""
+    """Return the model's forward as a chain, by transformers' own plan; raise ValueError without one."""
     model, base = built.network, built.network.base_model
     body, head = model.config.base_model_pp_plan, type(model)._pp_plan
     if not body or not head or base is model:
         name = type(model).__name__
-        raise ValueError(f"transformers states no plan by which {name} can be cut into stages")
+        raise ValueError(
+            f"transformers has no plan by which {name} can be cut into stages; state pipeline_modules"
+        )
     chain: list[Any] = []
     for i, key in enumerate(body):
         path, part = f"network.{model.base_model_prefix}.{key}", getattr(base, key)
@@ -231,9 +242,9 @@ def pipeline_modules(built: Scores) -> Plan:
 
 
 class _Layer:
-    """The forward of the headless model with a single layer.
+    """The forward of a model without head and with a single layer, as a piece of a pipeline.
 
-    The model itself makes masks and positions for its layers.
+    It calls the model itself, which creates masks and positions for its layers.
     """
 
     def __init__(self, layers: str, number: int, after: tuple[str, ...]) -> None:
@@ -254,7 +265,7 @@ class _Layer:
 
 
 class _Same(nn.Module):
-    """Placeholder for inputs that a piece passes on unchanged."""
+    """A layer that returns its input, in place of the layers that a piece does not compute."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class FSDP(Sharded):
-    """torch.distributed.fsdp.fully_shard, one group for each entry of the model's wrap plan.
+    """Sharded data parallelism by torch.distributed.fsdp.fully_shard, one call per wrap group of the model.
 
-    `reshard_after_forward = always` frees a group's gathered parameters after its forward and gathers
-    them again for backward (like ZeRO-3), but for what is in no group: FSDP2 keeps the root's own
-    parameters, since backward begins with the root. `never` keeps all of them (like ZeRO-2: less
-    traffic, more memory). BatchNorm's running statistics are never synchronised by FSDP: their
-    average over the workers is evaluated. With `shard_group_size` the workers form groups, each of which
-    holds a model (HSDP). With `offload` each worker's shards are in host memory, where the optimizer
-    runs; they are copied to the device to be gathered, and their gradients back.
+    `reshard_after_forward = always` frees a group's gathered parameters after its forward and gathers them
+    again for backward (like ZeRO-3). FSDP2 keeps parameters outside of all groups, since backward begins with
+    them. `never` keeps all gathered parameters (like ZeRO-2: less traffic, more memory). FSDP never
+    synchronises BatchNorm's running statistics: their mean over the workers is evaluated. With
+    `shard_group_size` the workers form groups, each of which holds a model (HSDP). With `offload` each
+    worker's shards are in host memory, where the optimizer runs. They are copied to the device before they
+    are gathered, and their gradients are copied back.
 
     With `gradient_accumulation_steps`, gradients are reduced to a worker's share after each part of a batch,
     as FSDP2 does by default. `gradient_sync = last-part` reduces once, and keeps whole gradients until then.
@@ -45,43 +45,43 @@ class FSDP(Sharded):
         "for forward and backward, g is averaged to its share"
     )
     breakdown_note: ClassVar[str] = (
-        "gathering parameters is inside forward and backward, reducing gradients inside backward; "
-        "how much of it computation does not hide cannot be separated (`profile: true` shows it); with "
-        "offload: cpu the copies are there, too, and the host waits for the gradients in every step"
+        "gathering parameters is inside forward and backward, reducing gradients inside backward; the part "
+        "of it that computation does not hide cannot be separated (`profile: true` shows it); with offload: "
+        "cpu forward and backward also contain the copies, and the host waits for the gradients in every step"
     )
     uses_wrap_groups = True
     collectives = ("all_gather", "reduce_scatter", "all_reduce")
-    buffers_note = "each worker keeps its own, and their mean is evaluated"
+    buffers_note = "each worker keeps its own buffers, and their mean is evaluated"
 
     @dataclass(frozen=True)
     class Options(base.Options):
         reshard_after_forward: Literal["always", "never"] = option(
             "always",
-            "when the parameters that a forward pass gathers are freed",
+            "whether gathered parameters are freed after forward and gathered again for backward",
             tried=["never"],
             kind="sharding",
         )
         mixed_precision: Literal["autocast", "policy"] = option(
             "autocast",
-            "autocast: the same arithmetic as every other strategy; policy: FSDP2's own mixed "
-            "precision, which also gathers parameters in 16 bits",
+            "implementation of mixed precision; autocast: as in every other strategy; policy: FSDP2's "
+            "own, which also gathers parameters in 16 bits",
         )
         shard_group_size: int | Literal["all", "node"] = option(
             "all",
-            "workers that hold one model between them; the groups average their gradients",
+            "number of workers among which one model is sharded; these groups average their gradients",
             least=1,
             tried=["node"],
         )
         offload: Literal["none", "cpu"] = option(
             "none",
-            "where parameters, gradients and the optimizer's state are kept",
+            "whether host memory (cpu) keeps parameters, gradients and the optimizer's state",
             tried=["cpu"],
             kind="offload",
         )
         gradient_sync: Literal["each-part", "last-part"] = option(
             "each-part",
-            "with `gradient_accumulation_steps`, when gradients are reduced: after each part (less memory); "
-            "or once, after the last part, until when each worker keeps whole gradients (less communication)",
+            "with `gradient_accumulation_steps`, when gradients are reduced: after each part (less memory), "
+            "or once after the last part (less communication, but each worker keeps whole gradients)",
         )
 
     @classmethod
@@ -94,12 +94,12 @@ class FSDP(Sharded):
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         if options.get("offload") == "cpu" and values["precision"] == "fp16":
             yield (
-                ".precision = 'fp16': the loss scaler's verdict is on the device, but with offload: cpu the "
-                "gradients that it is about are on the host; use bf16"
+                ".precision = 'fp16': the loss scaler needs the gradients on the device, but with offload: "
+                "cpu they are on the host; use bf16"
             )
 
     def traits(self, gpus: int) -> base.Traits:
-        # By the policy, parameters are rounded to 16 bits where the other strategies keep 32.
+        # FSDP2's policy rounds parameters to 16 bits where the other strategies keep 32.
         same_rounding = self.options.mixed_precision == "autocast"
         chosen = self.options.shard_group_size
         # The cell's settings do not contain the number of workers per node.
@@ -112,7 +112,7 @@ class FSDP(Sharded):
             optimizer_parts=parts,
             states_on_host=self.options.offload == "cpu",
             updates_per_step=1,
-            ring_copies=2,  # 3 for what is gathered again: all but the root's own parameters, if any
+            ring_copies=2,  # 3 for parameters that are gathered again, but the root may have all of them
         )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
@@ -120,16 +120,16 @@ class FSDP(Sharded):
         scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
         if scalars:
             yield (
-                f"FSDP divides parameters along a dimension, which {names_text(scalars)} does not have; make "
-                "it a tensor of one element, nn.Parameter(torch.ones(1))"
+                f"FSDP divides parameters along a dimension, which {names_text(scalars)} does not have; use "
+                "a tensor of one element, nn.Parameter(torch.ones(1))"
             )
         if empty := [name for name, p in model.named_parameters() if not p.numel()]:
-            yield f"FSDP cannot divide {names_text(empty)}, which holds no number; remove it"
+            yield f"FSDP cannot divide {names_text(empty)}, which has no elements; remove it"
         scattered = [name for name, p in model.named_parameters() if not p.is_contiguous()]
         if scattered:
             yield (
-                f"FSDP takes contiguous parameters, and these are not: {names_text(scattered)}; call "
-                ".contiguous() before nn.Parameter"
+                f"FSDP needs contiguous parameters, and these are not contiguous: {names_text(scattered)}; "
+                "call .contiguous() before nn.Parameter"
             )
         if trial.sparse:
             yield base.sparse_gradient(trial.sparse, "FSDP cannot divide")
@@ -137,24 +137,24 @@ class FSDP(Sharded):
             if len(dtypes) > 1:
                 yield (
                     f"{label} has parameters of several dtypes ({', '.join(dtypes)}), which FSDP "
-                    "cannot gather together; use one, or shard them apart"
+                    "cannot gather together; use one dtype, or put them into different groups"
                 )
         yield from base.refusals_of_parts(trial)
-        # Tensors retained after a forward may be read until the next step.
+        # Gathered parameters that are not freed after forward may be read until the next step.
         early = trial.uncalled
         if self.options.reshard_after_forward == "always":
             early += trial.late
         if early:
             yield (
-                f"forward reads {names_text(early)} outside of a call of the shard group it belongs to, and "
-                "FSDP gathers a group only then; call the module itself (neither its parts nor .forward), or "
-                "name in `wrap_classes` only classes whose instances are called"
+                f"forward reads {names_text(early)} outside of a call of its shard group, and FSDP gathers a "
+                "group only for a call; call the module itself (neither its parts nor .forward), or name in "
+                "`wrap_classes` only classes whose instances are called"
             )
         if trial.written_views and self.options.reshard_after_forward == "always":
             yield (
                 f"{names_text(trial.written_views)} gives a view, which forward then changes in place "
-                "(h += r), so that FSDP does not gather it for backward; return .clone() of it, add out of "
-                f"place, or set reshard_after_forward to never {help_address('gives a view')}"
+                "(h += r), so that FSDP does not gather its group for backward; return .clone() of it, add "
+                f"out of place, or set reshard_after_forward to never {help_address('gives a view')}"
             )
         if trial.at_times and worker.settings.gradient_accumulation_steps > 1:
             yield from self._refusals_of_parts(trial.at_times, worker)
@@ -165,12 +165,12 @@ class FSDP(Sharded):
         elif worker.world_size > 1 and trial.reads_values and trial.unopened:
             yield (
                 f"forward reads values of tensors and did not call {names_text(trial.unopened)}: it seems to "
-                "choose by its data what it calls, and workers, whose data differ, would gather different "
-                "groups; call all of them, and choose with torch.where or a factor of 0 or 1"
+                "choose modules by its data. Workers have different data, so they would gather different "
+                "groups; call all modules, and choose with torch.where or a factor of 0 or 1"
             )
 
     def _refusals_of_parts(self, names: list[str], worker: base.Worker) -> Iterator[str]:
-        """Yield why parts' gradients cannot be accumulated if `names` get a gradient in some steps only."""
+        """Yield reasons why gradients cannot be accumulated if `names` get one in some parts only."""
         s, size = worker.settings, worker.world_size
         may_lack = f"{names_text(names)} may get no gradient in some parts of a batch"
         if self.options.gradient_sync == "last-part":
@@ -191,13 +191,13 @@ class FSDP(Sharded):
             )
 
     def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, list[str]]]:
-        """Yield the dtypes of each group's parameters, and of what is in none."""
+        """Yield the dtypes of each shard group's parameters, and of parameters in no shard group."""
         left = set(model.parameters())
         for label, modules in worker.wrap_groups:
             own = {p for m in modules for p in m.parameters()}
             left -= own
             yield f"the shard group {label}", base.dtype_names(own)
-        yield "what is in no shard group", base.dtype_names(left)
+        yield "the model outside of its shard groups", base.dtype_names(left)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         import torch
@@ -227,29 +227,29 @@ class FSDP(Sharded):
         self.policy = policy = self._make_policy(worker.settings.precision)
         apart: list[nn.Module] = []
         if policy is not None:
-            # BatchNorm's statistics are float32, and so its weights must be: a group of their own.
+            # BatchNorm's statistics are float32, so its weights must be, too: they get their own group.
             apart = [m for m in model.modules() if isinstance(m, BatchNorm)]
             if apart:
                 fully_shard(apart, **arguments)
             arguments["mp_policy"] = policy
         for _, group in worker.wrap_groups:
-            # As a list even for one: PyTorch 2.11 does not support DenseNet's block, a ModuleDict, by itself.
+            # A single module is passed as a list, too: PyTorch 2.11 does not support DenseNet's ModuleDict.
             if modules := [module for module in group if module not in apart]:
                 fully_shard(modules, **arguments)
         if policy is not None:
-            # Only the whole model's output: a layer in 16 bits may be between two groups.
+            # Only the whole model's output is cast to float32: inside, a layer may expect 16 bits.
             arguments["mp_policy"] = replace(policy, output_dtype=torch.float32)
         if self.options.reshard_after_forward == "always":
-            # Leave the root to FSDP2, which keeps it: freed, it would be gathered again at once.
+            # FSDP2's default keeps the root's parameters: backward would gather them again at once.
             arguments["reshard_after_forward"] = None
         fully_shard(model, **arguments)
         return model
 
     def _gathered_again(self) -> set[int]:
-        """Return the `id` of each grouped parameter that is gathered for backward, too.
+        """Return the `id` of each grouped parameter that FSDP2 gathers again for backward.
 
-        FSDP2 does it where backward comes to a group, and ahead of that for the group before. Which those
-        are the trial has shown; of a network that had none nothing is frozen.
+        FSDP2 gathers a group when backward reaches it, and the preceding group at the same time. The trial
+        has found the groups that backward reaches. Without a trial, backward reaches all groups.
         """
         trial = self.worker.trial
         called = trial.in_backward.items() if trial else ()
@@ -261,12 +261,12 @@ class FSDP(Sharded):
         if self.options.gradient_sync == "last-part":
             self.module.set_requires_gradient_sync(last)
         else:
-            # Shards of a part's gradients are averaged over the groups (HSDP) with those of the last.
+            # With HSDP, the sum of all parts' gradient shards is averaged over the groups in the last part.
             self.module.set_requires_all_reduce(last)
         return nullcontext()
 
     def _make_policy(self, precision: str) -> MixedPrecisionPolicy | None:
-        """Return FSDP2's own mixed precision if an option requests it."""
+        """Return FSDP2's own mixed-precision policy, or None if the options do not request it."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -293,17 +293,17 @@ class FSDP(Sharded):
         reductions = parts if self.options.gradient_sync == "each-part" else 1
         moved_bytes = averaged_bytes = 0
         for p in self.model.parameters():
-            # The first dimension is what is sharded, padded to a multiple of the workers.
+            # FSDP2 shards the first dimension, padded to a multiple of the workers.
             padded = -(-p.shape[0] // s) * s * (p.numel() // max(1, p.shape[0]))
             width = 2 if in_16_bits and id(p) not in full else p.element_size()
-            gathers = 2 if frees and id(p) in again | full else 1  # the root's own: once
+            gathers = 2 if frees and id(p) in again | full else 1  # the root's parameters: once
             moved_bytes += padded * gathers * parts * width
             if p.requires_grad:
                 moved_bytes += padded * reductions * p.element_size()
                 averaged_bytes += 2 * padded // s * p.element_size()
         if self.worker.settings.max_grad_norm is not None:
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
-        # Within a group, and a worker's part of the gradients with those of the other groups.
+        # The first term is the traffic within a group, the second averages gradients between groups.
         groups = w // s
         return base.ring_traffic((s - 1) / s * moved_bytes + (groups - 1) / groups * averaged_bytes)
 
@@ -319,12 +319,10 @@ class FSDP(Sharded):
 
 
 def group_size(shard_group_size: int | Literal["all", "node"], gpus: int, per_node: int) -> int:
-    """Return the workers of a group that holds one model.
-
-    One group if `gpus` are no more.
+    """Return the number of workers among which one model is sharded, at most all workers.
 
     Args:
-        shard_group_size: The option.
+        shard_group_size: Value of the option.
         gpus: Number of workers.
         per_node: Workers per node.
     """

@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 
 class GroupCalls:
-    """The shard groups that this worker calls, with a number for the order within each step.
+    """Records a hash of the sequence of shard groups that this worker calls in each step.
 
-    Collectives of equal size match whatever they are for. Workers that gather different groups would add up
-    unrelated tensors without an error.
+    Collectives of equal size match, whatever tensors they are for. Workers that gather different groups would
+    sum unrelated tensors without an error.
     """
 
     def __init__(
         self, groups: Sequence[tuple[str, list[nn.Module]]], heartbeat: Heartbeat | None = None
     ) -> None:
-        """Count calls of groups.
+        """Register hooks on the modules of all groups.
 
         Args:
-            groups: Names and modules of the groups.
+            groups: Name and modules of each group.
             heartbeat: Stores the calls of a step, so that they can be read if the step hangs.
         """
         self.steps: list[int] = []
         self._now, self._heartbeat = 0, heartbeat
         for i, (_, modules) in enumerate(groups, 1):
             for module in modules:
-                # Before the group is gathered, which may come to no end.
+                # The call is noted before the group is gathered, which may hang.
                 module.register_forward_pre_hook(partial(self._note, i), prepend=True)
 
     def _note(self, group: int, _module: nn.Module, _inputs: Any) -> None:
@@ -53,11 +53,10 @@ class GroupCalls:
             self._heartbeat.end_calls()
 
     def first_difference(self, device: torch.device) -> int | None:
-        """Return the first step since the last call in which two workers called different groups.
+        """Return the first step in which two workers called different groups, or None if there is none.
 
-        Return None otherwise.
-
-        Steps count from 1. A collective of all workers. Calls after the last step count as one more.
+        Steps count from 1, beginning after the last use of this method. Calls after the last step count as
+        one more step. All workers must call this method.
         """
         import torch
         import torch.distributed as dist
@@ -73,19 +72,19 @@ class GroupCalls:
 
 
 class Sharded(base.Collective):
-    """Base of strategies that shard the model: `wrap` turns its parameters into DTensors.
+    """Base of strategies that shard the model, whose `wrap` turns parameters into DTensors.
 
-    The optimizer works on the plain tensors within them, which is the same arithmetic where it is
-    element-wise. BatchNorm's running statistics are never synchronised while training: their average
-    over the workers is evaluated. `wrap` also says which workers hold a model between them.
+    The optimizer works on the local tensors of these DTensors, which is the same arithmetic because SGD and
+    AdamW are element-wise. BatchNorm's running statistics are never synchronised during the training: their
+    mean over the workers is evaluated. `wrap` sets `group_size` and `shard_group`.
     """
 
     evaluated_on = "the gathered weights with the workers' mean BatchNorm statistics"
     #: Number of workers that share one model.
     group_size: int
-    #: Those that this one is of; None: all.
+    #: Process group of the workers that share this worker's model, or None if all workers share it.
     shard_group: ProcessGroup | None = None
-    #: For a user's model on several workers; not with compiled code.
+    #: Records calls of shard groups of a user's model on several workers; None for other or compiled models.
     calls: GroupCalls | None = None
 
     def setup(self, model: nn.Module, worker: base.Worker) -> None:
@@ -137,7 +136,7 @@ class Sharded(base.Collective):
 
     def gradient_norm(self) -> Tensor:
         norm = super().gradient_norm()
-        # Shards on the host have their norm there, where NCCL does not reach.
+        # The norm of shards in host memory is on the host, where NCCL cannot reduce it.
         on_device = norm.to(self.worker.device)
         return base.norm_of_parts(on_device, self.group_size, self.shard_group).to(norm.device)
 
@@ -147,20 +146,20 @@ class Sharded(base.Collective):
 
         with mean_buffers(self.model, self.worker.world_size), super().evaluating() as model:
             yield model
-        # Parameters that are not freed after a forward stay gathered if no backward follows. A later step
-        # would use those copies, whatever happened to the shards since.
+        # Parameters that are not freed after forward stay gathered, because no backward follows here. A later
+        # step would use these outdated copies.
         free_gathered(self.model)
 
 
 @contextmanager
 def mean_buffers(model: nn.Module, workers: int) -> Iterator[None]:
-    """Set BatchNorm's statistics to the mean of all workers' until the block ends."""
+    """Set BatchNorm's statistics to the mean over all workers until the block ends."""
     import torch
     import torch.distributed as dist
 
     from stratbench.telemetry.shards import local_part
 
-    # A buffer next to a divided weight is a DTensor that every worker has completely.
+    # A buffer of a module with divided weights is a DTensor that every worker holds completely.
     buffers = [local_part(b) for b in model.buffers() if b.is_floating_point()]
     own = [b.clone() for b in buffers]
     if buffers:

@@ -1,4 +1,4 @@
-"""`zero1` and `zero1-torch`: full model on every worker, and a shard of the optimizer's state."""
+"""`zero1` and `zero1-torch`: every worker has the whole model and a shard of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class Bucket:
         }
         for p, start in zip(parameters, starts, strict=True):
             p.data = copied_into(p.data, self.weights, start)
-        #: Parameters whose gradient of this step is not in `grads` yet, or not all of it.
+        #: Parameters whose gradient of this step is not yet, or not completely, in `grads`.
         self.missing = set(parameters)
-        #: Whether its gradients of this step are being reduced, or were.
+        #: Whether the reduction of this step's gradients has begun.
         self.sent = False
 
 
 class ZeRO1(base.Collective):
-    """Stage 1 of ZeRO (Rajbhandari et al., SC 2020): DDP's traffic, a W-th part of the optimizer's state.
+    """Stage 1 of ZeRO (Rajbhandari et al., SC 2020), which divides the optimizer's state by the workers.
 
-    Parameters and gradients lie in flat buckets, cut into as many equal parts as there are workers,
-    wherever a tensor ends. As soon as backward has filled a bucket, it is reduce-scattered, while
-    backward goes on: each worker gets the mean of its part. It updates that part, and all parts are
-    gathered when the update is done; nothing else is computed meanwhile. BatchNorm is as in DDP: the
-    running statistics of rank 0 are broadcast before every step, and those are evaluated.
+    It sends as much as DDP. Parameters and gradients are in flat buckets, which are divided into one equal
+    part per worker, wherever a tensor ends. When backward has filled a bucket, the bucket is reduce-scattered
+    while backward continues: each worker gets the mean of its part. After a worker has updated its parts, all
+    parts are gathered, which no computation hides. BatchNorm is as in DDP: the running statistics of rank 0
+    are broadcast before every step, and are evaluated.
     """
 
     family = "replicas"
@@ -69,13 +69,12 @@ class ZeRO1(base.Collective):
     collectives = ("reduce_scatter", "all_gather", "broadcast", "all_reduce")
     own_phases = base.BEFORE_BACKWARD
     rule: ClassVar[str] = (
-        "As ddp, but each worker holds the velocity of its share of W and updates that alone; g is "
+        "As ddp, but each worker has the velocity of its share of W and updates only this share; g is "
         "averaged to its share while backward runs, W is gathered after the update"
     )
     breakdown_note: ClassVar[str] = (
-        "reducing gradients begins inside backward, and what backward does not hide of it is in the "
-        "optimizer's phase, as gathering parameters is; the broadcast of BatchNorm's statistics is "
-        "inside forward"
+        "reducing gradients begins inside backward; the part that backward does not hide, and gathering "
+        "parameters, are in the optimizer's phase; the broadcast of BatchNorm's statistics is inside forward"
     )
 
     @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class ZeRO1(base.Collective):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from stratbench.workload.torch_internals import assign_buckets
 
-        # Backward makes gradients final in about the reverse order of the forward.
+        # Backward completes gradients in about the reverse order of forward.
         parameters = [p for p in model.parameters() if p.requires_grad][::-1]
         groups = assign_buckets(parameters, self.options.bucket_cap_mb << 20)
         self.buckets = [
@@ -159,7 +158,7 @@ class ZeRO1(base.Collective):
         parameter.grad = None
         if self._is_last:
             bucket.missing.discard(parameter)
-            # In the buckets' order: every worker must call the same collectives in the same order.
+            # Buckets are reduced in one order, since workers must call the same collectives in one order.
             while self._reduced < len(self.buckets) and not self._next.missing:
                 self._reduce_next()
 
@@ -175,7 +174,7 @@ class ZeRO1(base.Collective):
         bucket.sent = True
         if workers > 1:
             bucket.grads.div_(workers)
-            # Their names from PyTorch 2.13 on, and before.
+            # The first name is that of PyTorch 2.13 and later, the second that of earlier versions.
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             self._reductions.append(scatter(bucket.own_grads, bucket.grads, async_op=True))
 
@@ -205,11 +204,11 @@ class ZeRO1(base.Collective):
         if self.worker.world_size == 1:
             return
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        for bucket in self.buckets:  # not all at once: gloo copies what it gathers
+        for bucket in self.buckets:  # one bucket at a time, since gloo copies the gathered tensor
             gather(bucket.weights, bucket.own_weights)
 
     def _share_buffers(self) -> None:
-        """Make the buffers of all workers those of rank 0; one broadcast for each dtype."""
+        """Set the buffers of all workers to those of rank 0, by one broadcast per dtype."""
         import torch
         import torch.distributed as dist
 
@@ -234,7 +233,7 @@ class ZeRO1(base.Collective):
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        # Overwriting the other ranks' statistics is harmless: the next step does the same.
+        # This overwrites the other ranks' statistics, as the next step would.
         self._share_buffers()
         with super().evaluating() as model:
             yield model
@@ -246,19 +245,19 @@ class ZeRO1(base.Collective):
 
 
 class TorchZeRO1(DDP):
-    """torch.distributed.optim.ZeroRedundancyOptimizer over DistributedDataParallel, to compare with.
+    """Torch's ZeroRedundancyOptimizer with DistributedDataParallel, for comparison with `zero1`.
 
-    It gives whole tensors to workers, the largest first to whoever has least: a network with one huge
-    tensor leaves most of the state on one worker. Gradients are all-reduced and parameters broadcast,
-    a copy more than `zero1` sends.
+    It assigns whole tensors to workers, the largest tensor first, each to the worker with the least. In a
+    model with one huge tensor, most of the state is on one worker. Gradients are all-reduced and parameters
+    broadcast, which sends a copy more than `zero1`.
     """
 
     summary: ClassVar[str] = "replicas, optimizer state sharded tensor by tensor (torch's)"
     rigid = base.STATE_IN_PARTS
     begins_anew = None
     rule: ClassVar[str] = (
-        "As ddp, but each worker holds the velocity of some tensors of W and updates those alone; "
-        "then it broadcasts them"
+        "As ddp, but each worker has the velocity of some tensors of W and updates only these; then it "
+        "broadcasts them"
     )
     breakdown_note: ClassVar[str] = (
         DDP.breakdown_note + "; the broadcast of parameters is inside the optimizer's phase"
@@ -270,9 +269,12 @@ class TorchZeRO1(DDP):
     @dataclass(frozen=True)
     class Options(base.Options):
         bucket_cap_mb: int = option(25, "size of an all-reduce bucket in MiB", least=1)
-        gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
+        gradient_as_bucket_view: bool = option(
+            True, "whether gradients are views of the buckets, which saves a copy of them"
+        )
         parameters_as_bucket_view: bool = option(
-            True, "parameters lie in one flat tensor for each worker, which is broadcast at once"
+            True,
+            "whether the parameters of each worker are views of one flat tensor, broadcast at once",
         )
 
     @classmethod
@@ -288,15 +290,15 @@ class TorchZeRO1(DDP):
         yield from super().refusals_of_model(model, worker)
         if names := [n for n, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
             yield (
-                f"torch's ZeroRedundancyOptimizer takes no complex parameters ({names_text(names)}); keep "
-                "the real and the imaginary part as two, or use zero1"
+                f"torch's ZeroRedundancyOptimizer takes no complex parameters ({names_text(names)}); use two "
+                "parameters, for the real and the imaginary part, or use zero1"
             )
             return
         dtypes = base.dtype_names(p for p in model.parameters() if p.requires_grad)
         if len(dtypes) > 1:
             yield (
-                f"its parameters have several dtypes ({', '.join(dtypes)}), and torch's "
-                "ZeroRedundancyOptimizer takes one; use one, or zero1"
+                f"its parameters have several dtypes ({', '.join(dtypes)}), but torch's "
+                "ZeroRedundancyOptimizer supports one; use one dtype, or zero1"
             )
 
     def traits(self, gpus: int) -> base.Traits:

@@ -39,7 +39,8 @@ class Experiment:
 
     name: str
     values: Mapping[str, Any]
-    matrix: dict[str, Any]  # the arguments of coordinates.expand
+    #: Keyword arguments of `coordinates.expand`, which lists the cells.
+    matrix: dict[str, Any]
     cells: tuple[Cell, ...]
 
 
@@ -77,7 +78,7 @@ class Study:
         return variant.pop("strategy"), variant
 
     def values_of(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the values of a cell's experiment, with those that its variant has otherwise."""
+        """Return the config of a cell's experiment, in which its variant's settings replace others."""
         variant = self._study["variants"].get(cell.strategy, {})
         return {**self.experiments[cell.experiment].values, **variant.get("settings", {})}
 
@@ -111,9 +112,13 @@ class Study:
         )
 
     def why_refused(self, config: Mapping[str, Any], cell: Cell) -> str | None:
-        """Return why a cell that the study need not have could not be in it.
+        """Return why the config refuses a cell, or None if the study could have this cell.
 
-        Return None if it could. `config` is the cell's own.
+        The study need not have the cell.
+
+        Args:
+            config: The validated config.
+            cell: A cell of one of the study's experiments, with any strategy, model and worker count.
         """
         values = config["studies"][self.name]
         overrides = {"gpus": [cell.gpus], "strategies": [cell.strategy], "models": [cell.model]}
@@ -125,30 +130,33 @@ class Study:
         return None
 
     def own_model(self, name: str) -> dict[str, Any] | None:
-        """Return the spec of a model that is not built in, or None.
+        """Return the specification of a user's model, or None for a built-in model.
 
-        It has the model's call, its sharding and its code.
+        It has the model's call, its sharding and the fingerprint of its code.
         """
         return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
 
     def _own_model_on(self, name: str, data: Dataset) -> dict[str, Any] | None:
-        """Return the spec of a model with the data's vocabulary, if it is not the number of classes."""
+        """Return the specification of a user's model, with the size of the data set's vocabulary.
+
+        The vocabulary is added only where it differs from the number of classes.
+        """
         spec, vocabulary = self.own_model(name), data.vocabulary
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
     def own_task(self, name: str | None) -> dict[str, Any] | None:
-        """Return the spec of a task that is not built in, or None.
+        """Return the specification of a user's task, or None for a built-in task.
 
-        It has the task's call and code.
+        It has the task's call and the fingerprint of its code.
         """
         if name is None or name in tasks.TASKS:
             return None
         return self._with_fingerprint(f"task {name}", {"call": name})
 
     def own_files(self, strategy: str) -> dict[str, Any]:
-        """The option with the hash of the user's files that a strategy's options name.
+        """Return `{"sha256": ...}` of the user's files that a strategy's options name.
 
-        Empty without any.
+        Return an empty mapping if the options name no file.
         """
         key = f"strategy {strategy}"
         if key not in self._own_code:
@@ -165,9 +173,9 @@ class Study:
         return self._own_code[key]
 
     def own_code(self) -> dict[str, dict[str, Any]]:
-        """Return the specs and code of the study's own models and tasks, by name.
+        """Return the specifications of the study's own models and tasks, with code fingerprints.
 
-        Given as `own_code` in a config, they save `Study` from reading the code again.
+        A config that has the result as `own_code` saves `Study` from reading the code again.
         """
         for cell in self.cells:
             self.own_model(cell.model)
@@ -193,17 +201,18 @@ class Study:
         return [f"{named}: {fault}" for named, fault in faults.items() if fault]
 
     def dataset(self, name: str) -> Dataset:
-        """Return the facts of a data set.
+        """Return the metadata of a data set.
 
-        Few of a user's own data set until it is prepared.
+        Most fields of a user's own data set are unknown until it is prepared.
         """
         return self._data.facts(name)
 
     def data_specs(self) -> dict[str, dict[str, Any]]:
-        """Return the identity of the study's data sets, as in settings, by name.
+        """Return what determines the samples of each data set of the study, by name.
 
-        Data sets that the name identifies are left out. As `data_specs` in a config, the result replaces its
-        `datasets`, and saves `Study` from hashing a user's files again.
+        The values are `data_spec` of the settings. Data sets whose name determines the samples are left out.
+        As `data_specs` in a config, the result replaces its `datasets`, and saves `Study` from hashing a
+        user's files again.
         """
         specs = {name: self._data.identity(name) for name in self.datasets}
         return {name: identity for name, identity in specs.items() if identity}
@@ -216,7 +225,7 @@ class Study:
         return self.experiments[cell.experiment].values["time_limit_s"]
 
     def as_trained(self) -> dict[str, Any]:
-        """A config of this study alone, without keys that do not affect training.
+        """Return a config of this study alone, without keys that do not affect training.
 
         `Study` can read it.
         """
@@ -230,13 +239,16 @@ class Study:
 
     @staticmethod
     def _apart(values: Mapping[str, Any]) -> set[str]:
-        """The keys of an experiment that do not affect its training, as extensions train it, too."""
+        """Return the keys of an experiment that do not affect its training.
+
+        `target_score` is one of them, unless an extension's keys make a training end at this score.
+        """
         without = {**values, "target_score": None}
         own, other = (extension_values("experiment", v, v) for v in (values, without))
         return {"time_limit_s"} | ({"target_score"} if own == other else set())
 
     def target_scores(self) -> dict[str, float]:
-        """Scores to reach, by experiment; a changed one retrains cells that end there."""
+        """Return the target score of each experiment that has one."""
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}
 
@@ -256,7 +268,7 @@ class Study:
 
 
 def cell_seed(study_seed: int, model: str, repeat: int) -> int:
-    """Return the seed of a cell, the same for every strategy and worker count.
+    """Return the random seed of a cell, which is the same for every strategy and worker count.
 
     Args:
         study_seed: Seed of the study.
@@ -277,7 +289,7 @@ def load_config(
         files: The YAML files, for messages.
 
     Raises:
-        ConfigError: With all mistakes that can be found at once.
+        ConfigError: If the config is invalid; the message has all mistakes that can be found at once.
     """
     for file in files:
         check_duplicate_keys(file)

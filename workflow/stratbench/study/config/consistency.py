@@ -23,14 +23,14 @@ from stratbench.workload.data.datasets import DATASETS
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import libraries, models, own
 
-#: The longest that all names of a cell may be, joined: a file's name has at most 255 bytes.
+#: Largest length of a cell's joined names: the file system limits a file name to 255 bytes.
 MAX_NAME_BYTES = 240
 
 
 def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each wrong name or option of a variant.
+    """Yield a message for each wrong name or option of a study's variants.
 
-    A name is wrong if it is a strategy's, or if the base is unknown.
+    A variant's name is wrong if a strategy has it. The name of its strategy is wrong if it is unknown.
     """
     for name, variant in values["variants"].items():
         where = f"studies.{study}.variants.{name}"
@@ -72,24 +72,22 @@ def check_name_lengths(study: str, experiment: str, block: Mapping[str, Any]) ->
         "strategy": max(block["strategies"], key=len),
         "model": max(block["models"], key=len),
     }
-    repeat = 999  # a verdict may ask for more than the config does
+    repeat = 999  # a verdict may train more repeats than the config has
     length = len("_".join([*longest.values(), str(max(block["gpus"])), str(repeat)]))
     if length <= MAX_NAME_BYTES:
         return
     what, name = max(longest.items(), key=lambda entry: len(entry[1]))
     raise ConfigError(
-        f"config: studies.{study}.experiments.{experiment}: a cell's names have {length} letters together, "
-        f"more than the {MAX_NAME_BYTES} that a folder of SLURM's logs can have in its name; choose a "
-        f"shorter name for the {what} {name!r}"
+        f"config: studies.{study}.experiments.{experiment}: a cell's joined names have {length} letters, and "
+        f"the name of its folder of SLURM logs has room for {MAX_NAME_BYTES}; choose a shorter name for the "
+        f"{what} {name!r}"
     )
 
 
 def check_models(config: Mapping[str, Any]) -> None:
     """Raise ConfigError if the name or call of a user's model is invalid.
 
-    Import nothing.
-
-    Entries that name a model of a library become calls, in place.
+    Entries that name a model of a library are replaced by calls, in place. No code is imported.
     """
     hashes = Path(config["results"]) / "data" / ".hashes"
     for name, spec in config["models"].items():
@@ -105,12 +103,12 @@ def check_models(config: Mapping[str, Any]) -> None:
         for key in spec["kwargs"]:
             if not key.isidentifier():
                 raise ConfigError(
-                    f"config: models.{name}.kwargs: {key!r} cannot be the name of an argument"
+                    f"config: models.{name}.kwargs: {key!r} is not a Python parameter name; rename it"
                 )
     for folder in config["code"]:
         if not Path(folder).expanduser().is_dir():
             raise ConfigError(
-                f"config: code = {repr_of(folder)}: is no folder; name those with your Python files, "
+                f"config: code = {repr_of(folder)}: is not a folder; name the folders of your Python files, "
                 "relative to the working directory"
             )
     folders = [Path(folder).expanduser() for folder in config["code"]]
@@ -122,7 +120,9 @@ def check_models(config: Mapping[str, Any]) -> None:
 def check_model(wanted: str | None, known: Iterable[str]) -> None:
     """Raise ConfigError if `decide.model` is not a model of the study.
 
-    None wants all models.
+    Args:
+        wanted: Value of `decide.model`; None stands for all models.
+        known: Models of the study.
     """
     known = list(dict.fromkeys(known))
     if wanted is not None and wanted not in known:
@@ -152,7 +152,8 @@ def iter_name_faults(
             message = wrong_value_message(f"{where}.{key}", value, f"is not a {what}", known)
             if key == "models":
                 message += (
-                    " So is every classification network of torchvision; your own go to `models`."
+                    " Every classification model of torchvision is allowed, too. Declare your own models "
+                    "under `models`."
                 )
             yield message
 
@@ -180,7 +181,8 @@ def check_experiment(
     except DataError as e:
         raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
     for changed, each in _by_own_settings(block, study):
-        faults = chain(  # lazy: each may rely on the earlier ones having had no results
+        # The chain is lazy: a check may rely on the earlier checks having found nothing.
+        faults = chain(
             _task_faults(each, dataset),
             _optimizer_faults(each),
             _batch_faults(each, study, dataset),
@@ -193,14 +195,14 @@ def check_experiment(
             *(_all_at_once(where, keys.faults(each, study)) for _, keys in keys_of("experiment")),
         )
         for fault in faults:
-            source = f" (by the settings of {', '.join(each['strategies'])})" if changed else ""
+            source = f" (with the settings of {', '.join(each['strategies'])})" if changed else ""
             raise ConfigError(f"config: {where}{fault}{source}")
 
 
 def _by_own_settings(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield the settings that some variants have of their own, and the experiment of these alone."""
+    """Yield each set of settings that variants change, and the experiment with these variants alone."""
     names: dict[str, list[str]] = {}
     for name in block["strategies"]:
         changed = study["variants"].get(name, {}).get("settings", {})
@@ -219,23 +221,23 @@ def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
         yield f".dataset = {block['dataset']!r}: its task is {natural}: {tasks.wrong_targets(True)}"
     if (block["epochs"] is None) == (block["steps"] is None):
         yield (
-            ": give either epochs or steps (time and memory alone, without a score), and not both; "
+            ": give either epochs or steps (which measures time and memory, without a score), and not both; "
             f"given: {_given(block, 'epochs', 'steps')}"
         )
     if target is None:
         return
     if block["steps"] is not None:
-        yield f".target_score = {target}: with steps nothing is evaluated; remove it, or give epochs"
+        yield f".target_score = {target}: nothing is evaluated with steps; remove it, or give epochs"
     if name is None and dataset.shape is None:
         return  # a user's own data set, not read yet
     task = tasks.TASKS.get(name or natural)
     if task is not None and (target <= 0 or (task.unit == "share" and target > 1)):
-        within = "a share of 1, as 0.9" if task.unit == "share" else f"more than 0 {task.unit}"
-        yield f".target_score = {target}: the score is {task.score_name}, {within}"
+        within = "a share such as 0.9" if task.unit == "share" else f"more than 0 {task.unit}"
+        yield f".target_score = {target}: the score is {task.score_name}; give {within}"
 
 
 def check_tolerances(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the tolerance of a score that no task of the config has."""
+    """Raise ConfigError if `decide.score_tolerance` names a score that no task of the config has."""
     tolerances = config["decide"]["score_tolerance"]
     blocks = [e for s in config["studies"].values() for e in s["experiments"].values()]
     if any(block["task"] not in (None, *tasks.TASKS) for block in blocks):
@@ -249,13 +251,16 @@ def check_tolerances(config: Mapping[str, Any]) -> None:
 
 
 def _all_at_once(where: str, faults: Iterator[str]) -> Iterator[str]:
-    """Combine independent messages, so that all unsupported strategies are reported together."""
+    """Yield independent messages as one, so that all unsupported strategies are reported together."""
     if each := list(dict.fromkeys(faults)):
         yield f"\nconfig: {where}".join(each)
 
 
 def settle_optimizer(block: dict[str, Any]) -> None:
-    """Set AdamW's momentum to 0, and its betas and eps to torch's if not set. Run before the defaults."""
+    """Set AdamW's momentum to 0, and its betas and eps to torch's defaults, where they are not set.
+
+    It must run before the config's defaults are filled in.
+    """
     if block.get("optimizer") == "adamw":
         for key, value in (("momentum", 0.0), ("betas", [0.9, 0.999]), ("eps", 1e-8)):
             if block.get(key) is None:
@@ -267,8 +272,8 @@ def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
         for key in ("momentum", "nesterov"):
             if block[key]:
                 yield (
-                    f".{key} = {json.dumps(block[key])}: AdamW has betas in its place; remove {key}, or "
-                    "set optimizer: sgd"
+                    f".{key} = {json.dumps(block[key])}: AdamW uses betas instead; remove {key}, or set "
+                    "optimizer: sgd"
                 )
     else:
         for key in ("betas", "eps"):
@@ -276,20 +281,23 @@ def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
                 yield f".{key} = {block[key]}: only AdamW has it; remove it, or set optimizer: adamw"
     if block["precision"] == "fp16" and block["optimizer_impl"] != "fused":
         yield (
-            f".optimizer_impl = {block['optimizer_impl']!r}: with precision: fp16 the host would wait for "
-            "the loss scaler's verdict in every step; set it to fused, or use bf16"
+            f".optimizer_impl = {block['optimizer_impl']!r}: with precision: fp16 the host would wait in "
+            "every step for the loss scaler to find overflows; set it to fused, or use bf16"
         )
     if block["final_lr"]:
         if block["schedule"] == "constant":
             yield f".final_lr = {block['final_lr']}: a constant schedule does not fall; remove it"
         elif block["final_lr"] > block["lr"]:
-            yield f".final_lr = {block['final_lr']}: is above lr = {block['lr']}, from which schedules fall"
+            yield (
+                f".final_lr = {block['final_lr']}: is above lr = {block['lr']}, and a schedule only falls; "
+                "lower it"
+            )
     if block["nesterov"] and not block["momentum"]:
-        yield ".nesterov = true: needs momentum > 0"
+        yield ".nesterov = true: needs momentum > 0; set momentum, or remove nesterov"
 
 
 def _given(block: Mapping[str, Any], *keys: str) -> str:
-    """Return the keys that have a value, with the value, as text."""
+    """Return those of `keys` that have a value, as `key = value`, or `neither`."""
     values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
     return ", ".join(values) or "neither"
 
@@ -297,7 +305,7 @@ def _given(block: Mapping[str, Any], *keys: str) -> str:
 def strategies_of(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """The experiment's strategies and variants: each one's name, its strategy's, and all its options."""
+    """Yield the name, the strategy and all options of each strategy and variant of an experiment."""
     for name in block["strategies"]:
         variant = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
         base, _ = variant.pop("strategy"), variant.pop("settings", None)
@@ -305,7 +313,10 @@ def strategies_of(
 
 
 def _meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
-    """Return how the experiment's strategies divide their work among `n` workers, as far as they can."""
+    """Return the meshes of the experiment's strategies with `n` workers.
+
+    Strategies that cannot use `n` workers are left out.
+    """
     meshes = set()
     for _, base, options in strategies_of(block, study):
         with suppress(ValueError):  # reported by `_strategy_faults`
@@ -328,32 +339,31 @@ def _batch_faults(
     for n, copies in sorted(divided, key=lambda pair: (block["gpus"].index(pair[0]), -pair[1])):
         workers = counted(n, "worker")
         if copies < n:
-            workers = f"{counted(copies, 'replica')} of the network on {workers}"
+            workers = f"{counted(copies, 'replica')} of the model on {workers}"
         together = batch or weak * n
         if together % copies:
             yield (
-                f".{key} = {value}: cannot be split evenly over {workers} "
+                f".{key} = {value}: the batch cannot be split evenly over {workers} "
                 f"(gpus = {block['gpus']}); use a multiple of every worker count"
             )
         if dataset.is_read and together > dataset.train_samples:
             yield (
-                f".{key} = {value}: a step of {workers} would take {together} samples, but "
-                f"{block['dataset']} has {dataset.train_samples} to train on; use a smaller batch"
+                f".{key} = {value}: a step of {workers} would take {together} samples, but the training set "
+                f"of {block['dataset']} has {dataset.train_samples}; use a smaller batch"
             )
         steps = block["steps"]
         if steps is None and dataset.is_read:
             steps = block["epochs"] * (dataset.train_samples // together)
         if steps is not None and block["lr_warmup_steps"] >= steps:
             yield (
-                f".lr_warmup_steps = {block['lr_warmup_steps']}: {workers} would take "
-                f"{counted(steps, 'step')} in all, so the learning rate would never be reached; use fewer"
+                f".lr_warmup_steps = {block['lr_warmup_steps']}: the training on {workers} has "
+                f"{counted(steps, 'step')}, so lr would never be reached; use fewer warm-up steps"
             )
         each, parts = together // copies, block["gradient_accumulation_steps"]
         if each % parts:
             yield (
-                f".gradient_accumulation_steps = {parts}: a batch of {each} on each of {workers} cannot be "
-                "divided into so "
-                "many equal parts; change it or the batch"
+                f".gradient_accumulation_steps = {parts}: a batch of {each} samples on each of {workers} "
+                f"cannot be divided into {parts} equal parts; change it or the batch"
             )
         normalising = [
             m for m in block["models"] if m in models.MODELS and models.MODELS[m].batchnorm
@@ -363,7 +373,7 @@ def _batch_faults(
                 "" if parts == 1 else f" in each of {parts} parts (gradient_accumulation_steps)"
             )
             yield (
-                f".{key} = {value}: a batch of one sample on each of {workers}{within}, but "
+                f".{key} = {value}: each of {workers} has a batch of one sample{within}, but "
                 f"{normalising[0]} normalises over the batch; use a larger batch or fewer workers"
             )
 
@@ -385,8 +395,8 @@ def _strategy_faults(
         max_workers = strategy.max_workers
         if max_workers is not None and min(block["gpus"]) > max_workers:
             yield (
-                f".gpus = {block['gpus']}: {name} uses at most {max_workers}, so it would train nothing; "
-                f"add {max_workers}, or remove {name} from strategies"
+                f".gpus = {block['gpus']}: {name} uses at most {counted(max_workers, 'worker')}, so it would "
+                f"have no cell; add {max_workers} to gpus, or remove {name} from strategies"
             )
         for n in block["gpus"]:
             if max_workers is None or n <= max_workers:
@@ -408,7 +418,10 @@ def _model_faults(
     for name in block["models"]:
         spec = models.spec_of(name, entry)
         if dataset.vocabulary and spec is None:
-            yield f".models = {name!r}: gives scores of tokens, and the data set's texts have one label each"
+            yield (
+                f".models = {name!r}: it returns scores per token, but each text of the data set has one "
+                "label; use a model for text-classification"
+            )
             continue
         if spec and (fault := _head_fault(spec["call"], block, dataset)):
             yield f".models = {name!r}: {fault}"
@@ -434,29 +447,32 @@ def _model_faults(
     if (chunks := block["loss_chunks"]) > 1:
         if not dataset.is_text or dataset.task:
             yield (
-                f".loss_chunks = {chunks}: the data set {block['dataset']!r} is no text whose next tokens "
-                "are learnt; set it to 1"
+                f".loss_chunks = {chunks}: the data set {block['dataset']!r} is not a text for next-token; "
+                "set it to 1"
             )
         if block["task"] is not None and block["task"] not in tasks.TASKS:
-            yield f".loss_chunks = {chunks}: a task of your own takes whole outputs; set it to 1"
+            yield f".loss_chunks = {chunks}: your own task needs the model's whole output; set it to 1"
         if block["compile"]:
-            yield f".loss_chunks = {chunks}: the loss in parts is not tried with compile; remove one"
+            yield f".loss_chunks = {chunks}: is not supported with compile: true; remove one of the two"
     if block["augment"] and not (dataset.crop_padding or dataset.flip):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 
 
 def _head_fault(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | None:
-    """Return why a class of a library has a head for another task.
+    """Return a message if the head of a transformers class is for another task, else None.
 
-    Return None if it fits.
+    Args:
+        call: The model's call.
+        block: The experiment's block.
+        dataset: The experiment's data set.
     """
     learns = libraries.library_of(call).tasks_of_head(call)
     task = block["task"] or dataset.task or (dataset.shape and tasks.natural_task(dataset.shape))
     if not learns or task not in tasks.TASKS or task in learns:
         return None
     return (
-        f"{call} is for {' or '.join(learns)}, and the task of the data set {block['dataset']!r} is "
-        f"{task}; name the model's class for that, or another data set"
+        f"{call} has a head for {' or '.join(learns)}, but the task of the data set {block['dataset']!r} is "
+        f"{task}; use the model's class for {task}, or another data set"
     )
 
 
@@ -465,12 +481,12 @@ def _slowdown_faults(block: Mapping[str, Any]) -> Iterator[str]:
     if slowdown is None:
         return
     if ("workers" in slowdown) != ("factor" in slowdown):
-        yield f".slowdown = {slowdown}: workers and factor belong together"
+        yield f".slowdown = {slowdown}: workers and factor need each other; give both or neither"
     elif not slowdown or slowdown.get("workers") == []:
         yield f".slowdown = {slowdown}: slows no worker; give workers and factor, or sigma"
     for rank in slowdown.get("workers", []):
         if rank >= max(block["gpus"]):
             yield (
-                f".slowdown.workers = {slowdown['workers']}: no cell has a rank {rank} "
-                f"(gpus = {block['gpus']}); ranks count from 0"
+                f".slowdown.workers = {slowdown['workers']}: no cell has a worker of rank {rank} "
+                f"(gpus = {block['gpus']}); ranks begin at 0"
             )

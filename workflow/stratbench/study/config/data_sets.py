@@ -1,4 +1,4 @@
-"""Metadata of a config's data sets, and the identity of each: what determines its samples."""
+"""Metadata of a config's data sets, and the identity of each data set, which determines its samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratbench.workload.data.own_data import is_own
 
 
 class DataSets:
-    """The data sets of a config; each is looked at once."""
+    """The data sets of a config, with a cache: each is described once."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._specs = config.get("datasets", {})
@@ -23,11 +23,12 @@ class DataSets:
         self._facts: dict[str, Dataset] = {}
 
     def identity(self, name: str) -> dict[str, Any] | None:
-        """Return what determines a data set's samples, as in settings.
+        """Return the identity of a data set (`data_spec` of the settings), or None if its name suffices.
 
-        Return None if its name does.
+        The identity determines the samples. A user's files are hashed again if they have changed.
 
-        Files of a user that changed are hashed again. DataError if one cannot be read.
+        Raises:
+            DataError: If a file cannot be read.
         """
         if name not in self._identities:
             spec = self._specs.get(name)
@@ -40,18 +41,15 @@ class DataSets:
         return self._identities[name]
 
     def as_configured(self, name: str) -> Dataset:
-        """Return the metadata that the config has on a data set, whether or not it is prepared."""
+        """Return the metadata of a data set that follows from the config alone."""
         return describe(name, self._specs.get(name))
 
     def by_identity(self, name: str) -> Dataset:
-        """Return the facts of a data set by its identity alone, whatever was prepared."""
+        """Return the metadata of a data set that follows from its identity alone."""
         return describe(name, self.identity(name))
 
     def facts(self, name: str) -> Dataset:
-        """Return the metadata of a data set.
-
-        For a user's own, they are those of its prepared state.
-        """
+        """Return the metadata of a data set; that of a user's own is read from its prepared files."""
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
             if is_own(spec):

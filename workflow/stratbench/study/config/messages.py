@@ -10,7 +10,7 @@ from stratbench.cell.text.words import repr_of
 
 
 class ConfigError(ValueError):
-    """A mistake in config.yaml, with one message that a person can act on."""
+    """A mistake in config.yaml. Its message says what to change."""
 
 
 def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str]) -> str:
@@ -19,7 +19,7 @@ def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str
     Args:
         where: Path of the key.
         value: The wrong value.
-        what: Noun for the value.
+        what: What is wrong with the value, such as `is not a model`.
         allowed: Allowed values.
     """
     allowed = list(allowed)
@@ -28,7 +28,7 @@ def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str
 
 
 def told_at_once(messages: Iterable[str]) -> str:
-    """Join messages about independent mistakes, one line each; what is allowed is listed once."""
+    """Join messages about independent mistakes, one line each, without repeated lists of allowed values."""
     lines = list(dict.fromkeys(messages))
     lists = [line.partition(" Allowed: ")[2] for line in lines]
     return "\n".join(
@@ -43,7 +43,7 @@ def place_of(path: Iterable[str | int]) -> str:
     return "".join(n if n.isprintable() else repr(n)[1:-1] for n in names).lstrip(".")
 
 
-#: The name in other trainers -> the key here.
+#: Keys of other trainers, each with the key of config.yaml that has its meaning.
 ELSEWHERE = {
     "batch_size": "global_batch",
     "train_batch_size": "global_batch",
@@ -61,7 +61,7 @@ ELSEWHERE = {
     "world_size": "gpus",
 }
 
-#: An earlier name of a key or an option -> its name.
+#: Earlier names of keys and options, each with the present name.
 RENAMED = {
     "accumulate": "gradient_accumulation_steps",
     "clip_norm": "max_grad_norm",
@@ -85,12 +85,10 @@ RENAMED = {
 
 
 def did_you_mean(wrong: Any, allowed: Iterable[str]) -> str:
-    """Return the closest of `allowed` as a question with a leading blank.
+    """Return ` Did you mean 'NAME'?` with the closest allowed name, or an empty text.
 
-    Return an empty text otherwise.
-
-    A name that another trainer or an older version used comes first, then the shortest one that begins with
-    the wrong name.
+    A name that another trainer or an older version used comes first, then the shortest allowed name that
+    begins with the wrong one.
     """
     text, allowed = str(wrong), list(allowed)
     if (ours := ELSEWHERE.get(text, RENAMED.get(text))) in allowed:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: Key -> one sentence. Keys are `NAME` at the top, `cluster.NAME`, `decide.NAME`, and `experiment.NAME` for a
-#: setting.
+#: Removed keys, each with a sentence on its replacement. A key of the top level is `NAME`, that of a block
+#: `cluster.NAME` or `decide.NAME`, and a setting `experiment.NAME`.
 REMOVED_KEYS: dict[str, str] = {
     "cluster.cells_per_job": "each cell is a SLURM job of its own (docs/slurm.md, Many small cells)",
     "cluster.submit_workers": (

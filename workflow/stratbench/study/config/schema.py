@@ -37,7 +37,7 @@ TYPE_NAMES = {
 
 @cache
 def schema() -> dict[str, Any]:
-    """The JSON Schema of config.yaml, with what dataclasses declare: settings, and keys of extensions."""
+    """Return the JSON Schema of config.yaml, with all settings and the keys of extensions."""
     whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     experiment, settings = whole["$defs"]["experiment"], schema_of_given()
     experiment["required"] += settings["required"]
@@ -46,7 +46,7 @@ def schema() -> dict[str, Any]:
         "properties"
     ]
     variant["settings"]["properties"] = {
-        # Without its default: what a variant leaves out is its experiment's.
+        # No default is filled in: a setting that a variant leaves out has the experiment's value.
         key: {
             name: value for name, value in settings["properties"][key].items() if name != "default"
         }
@@ -67,10 +67,10 @@ def resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def typed(value: Any, rule: Mapping[str, Any]) -> Any:
-    """Return `value` with each text parsed to the type that its schema rule requires.
+    """Return `value` with texts parsed to numbers, truth values and null where the schema requires them.
 
-    Types are number, truth value and null. Snakemake passes values nested in --config as text, and YAML reads
-    1e-3 as text. Any other text stays as it is, and is rejected later.
+    Snakemake passes values nested in --config as text, and YAML reads 1e-3 as text. Any other text stays as
+    it is, and is rejected later.
     """
     rule = resolved(rule)
     if isinstance(value, Mapping):
@@ -88,10 +88,7 @@ def typed(value: Any, rule: Mapping[str, Any]) -> Any:
 
 
 def read_as(text: str, types: Iterable[str]) -> Any:
-    """Return `text` as a value of one of the JSON types, or unchanged.
-
-    Unchanged if it is none, or if text is wanted.
-    """
+    """Parse a text as one of the JSON types `types`; return it unchanged if that fails."""
     if "null" in types and text in ("null", "~"):
         return None
     if "boolean" in types and text.lower() in _TRUTH:
@@ -121,7 +118,7 @@ def _validator():
 
 
 def check_structure(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for all values that the schema does not allow, the outermost first."""
+    """Raise ConfigError for all values that the schema does not allow, sorted by nesting depth."""
     _refuse(_validator().iter_errors(config))
 
 
@@ -165,11 +162,11 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 def extension_values(
     place: str, block: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return by extension what a block gives for its keys, other than their defaults.
+    """Return the values of extensions' keys in a block that differ from their defaults, by extension.
 
     Args:
         place: Where the block is: `experiment`, or the name of a block of the top level.
-        block: Its values.
+        block: Values of the block.
         whole: The block itself for an experiment; else the config.
     """
     more = {}
@@ -182,7 +179,7 @@ def extension_values(
 
 
 def constraints_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a decision is made under: `decide`, and what it takes from other blocks."""
+    """Return the constraints of a decision: the keys of `decide`, and those that other blocks have."""
     decide = config["decide"]
     added = {field.name for _, keys in keys_of("decide") for field in fields(keys)}
     constraints = {key: value for key, value in decide.items() if key not in added}
@@ -208,10 +205,10 @@ def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) 
 
 
 def checked_block(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """One block of a config by itself (`decide`), with its defaults.
+    """Return one block of a config (such as `decide`), checked and with its defaults.
 
     Raises:
-        ConfigError: For a mistake in it.
+        ConfigError: If the block has a mistake.
     """
     alone = typed({name: block}, schema())
     faults = [e for e in _validator().iter_errors(alone) if list(e.absolute_path)[:1] == [name]]
@@ -230,10 +227,7 @@ _BOUNDS = {
 
 
 def _keys_of(fault: Any) -> list[str | None]:
-    """Return the unknown or missing keys of a schema error.
-
-    Return None for a wrong value.
-    """
+    """Return the unknown or missing keys of a schema error, or `[None]` for a wrong value."""
     value, rule = fault.instance, fault.validator_value
     match fault.validator:
         case "additionalProperties":
@@ -287,12 +281,12 @@ def _explain(fault: Any, key: str | None) -> str:
             message = f"{setting}: must have {bound} {rule} entries. {about}"
         case "minItems" | "minProperties" | "minLength":
             message = f"{at}: must not be empty. {about}"
-        case "pattern" if fault.schema["type"] != "string":  # one of several words
+        case "pattern" if fault.schema["type"] != "string":  # the pattern lists words, not names
             message = f"{setting}: is not allowed. {about}"
         case "pattern":
             message = (
-                f"{at}: the name {value!r} is part of paths and may have only letters, digits, "
-                "'.', '_' and '-', and starts with a letter or digit."
+                f"{at}: the name {value!r} is part of paths: it may have only letters, digits, '.', '_' and "
+                "'-', and must begin with a letter or digit."
             )
         case _:
             message = f"{setting}: {fault.message}"

@@ -33,11 +33,11 @@ from stratbench.workload.data.datasets import DATASETS, describe
 
 
 def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with defaults filled in.
+    """Return a config with its defaults filled in, or raise ConfigError for its mistakes.
 
     Raises:
-        ConfigError: For all unknown keys and wrong values, else for all unknown names, else for what
-            contradicts each other: the first of each experiment.
+        ConfigError: For all unknown keys and wrong values. If there are none, for all unknown names. If there
+            are none, for the first contradiction in each experiment.
     """
     raw = typed(raw, schema())
     check_plain(raw, ())
@@ -52,7 +52,8 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(told_at_once(unknown))
     if config["cluster"]["skip_infeasible"] and config["cluster"]["gpu"] is None:
         raise ConfigError(
-            "config: cluster.skip_infeasible = true: needs cluster.gpu, the GPU that cells shall fit"
+            "config: cluster.skip_infeasible = true: needs cluster.gpu, the GPU whose memory cells must fit; "
+            "set it"
         )
     for name in config["datasets"]:
         if name in DATASETS:
@@ -73,11 +74,11 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
     for study, values in config["studies"].items():
         if study == "data":
             raise ConfigError(
-                "config: studies.data: 'data' is where data sets lie; rename the study"
+                "config: studies.data: the folder 'data' is for data sets; rename the study"
             )
         for experiment, block in values["experiments"].items():
             where = f"studies.{study}.experiments.{experiment}"
-            # Files of a study that does not run are not read.
+            # The data files of studies that do not run now are not read.
             facts = known.facts if study == config["study"] else known.as_configured
             try:
                 check_experiment(where, block, values, config, facts)
@@ -101,7 +102,7 @@ def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _folder(key: str, path: str) -> str:
-    """Return a folder in the form that all rules use: without `~`, `./`, `//` and a final slash.
+    """Return a folder's path as all rules write it: without `~`, `./`, `//` and a final slash.
 
     Raises:
         ConfigError: For a path that Snakemake or a command line would misread.
@@ -110,11 +111,11 @@ def _folder(key: str, path: str) -> str:
     folder = "/" + folder.lstrip("/") if folder.startswith("/") else folder
     what = None
     if folder in (".", "/"):
-        what = "must be a folder of its own, since studies become folders in it; write results"
+        what = "must be a folder for results alone, since each study becomes a folder in it; write results"
     elif folder.startswith(("-", "~")):
-        what = f"begins with {folder[0]!r}, which commands read as an option or a home; rename it"
+        what = f"begins with {folder[0]!r}, which commands read as an option or a home folder; rename it"
     elif bad := next((c for c in folder if c in "{}" or not c.isprintable()), None):
-        what = f"holds {bad!r}, which Snakemake or a shell cannot take in a path; rename it"
+        what = f"has the character {bad!r}, which Snakemake or a shell does not allow in paths; rename it"
     if what:
         raise ConfigError(f"config: {key} = {repr_of(path)}: {what}")
     return folder

@@ -13,9 +13,9 @@ from stratbench.study.config.messages import ConfigError, place_of
 
 
 def check_syntax(path: str | Path) -> None:
-    """Raise ConfigError with the line at which a file stops being YAML.
+    """Raise ConfigError with the line of the first YAML syntax error of a file.
 
-    A missing file is left to others.
+    A missing file is no error here.
     """
     import yaml
 
@@ -27,16 +27,14 @@ def check_syntax(path: str | Path) -> None:
         mark = getattr(e, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(
-            f"{path}{line}: is not YAML: {getattr(e, 'problem', None) or e}; indent with blanks and not with "
-            "tabs, close what you open, and quote a text that holds `: ` or begins with a sign"
+            f"{path}{line}: the YAML is invalid: {getattr(e, 'problem', None) or e}; indent with spaces "
+            "instead of tabs, close brackets and quotes, and quote texts that contain `: ` or begin with a "
+            "special character"
         ) from e
 
 
 def check_duplicate_keys(path: str | Path) -> None:
-    """Raise ConfigError if a YAML file has a key twice.
-
-    YAML readers silently use the last.
-    """
+    """Raise ConfigError if a YAML file has a key twice: YAML readers silently use the last one."""
     import yaml
 
     def walk(node: yaml.Node, where: str) -> None:
@@ -56,14 +54,14 @@ def check_duplicate_keys(path: str | Path) -> None:
             for item in node.value:
                 walk(item, where)
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
     root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=loader)
     if root is not None:
         walk(root, "")
 
 
 def check_plain(value: Any, path: tuple[str | int, ...]) -> None:
-    """Raise ConfigError for values that the schema does not see: NaN, dates, keys that are not text."""
+    """Raise ConfigError for values that the schema cannot reject: NaN, dates, keys that are not text."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -87,12 +85,14 @@ def check_plain(value: Any, path: tuple[str | int, ...]) -> None:
 
 
 def _check_characters(text: str, path: tuple[str | int, ...]) -> None:
-    """Raises ConfigError for control characters and surrogates: no command line or page can hold them."""
+    """Raise ConfigError if a text has control characters or surrogates.
+
+    Neither a command line nor a page can hold them.
+    """
     for character in text:
         kind = unicodedata.category(character)
         if kind == "Cs" or (kind == "Cc" and character not in "\n\t\r"):
             at = f"config: {place_of(path)}" if path else "config"
             raise ConfigError(
-                f"{at} = {repr_of(text)}: holds {character!r}, which is no printable character; "
-                "take it out"
+                f"{at} = {repr_of(text)}: has {character!r}, which is not a printable character; remove it"
             )

@@ -1,4 +1,4 @@
-"""SLURM's own commands, and the parsing of their output."""
+"""Runs SLURM's own commands and returns what they print."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import subprocess
 
 TIMEOUT_S = 120.0
-#: The exit code of a command that is not there.
+#: Exit code that stands for a missing command, as in shells.
 NOT_THERE = 127
-#: Variables that change what the commands show.
+#: Prefixes of environment variables that change what SLURM's commands show.
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
 
 
@@ -17,11 +17,15 @@ def ask_slurm(
 ) -> subprocess.CompletedProcess[str] | None:
     """Run one of SLURM's commands, without SLURM's own environment variables.
 
-    Variables that SLURM set for a job would act as options, and a user's for squeue, sinfo and sacct would
-    hide jobs. Others, such as SLURM_CLUSTERS, stay.
+    Variables that SLURM has set for a job would act as options of the command. A user's variables for squeue,
+    sinfo and sacct would hide jobs. Others, such as SLURM_CLUSTERS, are kept.
+
+    Args:
+        command: The command and its arguments.
+        text: Standard input of the command, if any.
 
     Returns:
-        Result, with the exit code NOT_THERE if the command is missing. None if it does not answer.
+        The result, with the exit code NOT_THERE if the command is missing, or None if SLURM does not answer.
     """
     unwanted = _FILTERS + (("SLURM_", "SRUN_") if "SLURM_JOB_ID" in os.environ else ())
     environment = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
@@ -41,9 +45,6 @@ def ask_slurm(
 
 
 def printed_by(command: list[str]) -> str | None:
-    """Return the output of one of SLURM's commands.
-
-    Return None if it fails or does not answer.
-    """
+    """Run one of SLURM's commands; return its output, or None if it fails or does not answer."""
     done = ask_slurm(command)
     return done.stdout if done is not None and done.returncode == 0 else None

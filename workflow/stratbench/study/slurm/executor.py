@@ -1,8 +1,8 @@
 """Follows a run's jobs on SLURM: retries submissions, and finds each job's outcome.
 
-Snakemake's SLURM plugin loses all jobs when one request for their states fails, and fails a cell at once when
-SLURM is busy. It waits forever for a preempted job, and takes a cell that ran out of memory for a crash.
-`FollowsJobs` overrides methods that Snakemake's executor interface documents, and leaves the plugin the rest.
+Snakemake's SLURM plugin loses all jobs when one request for their states fails. It fails a cell at once when
+SLURM is busy, waits forever for a preempted job, and reports a cell that ran out of memory as a crash.
+`FollowsJobs` overrides methods that Snakemake's executor interface documents; the plugin does the rest.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from stratbench.study.slurm.unstarted_jobs import describe_unstarted
 from stratbench.study.slurm.waiting import describe_progress
 from stratbench.study.snakemake_internals import avoid_nodes, extend_executor, fail_silently
 
-#: Seconds between two requests for the states of all jobs: the first, and the maximum while none ends.
+#: Seconds between two requests for the states of all jobs: at first, and at most while no job ends.
 FIRST_LOOK_S, MAX_LOOK_S = 5.0, 60.0
-#: Period in seconds at which the wait checks whether Snakemake ends.
+#: Period in seconds at which a waiting executor checks whether Snakemake ends.
 WAKE_S = 0.5
-#: Seconds without an answer after which the user gets a message.
+#: Seconds without an answer of SLURM after which the user gets a message.
 UNANSWERED_S = 120.0
 #: Seconds without another message after which a line shows the progress of the run.
 PROGRESS_S = 600.0
-#: A job that all answers of so many seconds omit has ended.
+#: A job has ended if all of SLURM's answers have omitted it for this many seconds.
 OMITTED_S = 30.0
 
 
 class FollowsJobs(RemoteExecutor):
-    """Methods that override those of the plugin's executor, as the first base class."""
+    """Overrides methods of the SLURM plugin's executor, as the first base class of its class."""
 
     followed: FollowedJob
 
     # ------------------------------------------------------------ submission
 
     def run_job(self, job: Any) -> None:
-        """Submit a job, or postpone it if SLURM has just rejected another temporarily."""
+        """Submit a job, or postpone it if SLURM has just rejected another job for a temporary reason."""
         now, f = time.monotonic(), self.followed
         if f.ends.is_set():
             return
@@ -76,7 +76,7 @@ class FollowsJobs(RemoteExecutor):
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: Any, msg: str | None = None, **kwargs: Any) -> None:
-        """Report a failed job, unless SLURM has rejected it temporarily."""
+        """Report a failed job, or postpone it if SLURM has rejected it for a temporary reason."""
         f = self.followed
         if job_info.external_jobid is None and (reason := submission.refusal_by_sbatch(msg or "")):
             if self._postpone(job_info.job, reason):
@@ -87,12 +87,12 @@ class FollowsJobs(RemoteExecutor):
             known = reason in f.refusals
             f.refusals.add(reason)
             f.tell(
-                f"SLURM refuses {first} for the same reason"
+                f"SLURM refuses {first} for the same reason as a job above"
                 if known
                 else f"SLURM refuses it: {reason}. {f.asks.get(first, first)} "
                 f"{help_address('SLURM refuses it')}."
             )
-            # Without Snakemake's report, a page of its command line.
+            # Snakemake's own report would print a page of command line.
             fail_silently(self.workflow, job_info.job)
             return
         self._ended(job_info)
@@ -104,10 +104,14 @@ class FollowsJobs(RemoteExecutor):
         with f.lock:
             f.told_at = time.monotonic()
             f.waiting.cells.pop(job_info.external_jobid, None)
-            f.postponed.not_before = 0.0  # under a limit there is room for one more
+            f.postponed.not_before = 0.0  # a limit on the number of jobs now allows one more
 
     def _postpone(self, job: Any, reason: str) -> bool:
-        """Postpone a rejected job; return whether that makes sense."""
+        """Postpone a job that SLURM has rejected for `reason`, if this reason can pass.
+
+        Returns:
+            Whether the job was postponed.
+        """
         f, now = self.followed, time.monotonic()
         kind = submission.kind_of_refusal(reason)
         if kind is None or (kind == "limit" and job_states.has_live_jobs() is False):
@@ -122,18 +126,19 @@ class FollowsJobs(RemoteExecutor):
     def _sentence_on(self, kind: submission.Kind, reason: str) -> str:
         if kind == "silence":
             return (
-                f"sbatch fails for now ({reason}); what is left is submitted later: it is tried again for "
-                f"{submission.SILENCE_S / 60:.0f} minutes {help_address('sbatch fails for now')}"
+                f"sbatch fails for now ({reason}); the remaining jobs are submitted later, and sbatch is "
+                f"tried again for {submission.SILENCE_S / 60:.0f} minutes "
+                f"{help_address('sbatch fails for now')}"
             )
         live = len(self.followed.waiting.cells) or 1
         return (
-            f"SLURM takes no more jobs of yours at a time ({reason}); the others are submitted as these end; "
-            f"`jobs: {live}` in the profile asks for no more at a time "
+            f"SLURM takes no more jobs of yours at a time ({reason}); the remaining jobs are submitted when "
+            f"earlier ones end; with `jobs: {live}` in the profile Snakemake submits no more at a time "
             f"{help_address('SLURM takes no more jobs of yours')}"
         )
 
     def _submit_postponed(self) -> None:
-        """Submit the postponed jobs, until one is rejected again."""
+        """Submit the postponed jobs one by one, until SLURM rejects one again."""
         f = self.followed
         while not f.ends.is_set():
             now = time.monotonic()
@@ -144,7 +149,7 @@ class FollowsJobs(RemoteExecutor):
                     given_up, f.postponed = f.postponed.jobs, submission.Postponed()
                     break
                 job = f.postponed.jobs.pop(0)
-            # sbatch may have failed after SLURM took the job.
+            # sbatch may have reported a failure although SLURM has taken the job.
             states = job_states.states_of_run(self.run_uuid, self._clusters([job]))
             if states is None:
                 with f.lock:
@@ -157,10 +162,10 @@ class FollowsJobs(RemoteExecutor):
             return
         for job in given_up:
             reason = f"SLURM has taken no job for {submission.SILENCE_S / 60:.0f} minutes"
-            self.report_job_error(SubmittedJobInfo(job), msg=f"{reason}: sbatch failed each time. ")
+            self.report_job_error(SubmittedJobInfo(job), msg=f"{reason}: each sbatch failed. ")
 
     def _until_reported(self, job: Any) -> None:
-        """Wait until the plugin has reported a submission from its other thread."""
+        """Wait until the plugin's other thread has reported the submission of a job."""
         until = time.monotonic() + 1.0
         while time.monotonic() < until and not self.followed.ends.is_set():
             with self.followed.lock:
@@ -170,7 +175,11 @@ class FollowsJobs(RemoteExecutor):
             time.sleep(0.01)
 
     def _adopt(self, job: Any, states: Mapping[str, JobState]) -> bool:
-        """Follow the SLURM job that an unanswered sbatch has made of `job`, if there is one."""
+        """Follow the SLURM job that an earlier, unanswered sbatch has created for `job`, if any.
+
+        Returns:
+            Whether SLURM has such a job.
+        """
         comment = self._comment(job)
         for id_, state in states.items():
             if state.comment == comment and id_ not in self.followed.submitted:
@@ -184,7 +193,7 @@ class FollowsJobs(RemoteExecutor):
     # ------------------------------------------------------------ until it ends
 
     async def check_active_jobs(self, active_jobs: list[Any]) -> AsyncIterator[Any]:
-        """Report jobs that have ended, and yield all others: also while SLURM does not answer."""
+        """Report jobs that have ended, and yield all others; yield all while SLURM does not answer."""
         f = self.followed
         await asyncio.to_thread(self._submit_postponed)
         if not active_jobs and not f.postponed.jobs:
@@ -231,7 +240,7 @@ class FollowsJobs(RemoteExecutor):
         self.next_seconds_between_status_checks = pause_s
 
     def _failure(self, info: Any, state: JobState | None) -> str | None:
-        """Return why a job has failed: empty if it succeeded, None if it has not ended."""
+        """Return why a job has failed, an empty text if it succeeded, or None if it has not ended."""
         job, word = info.external_jobid, state.word if state else ""
         if state:
             self.followed.omitted.pop(job, None)
@@ -245,14 +254,14 @@ class FollowsJobs(RemoteExecutor):
         if state and word not in job_states.FAILED:
             return None
         if self._has_left_all(info.job):
-            return ""  # a result, whatever killed the job afterwards
+            return ""  # the job has its result, even if SLURM killed it afterwards
         settings = self.workflow.executor_settings
         if word in ("NODE_FAIL", "PREEMPTED") and state and getattr(settings, "requeue", False):
-            return None  # SLURM starts it again
+            return None  # SLURM starts the job again
         if word == "NODE_FAIL" and state:
             avoid_nodes(self, state.nodes)
         if not word:
-            text = "SLURM does not know it any more, and it left no result "
+            text = "SLURM does not know it any more, and it has written no result "
             text += help_address("SLURM does not know it any more")
         else:
             where = f" on {state.nodes}" if state and state.nodes else ""
@@ -274,8 +283,8 @@ class FollowsJobs(RemoteExecutor):
         if now - f.silent_since >= UNANSWERED_S and not f.silence_told:
             f.silence_told = True
             f.tell(
-                f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; {counted(jobs, 'job')} of this "
-                f"run may train on, and they are waited for {help_address('SLURM has not answered')}"
+                f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; this run waits for its "
+                f"{counted(jobs, 'job')}, which may still train {help_address('SLURM has not answered')}"
             )
 
     def _progress(self, live: Mapping[str, JobState]) -> str:
@@ -288,17 +297,20 @@ class FollowsJobs(RemoteExecutor):
         times = [f.longest_s.get(f.waiting.cells.get(job, "")) for job in live]
         if running and n == 0 and done_or_failed == len(live) and None not in times:
             most_h = sum(times) / running / 3600
-            text += f"; at most {most_h:.1f} h more, by the plan, while {running} run at a time"
+            text += f"; by the plan, at most {most_h:.1f} h remain if {running} jobs run at a time"
         return text
 
     def _remove_log(self, info: Any) -> None:
-        """Remove SLURM's log of a job that has succeeded, unless the profile keeps it."""
+        """Remove SLURM's log of a job that has succeeded, unless the profile keeps such logs."""
         log = info.aux.get("slurm_logfile") if info.aux else None
         if log and not getattr(self.workflow.executor_settings, "keep_successful_logs", False):
             Path(log).unlink(missing_ok=True)
 
     async def sleep(self) -> None:
-        """Wait until the next request, or until Snakemake ends: it would sleep to the end first."""
+        """Wait until the next request, or until Snakemake ends.
+
+        Snakemake's own method would sleep until the next request, even if Snakemake ends.
+        """
         until = time.monotonic() + self.next_seconds_between_status_checks
         while self.wait and time.monotonic() < until:
             await asyncio.sleep(WAKE_S)
@@ -312,10 +324,10 @@ class FollowsJobs(RemoteExecutor):
 
     def shutdown(self) -> None:
         super().shutdown()
-        # A job may have been on its way to SLURM when all were cancelled.
+        # A submission may have been in progress when all jobs were cancelled.
         if self.followed.ends.is_set() and not self._cancel():
             tell(
-                "SLURM did not answer, and this run's jobs may train on; later: scancel "
+                "SLURM did not answer, so this run's jobs may still train; cancel them later by scancel "
                 f"--name={self.run_uuid}"
             )
 
@@ -338,10 +350,10 @@ class FollowsJobs(RemoteExecutor):
 
 
 def follow(workflow: Any, followed: FollowedJob) -> None:
-    """Have Snakemake's executor follow its jobs from now on: before the first is submitted.
+    """Make Snakemake's executor follow its jobs on SLURM. It must be called before the first submission.
 
     Args:
-        workflow: Snakemake's, which submits to SLURM.
-        followed: What is known of its jobs.
+        workflow: Snakemake's workflow, which submits to SLURM.
+        followed: State of the run's jobs.
     """
     extend_executor(workflow, FollowsJobs).followed = followed

@@ -1,4 +1,4 @@
-"""State of a run's jobs on SLURM: those to submit, those running, and the number ended."""
+"""The state of a run's jobs on SLURM: postponed, submitted, waiting, failed and succeeded ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stratbench.study.slurm import submission
 from stratbench.study.slurm.live_jobs import tell
 from stratbench.study.slurm.waiting import Waiting
 
-#: The meaning of each state of a failed job, and the remedy.
+#: Explanation and remedy by SLURM's state of a failed job.
 ENDS = {
     "CANCELLED": "it was cancelled",
     "DEADLINE": "its deadline passed",
-    "NODE_FAIL": "node failure; it is tried again elsewhere if `retries` in the profile allows",
+    "NODE_FAIL": "its node failed; it runs again on another node if `retries` in the profile allows this",
     "OUT_OF_MEMORY": "it used more memory than it asked for: raise cluster.mem_mib_per_gpu or "
     f"cluster.mem_mib_per_cpu_worker {help_address('it used more memory than it asked for')}",
-    "PREEMPTED": "SLURM gave its node to another job; it is tried again if `retries` in the profile allows "
+    "PREEMPTED": "SLURM gave its node to another job; it runs again if `retries` in the profile allows this "
     f"{help_address('SLURM gave its node to another job')}",
     "TIMEOUT": "SLURM's time limit came before the cell's own; if its log does not say where it hung, raise "
     "cluster.startup_allowance_s "
@@ -32,12 +32,25 @@ ENDS = {
 
 @dataclass
 class FollowedJob:
-    """State of the run's jobs.
+    """The state of a run's jobs on SLURM.
 
     Attributes:
-        asks: What each job asks SLURM for, in words, by the first file that it makes.
-        longest_s: The plan's upper estimate of its time, by the same; only where there is one.
-        planned: How many jobs the run has on SLURM.
+        asks: Each job's request to SLURM in words, by the job's first output file.
+        longest_s: The plan's upper estimate of a job's time in seconds, by the job's first output file.
+        planned: Number of jobs that the run submits to SLURM.
+        postponed: Jobs to submit again.
+        waiting: Reasons for which jobs wait in the queue.
+        lock: Guards all fields: the plugin submits in a thread of its own.
+        ends: Set once Snakemake cancels its jobs, after which no job is submitted.
+        submitted: SLURM's ids of all jobs that were submitted.
+        before: Signatures of a job's output files before its submission, by Snakemake's job.
+        omitted: Monotonic time in seconds since which SLURM's answers omit a job, by SLURM's id.
+        refusals: Reasons of refusals that the user was told.
+        done: Number of jobs that have succeeded.
+        failed: Snakemake's jobs that have failed.
+        silent_since: Monotonic time in seconds since which SLURM has not answered, or None.
+        silence_told: Whether the user was told that SLURM does not answer.
+        told_at: Monotonic time in seconds of the last message to the user.
     """
 
     asks: Mapping[str, str] = field(default_factory=dict)
@@ -46,12 +59,9 @@ class FollowedJob:
     postponed: submission.Postponed = field(default_factory=submission.Postponed)
     waiting: Waiting = field(default_factory=Waiting)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    #: Set once Snakemake cancels its jobs: none is submitted any more.
     ends: threading.Event = field(default_factory=threading.Event)
-    #: The ids of all jobs that were submitted, and by Snakemake's job the files as they were before.
     submitted: set[str] = field(default_factory=set)
     before: dict[Any, Any] = field(default_factory=dict)
-    #: Since when SLURM's answers have omitted a job.
     omitted: dict[str, float] = field(default_factory=dict)
     refusals: set[str] = field(default_factory=set)
     done: int = 0
@@ -66,19 +76,21 @@ class FollowedJob:
 
 
 def first_output(job: Any) -> str:
-    """Return the first file that a job makes."""
+    """Return the path of the first output file of a job, or an empty text."""
     return str(next(iter(job.output), ""))
 
 
 def signatures_of(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | None]:
-    """Return a signature of each file by path, which differs if it was replaced.
+    """Return a signature of each file by its path, or None for a missing file.
 
-    None if missing.
+    The signature differs if the file was replaced.
     """
     signatures: dict[str, tuple[int, int, int] | None] = {}
     for path in map(str, paths):
         try:
-            os.listdir(Path(path).parent)  # a network file system may remember that there was none
+            os.listdir(
+                Path(path).parent
+            )  # a network file system may cache that the file was missing
             s = Path(path).stat()
             signatures[path] = s.st_mtime_ns, s.st_ino, s.st_size
         except OSError:

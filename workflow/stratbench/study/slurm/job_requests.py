@@ -1,4 +1,4 @@
-"""Reports before the first submission which jobs no node can hold, and follows the others."""
+"""Reports, before the first submission, which jobs are too large for every node; follows the jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stratbench.study.slurm.live_jobs import tell
 
 
 def submitted_request(resources: Any) -> JobRequest:
-    """Return the request of a Snakemake job to SLURM, including the profile's changes."""
+    """Return the request that a Snakemake job makes to SLURM, including the profile's changes."""
     gres = str(resources.get("gres") or "")
     types = list(nodes.gpu_types(gres))
     return JobRequest(
@@ -31,14 +31,14 @@ def submitted_request(resources: Any) -> JobRequest:
 
 @dataclass(frozen=True)
 class Submission:
-    """A job that is to be submitted.
+    """A job that is to be submitted to SLURM.
 
     Attributes:
-        job: Snakemake's.
-        cell: The job's cell, or the first one of a block.
-        settings: Those of the cell.
-        asked: The request that the config makes for it.
-        longest_s: The plan's upper estimate of its time, in seconds; None where there is none.
+        job: Snakemake's job.
+        cell: The job's cell, or the first cell of a block.
+        settings: Settings of the cell.
+        asked: Request that follows from the config, before the profile's changes.
+        longest_s: The plan's upper estimate of the job's time in seconds, if any.
     """
 
     job: Any
@@ -49,13 +49,13 @@ class Submission:
 
 
 def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
-    """Return sentences on why no node can hold some jobs.
+    """Return sentences on jobs that are too large for every node, or follow all jobs if there are none.
 
-    If there are none, follow all jobs.
-
-    `workflow` is Snakemake's, about to submit to SLURM.
+    Args:
+        workflow: Snakemake's workflow, which is about to submit to SLURM.
+        submissions: All jobs to submit.
     """
-    # The plugin chooses among the partitions of such a file, and this function does not read it.
+    # The plugin then chooses among the partitions of a file, which this function does not read.
     anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
     offered = nodes.cluster_nodes()
     if refused := refusals(submissions, offered, anywhere):
@@ -75,7 +75,7 @@ def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[s
 def refusals(
     submissions: Iterable[Submission], offered: list[nodes.Node], anywhere: bool
 ) -> dict[Cell, str]:
-    """Return why no node can hold a job, by its cell.
+    """Return a sentence for each cell whose job is too large for every node.
 
     Args:
         submissions: Jobs to submit.
@@ -95,7 +95,7 @@ def refusals(
             nodes.nodes_of_partition(offered, partition),
             in_profile,
         )
-        if sentence is None and from_config.worker:  # its workers may go to another partition
+        if sentence is None and from_config.worker:  # worker jobs may use another partition
             sentence = nodes.refusal(cell, settings, from_config.worker, offered)
         if sentence:
             reasons[cell] = sentence

@@ -1,4 +1,4 @@
-"""States of a run's jobs, as squeue and sacct give them."""
+"""Reads the states of a run's jobs from squeue and sacct."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from stratbench.study.slurm.commands import printed_by
 
-#: States of a job that has ended, and did not complete.
+#: SLURM's states of a job that has ended without success.
 FAILED = frozenset(
     {"BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
     | {"REVOKED", "TIMEOUT"}
 )
 COMPLETED = "COMPLETED"
-#: States of a job that has not begun.
+#: SLURM's states of a job that has not begun.
 QUEUED = frozenset(
     {
         "PENDING",
@@ -25,20 +25,21 @@ QUEUED = frozenset(
         "SPECIAL_EXIT",
     }
 )
-#: Job id, state, nodes, reason, comment, and last, since it may be empty, the (expected) start.
+#: squeue's format: job id, state, nodes, reason, comment and (expected) start. A comment may contain `|`, so
+#: the start, which never does, is last.
 _FORMAT = "%i|%T|%N|%r|%k|%S"
 
 
 @dataclass(frozen=True)
 class JobState:
-    """A job as squeue shows it.
+    """The state of a job as squeue shows it.
 
     Attributes:
-        word: SLURM's word for the state, such as `RUNNING`.
-        nodes: SLURM's list of the job's nodes; empty while it waits.
-        reason: Why it waits, in SLURM's word.
-        comment: The comment that it was submitted with.
-        start: When it began or is expected to begin, as SLURM writes it; `N/A` where unknown.
+        word: SLURM's name of the state, such as `RUNNING`.
+        nodes: SLURM's list of the job's nodes; empty while the job waits.
+        reason: SLURM's word for the reason why the job waits.
+        comment: Comment that the job was submitted with.
+        start: Time at which the job began or is expected to begin, as SLURM writes it; `N/A` if unknown.
     """
 
     word: str
@@ -49,9 +50,11 @@ class JobState:
 
 
 def states_of_run(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState] | None:
-    """Return the states of all jobs with the name `run`, ended ones too, by id.
+    """Return the states of a run's jobs by SLURM's id, or None if SLURM does not answer.
 
-    Return None if SLURM does not answer.
+    Args:
+        run: SLURM's name of all jobs of the run.
+        clusters: SLURM clusters to ask; none for the default cluster.
     """
     names = ",".join(sorted(set(clusters)))
     shown = printed_by(
@@ -73,7 +76,7 @@ def states_of_run(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState]
 
 
 def accounted_state(job: str) -> str | None:
-    """Return the state of a job that left squeue, or None without accounting."""
+    """Return sacct's state of a job that squeue no longer shows, or None without accounting."""
     shown = printed_by(
         ["sacct", "--allocations", "--noheader", f"--jobs={job}", "--format=State%30"]
     )
@@ -82,9 +85,6 @@ def accounted_state(job: str) -> str | None:
 
 
 def has_live_jobs() -> bool | None:
-    """Return whether the user has any job queued or running.
-
-    Return None where SLURM does not answer.
-    """
+    """Return whether the user has any queued or running job, or None if SLURM does not answer."""
     shown = printed_by(["squeue", "--me", "--noheader", "--format=%i"])
     return None if shown is None else bool(shown.strip())

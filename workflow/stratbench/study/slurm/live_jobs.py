@@ -1,6 +1,6 @@
-"""Jobs that Snakemake does not know of before it submits to SLURM.
+"""Finds SLURM jobs of an earlier Snakemake, and waits for them before the first submission.
 
-A Snakemake that was killed does not remember its SLURM jobs: it would submit them again.
+Snakemake does not remember its SLURM jobs after it was killed, and would submit them again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from stratbench.study.slurm.commands import printed_by
 from stratbench.study.snakemake_internals import restart
 
-#: The time between two status requests, each for all jobs, in seconds.
+#: Seconds between two requests for the states of all jobs.
 POLL_S = 15
 
 
@@ -25,9 +25,9 @@ def comment_of(rule: str, wildcards: list[str]) -> str:
 
 
 def live_jobs(directory: Path) -> dict[str, str] | None:
-    """Return the comments of the user's queued and running SLURM jobs of `directory`, by job id.
+    """Return the comments of the user's queued and running SLURM jobs of a directory, by job id.
 
-    Empty on a machine without SLURM; None if SLURM does not answer.
+    Return an empty mapping on a machine without SLURM, and None if SLURM does not answer.
     """
     if shutil.which("squeue") is None:
         return {}
@@ -40,10 +40,10 @@ def live_jobs(directory: Path) -> dict[str, str] | None:
 
 
 def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
-    """Wait, before the first submission, for those `planned` jobs that are queued or running on SLURM.
+    """Wait for those planned jobs that already are queued or running on SLURM, then restart Snakemake.
 
-    Then restart Snakemake in this process, since their results need not be planned. Return at once if no
-    planned job is live. `workflow` and the jobs are Snakemake's.
+    The restarted Snakemake does not plan jobs that have ended meanwhile. If no planned job is live, the
+    function returns at once. `workflow` and the jobs are Snakemake's.
     """
     cells = {comment_of(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned}
     if wait_for_live(cells, Path.cwd()):
@@ -51,22 +51,22 @@ def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
 
 
 def wait_for_live(cells: Mapping[str, str], directory: Path) -> bool:
-    """Wait until none of `cells` is queued or running.
+    """Wait until no job of an earlier run that makes one of `cells` is queued or running.
 
-    If SLURM does not answer at first, the user gets a message; while waiting, SLURM is asked again.
+    If SLURM does not answer at first, the user gets a message. During the wait SLURM is asked again.
 
     Args:
-        cells: The file that a job makes, by its comment.
+        cells: Output file of each job, by the job's comment.
         directory: Working directory of the jobs.
 
     Returns:
-        Whether it had to wait.
+        Whether there was such a job to wait for.
     """
     waited = False
     while True:
         jobs = live_jobs(directory)
         if jobs is None and not waited:
-            tell("squeue does not answer: whether cells of an earlier run still train is unknown")
+            tell("squeue does not answer, so cells of an earlier run may still train")
             return False
         live = {job: cells[name] for job, name in (jobs or {}).items() if name in cells}
         if not live and jobs is not None:
@@ -82,12 +82,16 @@ def tell(text: str) -> None:
 
 
 def describe_live_jobs(live: Mapping[str, str]) -> str:
-    """Describe to the user which cells (by SLURM job id) run, and the three ways out."""
+    """Return a message on the live jobs of an earlier run, and on what the user can do.
+
+    Args:
+        live: Output file of each live job, by SLURM's job id.
+    """
     listed = "\n".join(f"  SLURM job {job}: {cell}" for job, cell in live.items())
     return (
-        f"{len(live)} cells still run, or wait in SLURM's queue, from an earlier snakemake:\n{listed}\n"
-        "Starting them again would train them twice, so this run waits until they have ended, and "
-        "then goes on with what is missing.\n"
-        "Ctrl-C stops waiting and leaves them running; to start them afresh: "
+        f"{len(live)} cells of an earlier snakemake still run or wait in SLURM's queue:\n{listed}\n"
+        "To submit these cells again would train them twice. This run waits until they have ended, and "
+        "then trains the missing cells.\n"
+        "Ctrl-C ends this run and leaves them running. To cancel them and train them again: "
         f"scancel {' '.join(live)}"
     )

@@ -1,7 +1,4 @@
-"""Nodes of a SLURM cluster: what they offer, and why a cell's request does not fit.
-
-Used by `pending` before anything is submitted, and by the plan.
-"""
+"""Reads the nodes of a SLURM cluster, and explains why a cell's request fits none of them."""
 
 from __future__ import annotations
 
@@ -16,17 +13,26 @@ from stratbench.cell.text.words import counted, names_text
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm.commands import printed_by
 
-#: One line per node and partition: partition (the default one starred), node, CPUs, MiB, GPUs, limit.
+#: sinfo's format, a line per node and partition: partition (`*` marks the default one), node, CPUs, memory in
+#: MiB, GPUs, time limit.
 _FORMAT = "%P|%N|%c|%m|%G|%l"
-#: The largest number of reasons shown; the cells of the others are counted.
+#: Largest number of reasons that are printed; cells with further reasons are only counted.
 MAX_TOLD = 5
 
 
 @dataclass(frozen=True)
 class Node:
-    """The resources of one node in one partition. `limit_min` None: no time limit.
+    """The resources of one node in one partition.
 
-    `gpu_types`: how many of its GPUs are of each type that SLURM has a name for.
+    Attributes:
+        partition: Name of the partition.
+        is_default: Whether the partition is SLURM's default one.
+        name: Name of the node.
+        cpus: Number of CPU cores.
+        mem_mib: Memory in MiB.
+        gpus: Number of GPUs.
+        limit_min: The partition's time limit in minutes, or None without one.
+        gpu_types: Number of GPUs of each type that SLURM has a name for.
     """
 
     partition: str
@@ -39,11 +45,11 @@ class Node:
     gpu_types: Mapping[str, int] = field(default_factory=dict)
 
     def gpus_of(self, gpu_type: str | None) -> int:
-        """Return the number of its GPUs of a type, or of all if it is None."""
+        """Return the number of the node's GPUs of a type, or of all its GPUs for None."""
         return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
     def lacks(self, request: JobRequest) -> list[str]:
-        """Return the resources of which the node has too little: cpus, memory, gpus, time."""
+        """Return the resources of which the node has less than requested: gpus, cpus, memory, time."""
         short = {
             "gpus": self.gpus_of(request.gpu_type) < request.gpus,
             "cpus": self.cpus < request.cpus,
@@ -54,15 +60,14 @@ class Node:
 
 
 def cluster_nodes() -> list[Node]:
-    """Return the nodes of the cluster; empty without SLURM, or if it does not answer."""
+    """Return the nodes of the cluster, or none without SLURM or if it does not answer."""
     return parse_sinfo(printed_by(["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]) or "")
 
 
 def parse_sinfo(text: str) -> list[Node]:
-    """Return the nodes in sinfo's output, or none if a node's line cannot be parsed.
+    """Return the nodes in sinfo's output, or none if the line of a node cannot be parsed.
 
-    A node that cannot be parsed may be the one that can hold a cell. Lines without numbers (`n/a`) are left
-    out.
+    A node that cannot be parsed may be large enough for a cell. Lines without numbers (`n/a`) are left out.
     """
     nodes = []
     for line in text.splitlines():
@@ -88,12 +93,12 @@ def parse_sinfo(text: str) -> list[Node]:
 
 
 def count_gpus(gres: str) -> int:
-    """Return the number of GPUs in SLURM's generic resources: `gpu:4`, `gpu:a100:2(S:0-1),gpu:v100:2`."""
+    """Return the number of GPUs in a text of SLURM's generic resources, such as `gpu:a100:2,gpu:v100:2`."""
     return sum(int(n) for n in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
 
 
 def gpu_types(gres: str) -> dict[str, int]:
-    """Return the number of GPUs of each type in the same: `{"a100": 2, "v100": 2}`."""
+    """Return the number of GPUs by type in a text of SLURM's generic resources, such as `gpu:a100:2`."""
     counts: Counter[str] = Counter()
     for name, n in re.findall(r"\bgpu:([^:,()]+):(\d+)", gres):
         counts[name] += int(n)
@@ -101,10 +106,7 @@ def gpu_types(gres: str) -> dict[str, int]:
 
 
 def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> str | None:
-    """Return a sentence if a request on GPUs names no type while the nodes have several.
-
-    Otherwise, return None.
-    """
+    """Return a warning if a request names no GPU type although the nodes have several, else None."""
     if all(r.gpu_type is not None or not r.gpus for r in requests):
         return None
     nodes_of: dict[str, set[str]] = defaultdict(set)
@@ -115,16 +117,13 @@ def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> s
         return None
     types = names_text([f"{t} ({counted(len(n), 'node')})" for t, n in sorted(nodes_of.items())], 5)
     return (
-        f"The nodes have GPUs of several types, {types}: SLURM may give a cell any of them, and even "
-        "a mixture. Set cluster.gpu_type to one of them."
+        f"The nodes have GPUs of several types, {types}: SLURM may give a cell any type, or even a mixture "
+        "of types. Set cluster.gpu_type to one of them."
     )
 
 
 def _minutes(limit: str) -> int | None:
-    """Return a time limit as sinfo writes it, `2-00:00:00` or `30:00`, in minutes.
-
-    Return None for no limit.
-    """
+    """Return the minutes of sinfo's time limit, such as `2-00:00:00` or `30:00`, or None for no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
     if match is None:
         return None
@@ -133,11 +132,12 @@ def _minutes(limit: str) -> int | None:
 
 
 def nodes_of_partition(nodes: Iterable[Node], partition: str | int | None) -> list[Node]:
-    """The nodes of the partitions named (`a,b`), else of the default.
+    """Return the nodes of the named partitions, or of the default partition if none is named.
 
-    All for `*` or without a default.
-
-    A partition whose name is a number comes as one from YAML.
+    Args:
+        nodes: Nodes of the cluster.
+        partition: Names of partitions, such as `a,b`; a name that YAML has read as a number; `*` for all
+            partitions; or None for the default one, or all if there is no default.
     """
     nodes = list(nodes)
     if partition == "*":
@@ -148,7 +148,7 @@ def nodes_of_partition(nodes: Iterable[Node], partition: str | int | None) -> li
 
 
 def most_nodes(request: JobRequest, offered: Iterable[Node]) -> int:
-    """Return the maximum number of nodes in one partition that can hold the request."""
+    """Return the largest number of nodes in one partition that are large enough for the request."""
     able = Counter(node.partition for node in offered if not node.lacks(request))
     return max(able.values(), default=0)
 
@@ -160,18 +160,15 @@ def refusal(
     nodes: Sequence[Node],
     in_profile: bool = False,
 ) -> str | None:
-    """Return a sentence on why no node can hold the cell, or None.
+    """Return a sentence if no partition has nodes that are large enough for a cell, else None.
 
-    Return None if one can.
-
-    It has the cell's request, the largest node, and the key of config.yaml to change. None also if no node is
-    known.
+    The sentence has the cell's request, the largest node, and the key of config.yaml to change.
 
     Args:
         cell: The cell.
-        settings: Its settings.
-        request: Its request.
-        nodes: Nodes of the cluster.
+        settings: Settings of the cell.
+        request: Request of the cell.
+        nodes: Nodes of the cluster; without any, the function returns None.
         in_profile: Whether the request comes from the profile, not from the config.
     """
     by_partition: dict[str, list[Node]] = {}
@@ -205,7 +202,7 @@ def refusal(
 
 
 def describe_request(cell: Cell, request: JobRequest) -> str:
-    """Return the request of a cell, in words."""
+    """Return a sentence on what a cell requests from SLURM."""
     count = "a node" if request.nodes == 1 else f"{request.nodes} nodes, each"
     quantities = _quantities(
         request.gpus, request.cpus, request.mem_mib, request.runtime_min, request
@@ -235,7 +232,7 @@ def _remedies(
             yield f"set cluster.gpus_per_node to {of_type}"
         elif what == "gpus" and largest.gpus:
             types = ", ".join(sorted(largest.gpu_types)) or "null: SLURM names none"
-            yield f"set cluster.gpu_type to what it has ({types})"
+            yield f"set cluster.gpu_type to a type of this node ({types})"
         elif what == "gpus":
             yield f"set cluster.request_gpus to false, or {block}.device to cpu"
         elif what == "cpus" and request.gpus:
@@ -243,19 +240,19 @@ def _remedies(
         elif what == "cpus":
             yield f"lower {block}.threads" if (settings.threads or 1) > 1 else spread
         elif what == "memory" and request.planned_mib:
-            yield f"the plan says that it needs so much memory: {spread}"
+            yield f"the plan predicts that the cell needs this much memory: {spread}"
         elif what == "memory" and request.gpus:
             yield "lower cluster.mem_mib_per_gpu" + (" or cluster.server_mem_mib" if served else "")
         elif what == "memory":
             yield "lower cluster.mem_mib_per_cpu_worker"
         elif what == "time":
-            yield f"set a lower {block}.time_limit_s, or cluster.startup_allowance_s"
+            yield f"lower {block}.time_limit_s or cluster.startup_allowance_s"
         elif what == "nodes":
-            yield f"raise cluster.gpus_per_node, or take {cell.gpus} out of {block}.gpus"
+            yield f"raise cluster.gpus_per_node, or remove {cell.gpus} from {block}.gpus"
 
 
 def lines_of_refusals(refusals: Mapping[Cell, str]) -> list[str]:
-    """Return lines for the user: the first cell of each reason, and the number of others."""
+    """Return a line per reason why cells fit no node: the first cell, and the number of other cells."""
     by_reason: dict[str, list[Cell]] = {}
     for cell, sentence in refusals.items():
         by_reason.setdefault(sentence.removeprefix(str(cell)), []).append(cell)
@@ -266,5 +263,7 @@ def lines_of_refusals(refusals: Mapping[Cell, str]) -> list[str]:
     ]
     rest = sum(len(cells) for cells in list(by_reason.values())[MAX_TOLD:])
     return lines + (
-        [f"{counted(rest, 'more cell')} cannot be held, for other reasons"] if rest else []
+        [f"{counted(rest, 'more cell')} are too large for every node, for other reasons"]
+        if rest
+        else []
     )

@@ -1,6 +1,6 @@
-"""Submissions that SLURM has rejected temporarily, which are retried with growing pauses.
+"""Retries submissions that SLURM has rejected for a temporary reason, with growing pauses.
 
-There are two temporary reasons: SLURM does not answer, or a user's jobs reach a limit on their number.
+There are two such reasons: SLURM does not answer, or a user has reached a limit on the number of jobs.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-#: How long submissions are tried again while SLURM does not answer, in seconds.
+#: Seconds for which submissions are tried again while SLURM does not answer.
 SILENCE_S = 600.0
-#: The shortest and the longest pause between two tries, in seconds: it doubles.
+#: Shortest and longest pause between two tries, in seconds. The pause doubles after each try.
 SHORTEST_PAUSE_S, MAX_PAUSE_S = 5.0, 60.0
-#: Messages of sbatch where the number of a user's jobs is limited.
+#: Messages of sbatch when a user has reached a limit on the number of jobs.
 _LIMITS = re.compile(
     r"(Assoc|QOS)(Max|Grp)\w*Submit\w*Limit|MaxJobCount|MaxArraySize"
     r"|job submit limit|Job(s)? (count|number) limit",
     re.IGNORECASE,
 )
-#: Messages of sbatch where SLURM did not answer, or could not.
+#: Messages of sbatch when SLURM does not answer.
 _SILENCE = re.compile(
     r"timed? ?out|unable to (contact|connect|establish)|temporarily un|unexpected message received"
     r"|slurm_persist_conn|zero bytes|connection (refused|reset|failure)|communication \w* ?(failure|error)"
     r"|in standby|backup controller|transport endpoint|no route to host|try again|protocol authentication",
     re.IGNORECASE,
 )
-#: How the SLURM plugin reports a refused sbatch.
+#: Message of Snakemake's SLURM plugin when sbatch has refused a job.
 _REPORT = re.compile(
     r"SLURM sbatch failed\. The error message was '(.*?)'\.\n\s+sbatch call:", re.DOTALL
 )
@@ -35,22 +35,19 @@ Kind = Literal["limit", "silence"]
 
 
 def refusal_by_sbatch(message: str) -> str | None:
-    """Return why sbatch rejected a job, from the SLURM plugin's report.
-
-    Return None for other messages.
-    """
+    """Return sbatch's reason from the SLURM plugin's report of a rejected job, else None."""
     match = _REPORT.match(message)
     return reason_of(match[1]) if match else None
 
 
 def reason_of(printed: str) -> str:
-    """Return what sbatch printed of an error, as one line."""
+    """Return the error lines that sbatch has printed, joined into one line."""
     lines = [line.removeprefix("sbatch: ").strip() for line in printed.splitlines()]
     return "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line)
 
 
 def kind_of_refusal(reason: str) -> Kind | None:
-    """Return the kind of a temporary rejection, or None for a permanent one."""
+    """Return `limit` or `silence` for a temporary reason of sbatch, or None for a permanent reason."""
     if _LIMITS.search(reason):
         return "limit"
     return "silence" if _SILENCE.search(reason) else None
@@ -58,13 +55,13 @@ def kind_of_refusal(reason: str) -> Kind | None:
 
 @dataclass
 class Postponed:
-    """Jobs that are to be submitted again, in the order in which they were refused. Times are monotonic.
+    """Jobs that are to be submitted again, in the order in which SLURM has refused them.
 
     Attributes:
-        jobs: Snakemake's.
-        silent_since: Since when SLURM has not answered, in seconds.
-        not_before: When the next one is tried.
-        told: The kinds of refusals that the user has been told of; silence anew once SLURM has taken a job.
+        jobs: Snakemake's jobs.
+        silent_since: Monotonic time in seconds since which SLURM has not answered, or None.
+        not_before: Monotonic time in seconds of the next submission.
+        told: Kinds of refusals that the user was told. `silence` is removed once SLURM takes a job.
     """
 
     jobs: list[Any] = field(default_factory=list)
@@ -74,11 +71,11 @@ class Postponed:
     _pause_s: float = SHORTEST_PAUSE_S
 
     def waits(self, now: float) -> bool:
-        """Return whether no submission is tried now, because one was rejected shortly before."""
+        """Return whether no job may be submitted now, because SLURM has just rejected one."""
         return bool(self.jobs) and now < self.not_before
 
     def add(self, job: Any, kind: Kind, now: float) -> None:
-        """Store a rejected job, and double the pause.
+        """Store a rejected job, and double the pause before the next submission.
 
         Args:
             job: Snakemake's job.
@@ -95,10 +92,10 @@ class Postponed:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def is_over(self, now: float) -> bool:
-        """Return whether SLURM has been silent for so long that the jobs are given up."""
+        """Return whether SLURM has not answered for so long that the postponed jobs fail."""
         return self.silent_since is not None and now - self.silent_since >= SILENCE_S
 
     def hurry(self) -> None:
-        """Try the next one at once: SLURM has taken a job."""
+        """Allow the next submission at once, because SLURM has just taken a job."""
         self.not_before, self.silent_since, self._pause_s = 0.0, None, SHORTEST_PAUSE_S
         self.told.discard("silence")

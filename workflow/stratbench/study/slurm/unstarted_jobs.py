@@ -1,4 +1,4 @@
-"""Explains why a SLURM job ended before its rule began: the node, the missing path, the remedy."""
+"""Explains why a SLURM job ended before its rule began, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 from stratbench.study.slurm.commands import printed_by
 
-#: How a shell and SLURM name a program or a folder that is not there.
+#: Messages of a shell and of SLURM about a missing program or folder.
 _MISSING = re.compile(
     r"(/\S+): (?:not found|No such file or directory)|couldn't chdir to `(.+?)': No such file"
 )
 
 
 def describe_unstarted(logs: Sequence[Path]) -> str | None:
-    """Return why a SLURM job ended before its rule began, or None if it began.
+    """Return why a SLURM job ended before its rule began, or None if the rule began.
 
     The text names the node and the missing path.
 
     Args:
-        logs: The rule's log, followed by SLURM's log of the job, whose name is the job's number.
+        logs: Logs of the rule, followed by SLURM's log of the job, whose name is the job's number.
     """
     *own, slurm_log = logs or [Path()]
     if not slurm_log.stem.isdecimal() or any(log.exists() for log in own):
@@ -28,13 +28,13 @@ def describe_unstarted(logs: Sequence[Path]) -> str | None:
     job = slurm_log.stem
     shown = printed_by(["scontrol", "--oneliner", "show", "job", job]) or ""
     host = re.search(r"\bBatchHost=(\S+)", shown)
-    if host is None:  # it never started, or SLURM does not say
+    if host is None:  # the job has never started, or SLURM does not say where
         return None
     began = f"SLURM job {job} began on {host[1]}"
     if not slurm_log.exists():
         return (
-            f"{began} and left no log; where {host[1]} does not see {Path.cwd()}, put this folder where all "
-            "nodes see it"
+            f"{began} and wrote no log; if {host[1]} cannot read {Path.cwd()}, move this folder to a file "
+            "system that all nodes share"
         )
     missing = _MISSING.search(slurm_log.read_text(encoding="utf-8", errors="replace"))
     path = missing and (missing[1] or missing[2])
@@ -42,7 +42,7 @@ def describe_unstarted(logs: Sequence[Path]) -> str | None:
         return None
     if Path(path).name.startswith("python"):
         return (
-            f"{began}, which does not have {path}; make the Python environment where all nodes see it, or "
-            "have each job load it by `precommand` in the profile"
+            f"{began}, which does not have {path}; create the Python environment on a file system that all "
+            "nodes share, or have each job load it by `precommand` in the profile"
         )
-    return f"{began}, which does not have {path}; put it where all nodes see it"
+    return f"{began}, which does not have {path}; put it on a file system that all nodes share"

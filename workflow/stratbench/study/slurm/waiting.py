@@ -11,52 +11,53 @@ from stratbench.cell.text.help_page import help_address
 from stratbench.cell.text.words import counted
 from stratbench.study.slurm.job_states import QUEUED, JobState
 
-#: How long a job must have waited for one reason before the user is told of it, in seconds.
+#: Seconds that a job must have waited for one reason before the user is told.
 PATIENCE_S = 120.0
-#: The queue's own reasons: the job waits for its turn, for a date that was asked for, or for another job.
+#: SLURM's reasons of an ordinary wait: for the job's turn, for a requested date, or for another job.
 ORDINARY = frozenset({"Priority", "Resources", "None", "Dependency", "BeginTime", ""})
-#: The meaning of SLURM's reasons, and the remedy where only a person can end the wait. The first counts.
+#: Meaning of SLURM's reasons by pattern, with a remedy where only a person can end the wait. The first match
+#: counts.
 MEANINGS = {
     r"PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints": (
-        "no node of the partition has what it asks for, or its limits forbid it: change `cluster` or the "
-        "experiment's time_limit_s in config.yaml, or partition and constraint in the profile"
+        "no node of the partition has the requested resources, or the partition's limits forbid them: change "
+        "`cluster` or the experiment's time_limit_s in config.yaml, or the profile's partition and constraint"
     ),
     r"InvalidAccount|AccountNotAllowed|InvalidQOS|QOSNotAllowed": (
         "change slurm_account, qos or slurm_partition in the profile"
     ),
     r"PartitionDown|PartitionInactive": "the partition takes no jobs: name another in the profile",
-    r"JobHeld\w*|launch failed requeued held": "it is held: scontrol release JOB, or cancel it",
+    r"JobHeld\w*|launch failed requeued held": "it is held: release it by scontrol release JOB, or cancel it",
     r"(QOS|Assoc)\w*(PerJob|PerNode|MaxWall|TimeLimit|ResourceLimit)\w*|QOSMin\w*|MaxMemPerLimit": (
-        "your QOS or association allows one job less: change `cluster` or the experiment's time_limit_s "
-        "in config.yaml, or qos and slurm_account in the profile"
+        "your QOS or association allows a job fewer resources or less time: change `cluster` or the "
+        "experiment's time_limit_s in config.yaml, or qos and slurm_account in the profile"
     ),
     r"(QOS|Assoc|Max)\w+": (
-        "your QOS or association allows no more at a time; it starts as other jobs under that limit end"
+        "your QOS or association allows no more at a time; it starts when other jobs under this limit end"
     ),
     r"Nodes required for job are DOWN.*": (
-        "the nodes that could run it are down, drained or kept for others: `sinfo --list-reasons` says why; "
+        "the nodes that could run it are down, drained or reserved: `sinfo --list-reasons` says why; "
         "name another partition in the profile, or wait for the nodes"
     ),
     r"ReqNodeNotAvail.*[Rr]eserved for maint.*": (
-        "its nodes are reserved for maintenance; it starts after that"
+        "its nodes are reserved for maintenance; it starts after the maintenance"
     ),
     r"ReqNodeNotAvail.*": (
-        "a node that it names is not available: `sinfo --list-reasons` says why; remove --nodelist from "
+        "a node that it requests is not available: `sinfo --list-reasons` says why; remove --nodelist from "
         "slurm_extra in the profile, or wait for the node"
     ),
     r"Reservation": "its reservation has not begun: `scontrol show reservation` says when it does",
-    r"ReservationDeleted": "its reservation is gone: remove it from slurm_extra in the profile",
-    r"Licenses": "it waits for a licence that others use",
-    r"Cleaning|Prolog": "SLURM still prepares its nodes",
+    r"ReservationDeleted": "its reservation was deleted: remove it from slurm_extra in the profile",
+    r"Licenses": "it waits for a licence that other jobs use",
+    r"Cleaning|Prolog": "SLURM is still preparing its nodes",
 }
 
 
 @dataclass
 class Waiting:
-    """The reasons for which jobs wait, and since when.
+    """The reasons for which jobs wait in the queue, and since when.
 
     Attributes:
-        cells: The file that a job makes, by job id.
+        cells: First output file of each job, by SLURM's job id.
     """
 
     cells: dict[str, str] = field(default_factory=dict)
@@ -64,9 +65,11 @@ class Waiting:
     _told: set[str] = field(default_factory=set)
 
     def sentences(self, states: Mapping[str, JobState], now: float) -> Iterator[str]:
-        """Yield a sentence, once, on each reason for which a job has waited PATIENCE_S.
+        """Yield a sentence on each reason for which a job has waited PATIENCE_S, once per reason.
 
-        `now` in seconds.
+        Args:
+            states: State of each live job, by SLURM's id.
+            now: Monotonic time in seconds.
         """
         waiting = {
             (job, state.reason): state
@@ -93,7 +96,7 @@ class Waiting:
         text = f"{what} {'wait' if len(jobs) > 1 else 'waits'} for the reason {reason}"
         text += f": {meaning.replace('JOB', first)}" if meaning else ""
         text += f"; SLURM expects it to start at {start}" if "T" in start else ""
-        return f"{text}; `scancel {first}` gives it up {help_address('for the reason')}"
+        return f"{text}; `scancel {first}` cancels it {help_address('for the reason')}"
 
 
 def describe_progress(
@@ -102,11 +105,11 @@ def describe_progress(
     """Return a line on the progress of the run.
 
     Args:
-        planned: The number of the run's jobs on SLURM.
-        done: How many have succeeded.
-        failed: How many have failed for good or are tried again.
-        to_submit: How many SLURM has not accepted yet.
-        states: Those of the jobs that wait or run.
+        planned: Number of jobs that the run has on SLURM.
+        done: Number of jobs that have succeeded.
+        failed: Number of jobs that have failed, some of which may be tried again.
+        to_submit: Number of jobs that SLURM has not accepted yet.
+        states: States of the jobs that wait or run.
     """
     reasons = Counter(
         s.reason if s.reason not in ("None", "") else "no reason given"

@@ -1,4 +1,4 @@
-"""Other load on this machine when a cell begins. No torch."""
+"""Measures the load of other processes on this machine before a cell begins, without torch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from stratbench.telemetry.machine.nvml import Nvml
 
 
 def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
-    """Return the other load on this machine; call it before a cell starts.
+    """Measure for `window_s` the load of processes other than this one, its ancestors and its descendants.
 
-    Takes `window_s`.
+    It must be called before a cell starts, when the cell uses no GPU.
 
-    It has `other_cpu_cores`: cores kept busy by processes that are not ours (neither this process nor its
-    ancestors and descendants), including those of other containers. It has `load_1m`, and `other_processes`:
-    at most five visible ones above a tenth of a core, busiest first. `other_gpu_processes` are those per GPU
-    of the node, by NVML's process numbers, which may differ in a container. None of these is ours, since a
-    cell uses no GPU before it starts.
+    Returns:
+        `other_cpu_cores`: cores that other processes keep busy, including those of other containers.
+        `load_1m`: the system's load average. `other_processes`: at most five visible processes that use more
+        than a tenth of a core, the busiest first. `other_gpu_processes`: NVML's numbers of the processes on
+        each GPU of the node, if any; they may differ in a container.
     """
     ours = _family()
     before, total_before = _cpu_times(), _busy_s()
     begun_s = time.monotonic()
     time.sleep(window_s)
     after, total_after = _cpu_times(), _busy_s()
-    ours |= _family()  # workers may have been started meanwhile
+    ours |= _family()  # this process may have started others meanwhile
     elapsed_s = time.monotonic() - begun_s
     cores = {pid: (after[pid] - before.get(pid, 0.0)) / elapsed_s for pid in after}
     own_cores = sum(used for pid, used in cores.items() if pid in ours)
@@ -60,7 +60,7 @@ def _family() -> set[int]:
 
 
 def _cpu_times() -> dict[int, float]:
-    """Return CPU seconds of every visible process by pid."""
+    """Return the CPU seconds of every visible process, by its id."""
     seconds = {}
     for process in psutil.process_iter():
         try:
@@ -72,9 +72,9 @@ def _cpu_times() -> dict[int, float]:
 
 
 def _busy_s() -> float:
-    """Return CPU seconds that all cores together have been busy since boot."""
+    """Return the CPU seconds for which all cores together have been busy since boot."""
     times = psutil.cpu_times()
-    # Guests are counted in user and nice already; time stolen by a hypervisor is not ours.
+    # User and nice time already include guests; this machine does not use the time a hypervisor steals.
     idle = ("idle", "iowait", "steal", "guest", "guest_nice")
     return sum(value for name, value in times._asdict().items() if name not in idle)
 

@@ -1,4 +1,4 @@
-"""Times that threads of this process waited for a core, as the Linux kernel counts them."""
+"""Measures how long threads of this process wait for a core, by the Linux kernel's counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TASKS = "/proc/self/task"
 
 
 class CoreWaits:
-    """Waits for a core in the spans between `begin` and `end`, by thread."""
+    """Sums, per thread, the waits for a core in all spans between `begin` and `end`."""
 
     def __init__(self) -> None:
         self._before: dict[str, int] | None = None
@@ -17,7 +17,7 @@ class CoreWaits:
         self._is_counted = False
 
     def begin(self) -> None:
-        """Start a span. It takes about 15 µs per thread: call it before a clock starts."""
+        """Start a span; call it before a clock starts, since it takes about 15 µs per thread."""
         self._before = read_waits_ns()
 
     def end(self) -> None:
@@ -31,18 +31,15 @@ class CoreWaits:
 
     @property
     def longest_s(self) -> float | None:
-        """Maximum waiting time of a thread in seconds, or None if nothing was counted.
+        """Longest total wait of a thread in seconds, or None if the kernel counted nothing.
 
-        A step waits for each of its threads: the one that computes, autograd's, those of OpenMP.
+        A step waits for each of its threads: the main thread, autograd's and those of OpenMP.
         """
         return max(self._waited_ns.values(), default=0) / 1e9 if self._is_counted else None
 
 
 def read_waits_ns() -> dict[str, int]:
-    """Return the nanoseconds that each thread has waited so far.
-
-    Empty if the kernel does not count.
-    """
+    """Return the nanoseconds that each thread has waited for a core, or nothing if none are counted."""
     waits = {}
     try:
         threads = os.listdir(TASKS)
@@ -52,7 +49,7 @@ def read_waits_ns() -> dict[str, int]:
         try:
             with open(f"{TASKS}/{thread}/schedstat", "rb") as file:
                 ran_ns, waited_ns, _ = map(int, file.read().split())
-        except (OSError, ValueError):  # the thread has just ended, or there is no such file
+        except (OSError, ValueError):  # the thread has just ended, or the kernel has no such file
             continue
         if ran_ns:  # a kernel that does not count writes zeros
             waits[thread] = waited_ns

@@ -6,7 +6,7 @@ import os
 
 
 def usable_cores() -> set[int]:
-    """Return the numbers of usable cores; all if the system does not report them."""
+    """Return the numbers of the cores that this process may use, or of all cores if this is unknown."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

@@ -1,4 +1,4 @@
-"""Environment variables that records may contain, and detection of secrets. No torch."""
+"""Selects environment variables that records may contain, and detects secrets, without torch."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ _SLURM = re.compile(
     r"|ARRAY_(JOB|TASK)_ID|NNODES|NODEID|NTASKS|PROCID|LOCALID|CPUS_PER_TASK|CPUS_ON_NODE"
     r"|CPU_BIND|GPUS\w*|MEM_PER_\w+|RESTART_COUNT)|SLURMD_NODENAME"
 )
-#: In names. A tokenizer and an author are none.
+#: Parts of names that mean a secret. TOKENIZER and AUTHOR do not match.
 _SECRET = re.compile(
     r"SECRET|TOKEN(?!I[SZ])|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|AUTH(?!OR(?!I))|(^|_)KEY|APIKEY",
     re.IGNORECASE,
 )
-#: The words of a name, and the last ones by which even a number is a secret: `n_tokens` counts tokens.
+#: Words of a name.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+#: Names, in words, of which even a number is a secret. A name such as `n_tokens` does not match.
 _SECRET_WORDS = re.compile(
     r"(.* )?(secrets?|token|passw(or)?ds?|passphrases?|credentials?|auth|authori[sz]ation|apikeys?"
     r"|(api|access|account|auth|private|secret|signing) keys?)"
 )
-#: An address with a password or a signature, `token=...`, the forms of common providers' keys.
+#: Texts that certainly are secrets: an address with a password or signature, `token=...`, or a provider's
+#: key.
 _SURE_SECRET = re.compile(
     r"://[^/\s:@]+:[^/\s@]+@"
     r"|(?i:secret|token|passw(or)?d|credential|api_?key)\w*\s*[=:]"
     r"|(?i:\b[\w-]*signature=|[?&;]([\w.-]*[-_.])?(sig|key|auth)=)\S"
     r"|\b(gh[opsu]_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA|eyJ)[\w-]{12}"
 )
-#: Long runs of letters and digits mixed. Paths, UUIDs, masks and lists of options are none.
+#: Long mixtures of letters and digits, such as keys. Paths, UUIDs, masks and lists of options do not match.
 _LONG_MIX = re.compile(
     r"(?<![\w/.+-])(?=[\w+]*[A-Z])(?=[\w+]*[a-z])(?=[\w+]*[0-9])[A-Za-z0-9+]{32,}={0,2}(?![\w/.-])"
     r"|(?<![\w/.-])(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{32,}(?![\w/.-])"
@@ -40,29 +42,29 @@ _LONG_MIX = re.compile(
 
 
 def of_training(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that affect training, by an allow-list, without secrets."""
+    """Return the environment variables that affect training, by an allow-list and without secrets."""
     return _without_secrets(environment, _ENVIRONMENT)
 
 
 def of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return SLURM's variables on the job and the node, by an allow-list."""
+    """Return SLURM's environment variables on the job and node, by an allow-list and without secrets."""
     return _without_secrets(environment, _SLURM)
 
 
 def names_secret(name: str) -> bool:
-    """Return whether what has this name is a secret by its name."""
+    """Return whether a name says that its value is a secret, as `HF_TOKEN` does."""
     return _SECRET.search(name) is not None
 
 
 def hides_number(name: str) -> bool:
-    """Return whether even a number of this name is a secret: for `api_key`, but not `token_dim`."""
+    """Return whether even a number with this name is a secret: with `api_key`, but not with `token_dim`."""
     return _SECRET_WORDS.fullmatch(" ".join(_WORDS.findall(name)).lower()) is not None
 
 
 def tells_secret(text: str) -> bool:
-    """Return whether a text has an address with a password, `token=...`, or a provider's key.
+    """Return whether a text contains an address with a password, `token=...`, or a provider's key.
 
-    A long run of letters and digits alone is no secret: hashes and revisions look the same.
+    A long mixture of letters and digits alone is no secret, since hashes and revisions look the same.
     """
     return _SURE_SECRET.search(text) is not None
 

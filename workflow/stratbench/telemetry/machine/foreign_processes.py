@@ -1,8 +1,8 @@
 """Detects foreign processes on the cell's GPUs, which would distort its times and memory.
 
-A process of the cell descends from its agent, as do the fork server and the workers. A program that only
-draws on a screen is no foreign process, nor is the server of CUDA's MPS, through which others compute; their
-memory counts. Neither torch nor psutil is imported before a process is checked.
+The cell's processes descend from its agent, as the fork server and the workers do. A program that only draws
+on a screen is not a foreign process, nor is the server of CUDA's MPS, but their memory counts. Neither torch
+nor psutil is imported before a process is checked.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from stratbench.cell.files import reason_of, write_atomic
 from stratbench.cell.text.words import GIB
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
 
-#: What others may use of a GPU that is the cell's alone: the plan leaves as much outside the allocator.
+#: Bytes that other processes may use on the cell's GPU. The plan leaves the same amount outside PyTorch's
+#: allocator.
 OTHERS_BYTES = 1 * GIB
 _BROKERS = ("nvidia-cuda-mps-server",)
 
 
 def gpu_place(nvml: Nvml, name: str) -> dict[str, Any]:
-    """`index` and `uuid` of a GPU, or the `name` alone by which CUDA knows it."""
+    """Return `index` and `uuid` of a GPU by CUDA's name of it, or `name` if NVML does not know it."""
     gpu = nvml.gpu_named(name)
     known = {} if gpu is None else gpu.static()
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
@@ -35,13 +36,13 @@ def gpu_at(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
 
 
 def describe_gpu(gpu: dict[str, Any]) -> str:
-    """Return a text on a GPU: `GPU 1 (GPU-d8c5e28f-…)`."""
+    """Return a GPU's index and UUID as text, such as `GPU 1 (GPU-d8c5e28f-…)`."""
     number, uuid = gpu.get("index", gpu.get("name")), gpu.get("uuid")
     return f"GPU {number}" + (f" ({uuid})" if uuid else "")
 
 
 def is_broker(pid: int) -> bool:
-    """Return whether it is a server through which others compute."""
+    """Return whether a process is a server through which other processes compute (CUDA's MPS)."""
     import psutil
 
     try:
@@ -51,9 +52,13 @@ def is_broker(pid: int) -> bool:
 
 
 def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
-    """Return whether a process on a GPU does not descend from `ancestor_pid`, a process of the cell.
+    """Return whether a process does not belong to the cell, or None if this is unknown.
 
-    None for a broker, or an unknown process: one that has just ended, or has another number here.
+    It is unknown for a broker, and for a process that has just ended or has another number here.
+
+    Args:
+        pid: Process on a GPU.
+        ancestor_pid: Process from which all processes of the cell descend.
     """
     import psutil
 
@@ -61,15 +66,15 @@ def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
         return None
     try:
         return ancestor_pid not in (pid, *(p.pid for p in psutil.Process(pid).parents()))
-    except psutil.Error:  # of another user, whose processes are hidden
+    except psutil.Error:  # another user's process, which is hidden
         return True
 
 
 class ForeignProcessWatch:
-    """Records in a file which foreign processes computed on the cell's GPUs of this node.
+    """Records in a file which foreign processes compute on the cell's GPUs of this node.
 
-    It watches only GPUs on which NVML lists a process of the cell: in a container its process numbers may be
-    meaningless.
+    It watches only GPUs on which NVML lists a process of the cell: in a container NVML's process numbers may
+    be meaningless.
     """
 
     def __init__(self, out: Path, gpus: Iterable[Gpu], agent_pid: int) -> None:
@@ -80,9 +85,10 @@ class ForeignProcessWatch:
         self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
 
     def look(self, t_s: float) -> None:
-        """Ask NVML for the processes of each GPU.
+        """Ask NVML for the processes of each GPU, and write the file if there is a new foreign process.
 
-        A new foreign process is written down at once.
+        Args:
+            t_s: Present time in seconds, as it is recorded.
         """
         known = len(self._found)
         for gpu in self._gpus:
@@ -102,7 +108,7 @@ class ForeignProcessWatch:
             self.write()
 
     def write(self) -> None:
-        """Write the processes found, if any. An error of the disk is printed, and ends nothing."""
+        """Write the foreign processes to the file, if there are any; print an error of the disk."""
         try:
             if self._found:
                 write_atomic(self._out, json.dumps(list(self._found.values())))
@@ -113,23 +119,22 @@ class ForeignProcessWatch:
 def others_on(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Return foreign processes on the GPU of a worker that is out of memory.
-
-    Return None otherwise.
-
-    `processes` are foreign processes with their bytes. `others_bytes` is the memory in use without the
-    worker's own, or None if unknown.
+    """Return who else uses the GPU of a worker that is out of memory, or None if nobody does.
 
     Args:
         gpu: The GPU.
-        ancestor_pid: Process from which all of the cell's descend.
+        ancestor_pid: Process from which all processes of the cell descend.
         own_pid: Process of the worker.
-        allocated_bytes: PyTorch's memory on it for the worker, or None before its first use.
+        allocated_bytes: Memory that PyTorch has allocated for the worker, or None before its first use.
+
+    Returns:
+        `processes`: foreign processes with their bytes. `others_bytes`: the memory in use without the
+        worker's own, or None if unknown.
     """
     held_bytes = gpu.computing()
     own_bytes = held_bytes.get(own_pid)
     foreign_processes = {}
-    if allocated_bytes is None or own_pid in held_bytes:  # else NVML numbers them in another way
+    if allocated_bytes is None or own_pid in held_bytes:  # else NVML uses other process numbers
         foreign_processes = {p: n for p, n in held_bytes.items() if is_foreign(p, ancestor_pid)}
     used_bytes = gpu.memory_used_bytes()
     if own_bytes is None:

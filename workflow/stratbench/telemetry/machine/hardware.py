@@ -1,7 +1,7 @@
 """Peak rates of GPUs, from their vendors' public datasheets.
 
-All compute figures are dense: a datasheet's "with sparsity" is twice as much. Half precision is with fp32
-accumulation, as training uses it. No torch here.
+All compute rates are for dense matrices: a datasheet's rate "with sparsity" is twice as high. Half precision
+accumulates in fp32, as training does. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Datasheet peaks of one GPU, None for a unit that it lacks.
+    """Peak rates of one GPU by its datasheet; None for a unit that the GPU lacks.
 
-    `memory_gib` is the advertised size; the driver offers up to 6 % less (ECC, reserve). `resident_threads`
-    is the maximum over all its multiprocessors at once. `link_gb_per_s` is the fastest link to another GPU
-    *in one direction*, half of the datasheet's value for NVLink; `link` names it.
+    Attributes:
+        name: Short name of the GPU.
+        fp32_tflops: Peak in TFLOP/s without tensor cores.
+        tf32_tflops: Peak in TFLOP/s with TensorFloat-32.
+        fp16_tflops: Peak in TFLOP/s with fp16.
+        bf16_tflops: Peak in TFLOP/s with bfloat16.
+        memory_gib: Advertised memory in GiB; the driver offers up to 6 % less (ECC, reserve).
+        memory_gb_per_s: Rate of the memory in GB/s.
+        link: Name of the fastest link to another GPU.
+        link_gb_per_s: Rate of this link in GB/s in one direction, half of the datasheet's value for NVLink.
+        resident_threads: Largest number of threads that all multiprocessors hold at once.
     """
 
     name: str
@@ -31,11 +39,13 @@ class Datasheet:
     resident_threads: int
 
     def tflops(self, precision: str) -> float | None:
-        """Dense peak for a precision other than `fp64`, None where the GPU lacks it."""
+        """Return the peak in TFLOP/s for a precision other than fp64, or None if the GPU lacks it."""
         precision = precision.removesuffix("-true")
         known = ("fp32", "tf32", "fp16", "bf16")
         if precision not in known:
-            raise ValueError(f"precision {precision!r}, expected one of {', '.join(known)}")
+            raise ValueError(
+                f"precision {precision!r} has no peak rate; use one of {', '.join(known)}"
+            )
         return getattr(self, f"{precision}_tflops")
 
 
@@ -43,18 +53,18 @@ _GEN3, _GEN4, _GEN5 = ("PCIe 3 x16", 16), ("PCIe 4 x16", 32), ("PCIe 5 x16", 64)
 _NV2, _NV3 = ("NVLink 2", 150), ("NVLink 3", 300)
 _NV4, _NV5 = ("NVLink 4", 450), ("NVLink 5", 900)
 
-# Multiprocessors times the threads that each holds by its compute capability (CUDA C++ Programming Guide,
-# technical specifications), as cudaGetDeviceProperties tells both.
+# Threads per GPU: the number of multiprocessors times the threads that each holds at its compute capability
+# (CUDA C++ Programming Guide, technical specifications). cudaGetDeviceProperties reports both.
 _P40, _V100, _A100, _H100, _H100_PCIE, _B200 = (n * 2048 for n in (30, 80, 108, 132, 114, 148))
 _A10, _A10G, _A6000, _L4, _L40S, _RTX3090, _RTX4090 = (
     n * 1536 for n in (72, 80, 84, 58, 142, 82, 128)
 )
 _T4 = 40 * 1024
 
-# Pattern of the name that torch and NVML report (whole name, with or without vendor prefixes) and the
-# peak. A name with more to it (a MIG slice, a laptop part, a Ti) must not match: it differs.
+# Pattern of the whole name that torch and NVML report, with or without vendor prefixes, and the datasheet.
+# A longer name (a MIG slice, a laptop GPU, a Ti) must not match, since its rates differ.
 _TABLE: tuple[tuple[str, Datasheet], ...] = (
-    # NVIDIA P40 datasheet. Half precision is no faster there, so that none is stated.
+    # NVIDIA P40 datasheet. Half precision is not faster on it, so the datasheet states no rate.
     (r"P40", Datasheet("P40", 12, None, None, None, 24, 346, *_GEN3, _P40)),
     # NVIDIA T4 datasheet.
     (r"T4", Datasheet("T4", 8.1, None, 65, None, 16, 320, *_GEN3, _T4)),
@@ -79,15 +89,17 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
     (r"H100 80GB HBM3", Datasheet("H100 SXM", 67, 494.7, 989.4, 989.4, 80, 3350, *_NV4, _H100)),
     (r"H100 PCIe", Datasheet("H100 PCIe", 51, 378, 756, 756, 80, 2000, *_GEN5, _H100_PCIE)),
     (r"H100 NVL", Datasheet("H100 NVL", 60, 417.5, 835.5, 835.5, 94, 3900, *_GEN5, _H100)),
-    # The part with 96 GB of HBM2e: rates of the H100 SXM, memory as torchtitan's benchmarks state it
-    # (benchmarks/llama3_h100_202412_torchtitan.md). Its whole name is that; people say H100 for the SXM.
+    # The H100 with 96 GB of HBM2e: rates of the H100 SXM, and memory as torchtitan's benchmarks state it
+    # (benchmarks/llama3_h100_202412_torchtitan.md). Its reported name is "NVIDIA H100", but users mean the
+    # H100 SXM by "H100".
     (r"NVIDIA H100", Datasheet("H100 96 GB", 67, 494.7, 989.4, 989.4, 96, 2400, *_NV4, _H100)),
     # NVIDIA H200 datasheet.
     (r"H200", Datasheet("H200 SXM", 67, 494.7, 989.4, 989.4, 141, 4800, *_NV4, _H100)),
     (r"H200 NVL", Datasheet("H200 NVL", 60, 417.5, 835.5, 835.5, 141, 4800, *_GEN5, _H100)),
     # NVIDIA Blackwell architecture brief, HGX B200.
     (r"B200", Datasheet("B200", 80, 1100, 2250, 2250, 180, 8000, *_NV5, _B200)),
-    # NVIDIA GB200 NVL72 datasheet, half of a superchip. It states no threads: those of the B200 are taken.
+    # NVIDIA GB200 NVL72 datasheet, half of a superchip. Its threads are those of the B200, since the
+    # datasheet states none.
     (r"GB200", Datasheet("GB200", 80, 1250, 2500, 2500, 186, 8000, *_NV5, _B200)),
     # NVIDIA L4 and L40S datasheets.
     (r"L4", Datasheet("L4", 30.3, 60, 121, 121, 24, 300, *_GEN4, _L4)),
@@ -100,9 +112,9 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
 
 
 def datasheet_of(device_name: str) -> Datasheet | None:
-    """Return the peaks of the GPU with torch's or NVML's name `device_name`, or None.
+    """Return the datasheet of the GPU that torch or NVML calls `device_name`, or None if it is unknown.
 
-    PCIe boards are listed with their PCIe link; a bridge between two of them is faster.
+    PCIe boards are listed with their PCIe link, although a bridge between two boards is faster.
     """
     name = device_name.strip()
     bare = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
@@ -113,5 +125,5 @@ def datasheet_of(device_name: str) -> Datasheet | None:
 
 
 def all_datasheets() -> list[Datasheet]:
-    """Return every GPU of the table, in its order."""
+    """Return the datasheets of all known GPUs, in the order of the table."""
     return [peak for _, peak in _TABLE]

@@ -1,4 +1,4 @@
-"""Properties of a node: its name, processor, cores and memory. No torch."""
+"""Reads properties of a node: its name, processor, cores and memory, without torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _cpu_model() -> str:
 
 
 def _cgroup_cpu_quota_cores() -> float | None:
-    """Cores that the container's CPU quota amounts to (cgroup v2), None without a limit."""
+    """Return the container's CPU quota (cgroup v2) as a number of cores, or None without a quota."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Asks NVIDIA's management library (NVML) about GPUs; no failure of it can fail a cell.
+"""Asks NVIDIA's management library (NVML) about GPUs, without ever raising an exception.
 
-Values that the driver, the GPU or the library does not offer are absent: never zero, and never an exception.
+Values that the driver, the GPU or the library does not offer are absent, and never zero.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib
 import os
 from typing import Any
 
-# Bits of nvmlClocksEventReasons (nvml.h), by the names that nvidia-smi gives them.
+# Names that nvidia-smi gives to the bits of nvmlClocksEventReasons (nvml.h).
 THROTTLE_REASONS = {
     0x001: "gpu_idle",
     0x002: "applications_clocks_setting",
@@ -24,10 +24,10 @@ THROTTLE_REASONS = {
     0x400: "reliability",
 }
 
-# nvmlGpuTopologyLevel, by the names of `nvidia-smi topo -m`.
+# Names that `nvidia-smi topo -m` gives to the values of nvmlGpuTopologyLevel.
 _PATHS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
-# Field identifiers and constants of nvml.h: stable numbers, so that they need no library.
+# Field identifiers and constants of nvml.h. They never change, so the library is not needed for them.
 _FIELD_NVLINK_TX_KIB, _FIELD_NVLINK_RX_KIB = 138, 139
 _FIELD_PCIE_TX_BYTES, _FIELD_PCIE_RX_BYTES = 197, 198
 _ALL_LINKS = 0xFFFFFFFF
@@ -39,10 +39,10 @@ _PCIE_TX, _PCIE_RX = 0, 1
 
 
 class Nvml:
-    """The initialised library; without library, driver or GPU it lists no GPUs.
+    """The initialised NVML library. Without library, driver or GPU, it lists no GPUs.
 
-    `library` replaces the `pynvml` module (package nvidia-ml-py). `reason` is why there is nothing, or None
-    if NVML answers.
+    `library` replaces the module `pynvml` (package nvidia-ml-py). `reason` says why NVML does not work, or is
+    None if it works.
     """
 
     def __init__(self, library: Any | None = None) -> None:
@@ -57,17 +57,17 @@ class Nvml:
             self.reason = f"{type(error).__name__}: {error}"
 
     def gpus(self) -> list[Gpu]:
-        """Return the GPUs of this node in NVML's (PCI) order, whatever CUDA_VISIBLE_DEVICES says."""
+        """Return all GPUs of this node in NVML's (PCI) order, regardless of CUDA_VISIBLE_DEVICES."""
         count = self.ask("nvmlDeviceGetCount") or 0
         handles = ((i, self.ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count))
         return [Gpu(self, index, handle) for index, handle in handles if handle is not None]
 
     def gpu_of(self, uuid: str | None) -> Gpu | None:
-        """Return the GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`), or None.
+        """Return the GPU or MIG instance with a UUID (`GPU-...`, `MIG-...`), or None.
 
-        CUDA gives an instance's UUID without its prefix: a UUID that is no GPU's is looked up as an
-        instance's. A GPU that is divided into instances is not found: its power and energy are those of all
-        of them.
+        CUDA reports an instance's UUID without the prefix `MIG-`, so a UUID that is no GPU's is looked up as
+        an instance's. A GPU that is divided into instances is not found, since its power and energy are those
+        of all instances.
         """
         if not uuid:
             return None
@@ -77,17 +77,16 @@ class Nvml:
             handle = self.ask("nvmlDeviceGetHandleByUUID", uuid)
         if handle is None:
             return None
-        if uuid.startswith("MIG-"):  # NVML's index of an instance is one within its GPU
+        if uuid.startswith("MIG-"):  # NVML's index of an instance only counts within its GPU
             return Gpu(self, None, handle)
         divided, _ = self.ask("nvmlDeviceGetMigMode", handle) or (False, False)
         return None if divided else Gpu(self, self.ask("nvmlDeviceGetIndex", handle), handle)
 
     def uuid_named(self, name: str) -> str | None:
-        """Return the UUID of an entry of CUDA_VISIBLE_DEVICES.
+        """Return the UUID that an entry of CUDA_VISIBLE_DEVICES names, or None if it is not unique.
 
-        Return None if there is not exactly one.
-
-        `name` is a number in NVML's (PCI) order, or the beginning of a GPU's or MIG instance's UUID.
+        Args:
+            name: Number in NVML's (PCI) order, or the beginning of a GPU's or MIG instance's UUID.
         """
         if not name:
             return None
@@ -99,11 +98,11 @@ class Nvml:
         return fitting[0] if len(fitting) == 1 else None
 
     def gpu_named(self, name: str) -> Gpu | None:
-        """Return the GPU or MIG instance that CUDA_VISIBLE_DEVICES names so, as `gpu_of` has it."""
+        """Return the GPU or MIG instance that an entry of CUDA_VISIBLE_DEVICES names, or None."""
         return self.gpu_of(self.uuid_named(name))
 
     def driver(self) -> dict[str, str]:
-        """`driver_version`, and `cuda_driver_version` as major.minor."""
+        """Return `driver_version`, and `cuda_driver_version` as major.minor."""
         cuda = self.ask("nvmlSystemGetCudaDriverVersion_v2")
         return _present(
             driver_version=_text(self.ask("nvmlSystemGetDriverVersion")),
@@ -111,9 +110,9 @@ class Nvml:
         )
 
     def topology(self) -> list[dict[str, Any]]:
-        """Return the PCI path of every pair of GPUs: `{"gpus": [0, 1], "path": "PIX"}`.
+        """Return the PCI path of each pair of GPUs, as `{"gpus": [0, 1], "path": "PIX"}`.
 
-        The paths are those of `nvidia-smi topo -m`; NVLink is in `Gpu.static()`.
+        The paths have the names of `nvidia-smi topo -m`. `Gpu.static()` has the NVLinks.
         """
         gpus = self.gpus()
         pairs = []
@@ -126,10 +125,7 @@ class Nvml:
         return pairs
 
     def ask(self, function: str, *arguments: Any) -> Any | None:
-        """Return the result of a function of the library.
-
-        Return None if it is missing or fails.
-        """
+        """Call a function of the library; return its result, or None if it is missing or fails."""
         if self._library is None:
             return None
         try:
@@ -139,10 +135,7 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU or MIG instance, which has no index.
-
-    Values that it does not offer are absent.
-    """
+    """One GPU, or one MIG instance, whose `index` is None."""
 
     def __init__(self, nvml: Nvml, index: int | None, handle: Any) -> None:
         self.index = index
@@ -150,15 +143,15 @@ class Gpu:
         self._nvml = nvml
 
     def counters(self) -> dict[str, float | int | str]:
-        """Return counters that change while a cell trains; the energy is read first.
+        """Return the GPU's counters, which change while a cell trains; the energy is read first.
 
-        `gpu_util_pct` (time with a kernel running), `mem_bus_util_pct`, `mem_used_bytes`, `power_w` (averaged
-        by the driver over about a second on recent GPUs), `energy_j` (cumulative since the driver was
-        loaded), `temperature_c`, `sm_clock_mhz`, `mem_clock_mhz`, `throttle` (names joined by `;`, empty when
-        the clocks are free), `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes`
-        (cumulative, where they are 64-bit counters; otherwise see `pcie_snapshot`).
+        `gpu_util_pct` (share of time with a running kernel), `mem_bus_util_pct`, `mem_used_bytes`, `power_w`
+        (averaged by the driver over about a second on recent GPUs), `energy_j` (cumulative since the driver
+        was loaded), `temperature_c`, `sm_clock_mhz`, `mem_clock_mhz`, `throttle` (names joined by `;`, empty
+        if nothing limits the clocks), `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes`
+        (cumulative; present if they are 64-bit counters, otherwise see `pcie_snapshot`).
         """
-        whole = self.index is not None  # of an instance a driver could tell its GPU's
+        whole = self.index is not None  # for an instance, a driver may return its GPU's power
         energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption") if whole else None
         power_mw = self._ask("nvmlDeviceGetPowerUsage") if whole else None
         utilisation = self._ask("nvmlDeviceGetUtilizationRates")
@@ -175,18 +168,18 @@ class Gpu:
         )
 
     def pcie_snapshot(self) -> dict[str, int]:
-        """`pcie_tx_bytes_per_s` and `pcie_rx_bytes_per_s` over 20 ms each: so long the caller is blocked."""
+        """Measure `pcie_tx_bytes_per_s` and `pcie_rx_bytes_per_s` for 20 ms each, and return both."""
         return _present(
             pcie_tx_bytes_per_s=_scaled(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000),
             pcie_rx_bytes_per_s=_scaled(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_RX), 1000),
         )
 
     def uuid(self) -> str | None:
-        """`GPU-...`, of a MIG instance `MIG-...`."""
+        """Return the UUID, `GPU-...` or, for a MIG instance, `MIG-...`."""
         return _text(self._ask("nvmlDeviceGetUUID"))
 
     def instances(self) -> list[Gpu]:
-        """Return the MIG instances that the GPU is divided into."""
+        """Return the MIG instances into which the GPU is divided."""
         max_instances = self._ask("nvmlDeviceGetMaxMigDeviceCount") or 0
         handles = (
             self._ask("nvmlDeviceGetMigDeviceHandleByIndex", i) for i in range(max_instances)
@@ -216,9 +209,9 @@ class Gpu:
         return getattr(self._memory_info(), "used", None)
 
     def process_used_bytes(self) -> int | None:
-        """Memory that this process uses on the GPU, in bytes.
+        """Return the bytes that this process uses on the GPU, or None if NVML does not know its id.
 
-        None in a container with process ids of its own, which NVML does not know.
+        NVML does not know the process ids within a container.
         """
         wanted = os.getpid()
         for process in self._ask("nvmlDeviceGetComputeRunningProcesses") or ():
@@ -227,9 +220,10 @@ class Gpu:
         return None
 
     def computing(self) -> dict[int, int | None]:
-        """Return the bytes of each process with a compute context, by its number, without displays.
+        """Return the GPU memory in bytes of each process that computes on the GPU, by its process id.
 
-        A program that draws, too, as a desktop does, is left out. None if the driver does not list them.
+        A program that also draws, as a desktop does, is left out. A process has None if its memory is
+        unknown.
         """
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses") or ()
         drawing = {p.pid for p in self._ask("nvmlDeviceGetGraphicsRunningProcesses") or ()}
@@ -239,14 +233,14 @@ class Gpu:
         return self._nvml.ask(function, self.handle, *arguments)
 
     def _memory_info(self) -> Any | None:
-        # The first version counts the driver's own reserve as used; the second does not.
+        # Version 1 of the function counts the driver's own reserve as used; version 2 does not.
         version_2 = 0x02000000 | 40
         info = self._ask("nvmlDeviceGetMemoryInfo", version_2)
         return self._ask("nvmlDeviceGetMemoryInfo") if info is None else info
 
     def _throttle(self) -> str | None:
         bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if bits is None:  # drivers before R535 know the older name only
+        if bits is None:  # drivers before R535 have the function's older name only
             bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         if bits is None:
             return None
@@ -262,7 +256,7 @@ class Gpu:
         answers = self._ask("nvmlDeviceGetFieldValues", fields)
         if answers is None or len(answers) != len(fields):
             return {}
-        # A 32-bit byte counter wraps within a sampling period: worthless.
+        # A 32-bit byte counter is useless, since it overflows within a sampling period.
         nv_tx, nv_rx, pcie_tx, pcie_rx = (
             int(a.value.ullVal) if a.nvmlReturn == 0 and a.valueType == _VALUE_TYPE_UINT64 else None
             for a in answers

@@ -1,4 +1,4 @@
-"""Metadata of a data set, and the source of its samples."""
+"""Describes a data set: its metadata, and the function that opens the source of its samples."""
 
 from __future__ import annotations
 
@@ -8,33 +8,37 @@ from pathlib import Path
 
 from stratbench.workload.data.sources import Source
 
-#: Samples with so many dimensions, in words.
+#: Kind of samples by their number of dimensions.
 KINDS = {1: "texts", 2: "waveforms", 3: "images"}
 
 
 def kind_of(shape: Sequence[int]) -> str:
-    """Return what samples of a shape are: `texts`, `waveforms` or `images`."""
+    """Return the kind of samples with a shape: `texts`, `waveforms` or `images`."""
     return KINDS[len(shape)]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is known of a data set before it is read.
+    """The metadata of a data set, as known before it is read.
 
-    `shape` is one sample's: (channels, height, width) of an image in pixels, (channels, length) of a
-    waveform, or (length,) of a piece of text in tokens. `classes` is the number of the samples' classes, or
-    of the different tokens: in a text, the class of each token is the next token. `open_source` gives its
-    samples, from the folder of the source files (None: none is named) and a folder for downloads (None
-    forbids them).
-    `crop_padding` is the number of pixels, at the model's input size, that augmentation may shift a
-    training image by in each direction (random crop after zero padding); `flip` is whether it may
-    mirror it: digits may not. `floats`: whether images are stored as float32, and not as uint8. `values`:
-    whether a target is no class number but `classes` values, float32. `task`: the task that its targets are
-    for, where the samples' shape does not tell it; `vocabulary`: the different tokens of texts whose
-    `classes` are those of whole texts.
+    Shape, classes and numbers of samples of a user's own data set are None until it is prepared, unless its
+    specification has them. `own_data.OwnData` opens such a data set, so that `open_source` is None.
 
-    Of a user's own data set shape, classes and samples are None until it is prepared, but for what its
-    spec says; `own_data.OwnData` opens it, so that `open_source` is None.
+    Attributes:
+        shape: Shape of one sample: (channels, height, width) of an image in pixels, (channels, length) of a
+            waveform, or (length,) of a piece of text in tokens.
+        classes: Number of classes, or of different tokens: in a text, the class of a token is the next token.
+        train_samples: Number of training samples.
+        test_samples: Number of test samples.
+        open_source: Opens the samples, given the folder of the source files (None if none is named) and a
+            folder for downloads (None if they are forbidden).
+        crop_padding: Pixels, at the model's input size, by which augmentation may shift a training image in
+            each direction (random crop after zero padding).
+        flip: Whether augmentation may mirror a training image.
+        floats: Whether images are stored as float32 instead of uint8.
+        values: Whether a target is `classes` values of type float32 instead of a class number.
+        task: Task of the targets, if the samples' shape does not determine it.
+        vocabulary: Number of different tokens of texts whose `classes` are those of whole texts.
     """
 
     shape: tuple[int, ...] | None
@@ -57,12 +61,12 @@ class Dataset:
 
     @property
     def is_read(self) -> bool:
-        """Whether everything is known; otherwise it has to be prepared first."""
+        """Whether all metadata are known; otherwise the data set has to be prepared first."""
         return self.train_samples is not None
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of an image's value or of a token, in the smallest type that can represent all."""
+        """Bytes per stored value of an image, or per token in the smallest type for the vocabulary."""
         return (
             4
             if self.floats or (self.is_text and (self.vocabulary or self.classes or 0) > 256)
@@ -71,12 +75,12 @@ class Dataset:
 
     @property
     def target(self) -> tuple[str, tuple[int, ...]]:
-        """The stored type and the shape of a sample's target."""
+        """Stored type and shape of a sample's target."""
         shape = self.shape or ()
         if self.values:
             return "float32", (self.classes or 0,)
         if not self.is_text or self.vocabulary:
             return "int64", ()
-        if self.task == "masked-token":  # the label of what is not asked for is negative
+        if self.task == "masked-token":  # tokens that are not hidden have a negative label
             return "int32", shape
         return {1: "uint8", 4: "int32"}[self.stored_bytes], shape

@@ -1,4 +1,4 @@
-"""Registry of data sets: metadata before reading, and a function to open each. No torch."""
+"""Lists all data sets with their metadata and a function that opens each, without torch."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def describe(
     spec: Mapping[str, Any] | None = None,
     prepared: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Return the metadata of a built-in data set, or of one of the config's by its `spec`.
-
-    A spec is `{source: NAME}` with any of the keys that SPECS has for that source, or a user's own
-    (`own_data`).
+    """Return the metadata of a built-in data set, or of one that the config specifies.
 
     Args:
         name: Name of the data set.
-        spec: Its entry in the config, if any.
+        spec: Specification of the data set in the config, if any: `{source: NAME}` with keys that SPECS has
+            for this source, or that of a user's own data set (`own_data`).
         prepared: Metadata of a user's prepared data set, if any.
 
     Raises:
-        DataError: For anything else.
+        DataError: If the name or the specification is invalid.
     """
     if spec is None:
         if name not in DATASETS:
             raise DataError(f"unknown data set {name!r}; known: {', '.join(DATASETS)}")
         return DATASETS[name]
     if name in DATASETS and name not in SPECS:
-        raise DataError(f"{name!r} is a built-in data set and takes no spec; name yours otherwise")
+        raise DataError(
+            f"data set {name!r}: is built in and takes no specification; choose another name for yours"
+        )
     if is_own(spec):
         return _own(name, spec, prepared or {})
     source, values = _spec_values(name, spec)
@@ -66,12 +66,13 @@ def describe(
 
 
 def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return what determines the samples of a built-in data set, as in settings.
+    """Return the identity of a built-in data set (`data_spec` of settings), or None if its name suffices.
 
-    Return None if its name does.
+    The identity determines the samples: it is the source and all values of the specification. File paths are
+    not part of it, since files are only read with their published MD5.
 
-    It is the source and the values of the spec, with the defaults. File paths are not part of it: files are
-    only read with their published MD5. DataError for an invalid name or spec.
+    Raises:
+        DataError: If the name or the specification is invalid.
     """
     describe(name, spec)
     spec = {"source": name} if spec is None else spec
@@ -99,15 +100,15 @@ def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset
 
 
 def _spec_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
-    """Return the source that a spec names, and its values with the defaults.
+    """Return the source that a specification names, and its values with the defaults.
 
     Raises:
-        DataError: For a mistake.
+        DataError: If the specification has a mistake.
     """
     source = spec.get("source")
     if source not in SPECS:
         raise DataError(
-            f"data set {name!r}: source is {source!r}; those that take a spec: {', '.join(SPECS)}"
+            f"data set {name!r}: source is {source!r}; it must be one of {', '.join(SPECS)}"
         )
     values = {key: value for key, value in spec.items() if key != "source"}
     for key, value in values.items():
@@ -126,8 +127,10 @@ def _tinyshakespeare(values: Mapping[str, int]) -> Dataset:
     length = values["sequence"]
     shortest = min(sources.SHAKESPEARE_TOKENS)
     if length >= shortest:
-        raise DataError(f"sequence is {length}; the test text has {shortest:,} tokens")
-    # The last token of a text has no next one.
+        raise DataError(
+            f"sequence is {length}, but the test text has {shortest:,} tokens; choose a shorter sequence"
+        )
+    # The last token of a text has no next token, so it is not counted.
     train, test = ((tokens - 1) // length for tokens in sources.SHAKESPEARE_TOKENS)
     return Dataset(
         shape=(length,),

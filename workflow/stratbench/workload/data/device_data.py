@@ -1,7 +1,7 @@
-"""A prepared data set on the device or in host memory: images or text.
+"""Holds a prepared data set on the device or in host memory, and makes batches of it.
 
-Padding, augmenting and normalising happen on the device, in batched operations. They depend on a sample's
-number, the seed and the epoch, and not on the worker that has the sample.
+The device pads, augments and normalises whole batches. The result depends on a sample's index, the seed and
+the epoch, and not on the worker that has the sample.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 
     from stratbench.cell.settings import Settings
 
-#: What a worker evaluates at once: images, waveforms, or tokens.
+#: Number of images, waveforms or tokens that a worker evaluates at once.
 EVAL_IMAGES, EVAL_WAVEFORMS, EVAL_TOKENS = 512, 64, 8192
 
 
 class Augmentation(NamedTuple):
-    """One epoch's random crops and flips for all training samples: tensors [N] on the device."""
+    """One epoch's random crops and flips of all N training samples: integer tensors [N].
+
+    Attributes:
+        top: First row of each crop within the padded image.
+        left: First column of each crop within the padded image.
+        flip: 1 for each image to mirror, else 0.
+    """
 
     top: torch.Tensor
     left: torch.Tensor
@@ -35,13 +41,13 @@ class Augmentation(NamedTuple):
 
 
 class EpochTables(NamedTuple):
-    """Tables of an epoch: the order of the samples, int64 [N], and their augmentation."""
+    """An epoch's order of the training samples, int64 [N], and their augmentation, if any."""
 
     order: torch.Tensor
     augmentation: Augmentation | None
 
     def packed(self) -> EpochTables:
-        """Return the same tables in the smallest integer types, for keeping only (see `packed_bytes`)."""
+        """Return the tables in the smallest integer types, to keep them (see `packed_bytes`)."""
         import torch
 
         a = self.augmentation
@@ -49,23 +55,23 @@ class EpochTables(NamedTuple):
         return EpochTables(self.order.to(torch.int32), small)
 
     def on(self, device: torch.device) -> EpochTables:
-        """Return the same tables as int64 on `device`."""
+        """Return the tables as int64 on a device."""
         a = self.augmentation
         whole = None if a is None else Augmentation(*(t.to(device).long() for t in a))
         return EpochTables(self.order.to(device).long(), whole)
 
 
 def packed_bytes(data: Dataset, augment: bool) -> int:
-    """Return bytes of an epoch's packed tables: 4 per training sample, and 3 more with augmentation."""
+    """Return the bytes of an epoch's packed tables: 4 per training sample, and 3 more with augmentation."""
     augmented = augment and (data.crop_padding > 0 or data.flip)
     return data.train_samples * (4 + 3 * augmented)
 
 
 def generator_of(purpose: str, seed: int, epoch: int) -> torch.Generator:
-    """Return a CPU generator with the same stream on every worker and kind of device.
+    """Return a CPU generator whose random numbers are the same on every worker and kind of device.
 
     Args:
-        purpose: Name of its use.
+        purpose: Name of the random numbers' use; each use has its own stream.
         seed: Seed of the cell.
         epoch: Number of the epoch.
     """
@@ -91,8 +97,8 @@ def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
 def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return images [N, C, H, W] enlarged to [N, C, height, width].
 
-    Every pixel is repeated by the largest integer factor that fits, then zeros are added evenly around. So
-    8x8 becomes 16x16 by doubling, and 28x28 becomes 32x32 by padding alone. There is no interpolation, so the
+    Every pixel is repeated by the largest integer factor that fits, then zeros are added evenly around. For
+    example, 8x8 becomes 16x16 by doubling, and 28x28 becomes 32x32 by padding. Without interpolation, the
     values stay the original bytes.
 
     Args:
@@ -106,8 +112,8 @@ def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
     factor = min(height // have_height, width // have_width)
     if factor < 1:
         raise DataError(
-            f"images of {have_height}x{have_width} pixels do not fit a model input of "
-            f"{height}x{width}"
+            f"images of {have_height}x{have_width} pixels are larger than the model's input of "
+            f"{height}x{width}; use smaller images or another model"
         )
     if factor > 1:
         images = images.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
@@ -119,7 +125,7 @@ def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def eval_batch(shape: Sequence[int]) -> int:
-    """Test samples of `shape` that a worker evaluates at once."""
+    """Return the number of test samples of a shape that a worker evaluates at once."""
     if len(shape) == 1:
         return max(1, EVAL_TOKENS // shape[0])
     return EVAL_IMAGES if len(shape) == 3 else EVAL_WAVEFORMS
@@ -150,7 +156,8 @@ def example_batch(
     import torch
 
     def data(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        # Filled, and not made as zeros: on fake tensors these would have known values, as data have not.
+        # It is filled after its creation: fake tensors that are created as zeros have known values, unlike
+        # data.
         return torch.empty(shape, device=device, dtype=dtype).zero_()
 
     if len(shape) == 1 and not labelled:
@@ -165,9 +172,9 @@ def example_batch(
 class DeviceData(ABC):
     """A prepared data set for training on one device.
 
-    Attributes: `train_inputs`, `test_inputs`, `train_targets`, `test_targets` [N, ...] as they are stored,
-    `meta` (the prepared folder's meta.json). They are on the device, or mapped from the prepared files. Then
-    each batch's rows are gathered in host memory, and copied ahead (`HostRows`).
+    `train_inputs`, `test_inputs`, `train_targets` and `test_targets` are tensors [N, ...] as they are stored,
+    either on the device or mapped from the prepared files. In the second case each batch's rows are gathered
+    in host memory, and copied ahead (`HostRows`). `meta` is the content of the prepared folder's meta.json.
     """
 
     def __init__(
@@ -176,19 +183,19 @@ class DeviceData(ABC):
         arrays: Mapping[str, torch.Tensor],
         device: torch.device | None = None,
     ) -> None:
-        """Take arrays in memory.
+        """Take the arrays of a data set.
 
         Args:
             meta: Metadata of the data set.
             arrays: Inputs and targets by name.
-            device: Device of batches, if the arrays are in host memory. None: where they are.
+            device: Device of batches if the arrays stay in host memory, or None for the arrays' device.
         """
         self.meta = dict(meta)
         self.train_inputs, self.test_inputs = arrays["train_inputs"], arrays["test_inputs"]
         self.train_targets, self.test_targets = arrays["train_targets"], arrays["test_targets"]
         self._rows = device and HostRows(self.train_inputs, self.train_targets, device)
         self.device = device or self.train_inputs.device
-        #: Where the sample numbers and the tables of an epoch are wanted.
+        #: Device on which `batch` needs the sample indices and the tables of an epoch.
         self.index_device = self.train_inputs.device
 
     @staticmethod
@@ -200,12 +207,12 @@ class DeviceData(ABC):
         memory_format: torch.memory_format | None = None,
         data_placement: str = "device",
     ) -> DeviceData:
-        """Read a folder that `prepare` made, for a model whose input is of `shape`.
+        """Read a folder that `prepare` has written.
 
         Args:
             directory: The prepared folder.
             device: Device of batches.
-            shape: Shape of the model's input. None: that of the samples.
+            shape: Shape of the model's input, or None for the shape of the samples.
             dtype: Type of images, float32 by default; tokens are int64.
             memory_format: Memory format of images, contiguous by default.
             data_placement: `device`, or `host` to leave the data in host memory.
@@ -237,10 +244,10 @@ class DeviceData(ABC):
         return len(self.test_targets)
 
     def tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
-        """Return the epoch's order and, with `augment`, its crops and flips, in host memory.
+        """Draw the epoch's order of samples and, with `augment`, its crops and flips, in host memory.
 
-        There is no augmentation if the data set has none. It is drawn for every sample by its number, so that
-        it does not depend on worker, batch or strategy.
+        Augmentation is drawn per sample index, so that it does not depend on worker, batch or strategy. It is
+        None if the data set has none.
 
         Args:
             seed: Seed of the cell.
@@ -256,7 +263,12 @@ class DeviceData(ABC):
     def batch(
         self, indices: torch.Tensor, augmentation: Augmentation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the training samples `indices` [b] as a model takes them, and their targets."""
+        """Return a batch of training samples, as a model takes them, and their targets.
+
+        Args:
+            indices: Indices of the samples, shape [b].
+            augmentation: The epoch's augmentation of all samples, if any.
+        """
         if self._rows is not None:
             return self._batch_of(*self._rows.take(indices, augmentation))
         drawn = augmentation and [table[indices] for table in augmentation]
@@ -265,7 +277,7 @@ class DeviceData(ABC):
     def practice_batches(
         self, samples: int, s: Settings
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Return a function that makes a batch like the training's, for steps that do not count."""
+        """Return a function that makes a batch like those of the training, for warm-up steps."""
         import torch
 
         indices = torch.arange(samples, device=self.index_device) % self.train_samples
@@ -273,20 +285,20 @@ class DeviceData(ABC):
         return lambda: self.batch(indices, augmentation)
 
     def expect(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
-        """Say which batch probably comes next; from host memory it is fetched meanwhile.
+        """Announce the next batch, so that it is fetched from host memory during the training step.
 
-        Call it after `batch`, before the training step on what that returned.
+        It must be called after `batch` has returned a batch, and before the training step on this batch.
         """
         if self._rows is not None:
             self._rows.fetch(indices, augmentation)
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether `expect` has an effect."""
+        """Whether the next batch is fetched in advance, so that `expect` has an effect."""
         return self._rows is not None
 
     def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Test samples `start` to `stop` (exclusive), or to the last: never augmented."""
+        """Return the test samples from `start` to `stop` (exclusive), without augmentation."""
         rows = (a[start:stop].to(self.device) for a in (self.test_inputs, self.test_targets))
         return self._batch_of(*rows)
 
@@ -297,14 +309,17 @@ class DeviceData(ABC):
         targets: torch.Tensor,
         drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch of samples as they are stored, on the device.
+        """Return a batch as a model takes it, from stored inputs and targets on the device.
 
-        `drawn`: how each is augmented.
+        Args:
+            inputs: Stored inputs.
+            targets: Stored targets.
+            drawn: Augmentation of these samples, if any.
         """
 
 
 class Texts(DeviceData):
-    """Text: batches of tokens [b, length], with targets [b, length] or labels [b], all int64."""
+    """A data set of texts: batches of tokens [b, length], targets [b, length] or labels [b], all int64."""
 
     def _batch_of(
         self,
@@ -316,7 +331,7 @@ class Texts(DeviceData):
 
 
 class Waveforms(DeviceData):
-    """Waveforms: batches [b, C, length], normalised, and labels [b], int64."""
+    """A data set of waveforms: normalised batches [b, C, length], and labels [b], int64."""
 
     def __init__(
         self,
@@ -343,12 +358,11 @@ class Waveforms(DeviceData):
 
 
 class Images(DeviceData):
-    """Images: batches [b, C, H, W], normalised, at the model's size, and labels [b], int64.
+    """A data set of images: normalised batches [b, C, H, W] at the model's size, and labels [b], int64.
 
-    Where targets are values, they come as [b, values] in the images' dtype.
-
-    The stored images are uint8 or float32 [N, C, H, W]. C is the stored number of channels; a model
-    that wants more gets the single channel repeated while normalising.
+    Targets that are values are [b, values] in the images' dtype. The stored images are uint8 or float32
+    [N, C, H, W], where C is the stored number of channels. Normalising repeats a single channel for a model
+    that takes more channels.
     """
 
     def __init__(
@@ -366,19 +380,22 @@ class Images(DeviceData):
         channels, height, width = shape
         if meta["shape"][0] not in (1, channels):
             raise DataError(
-                f"{meta['name']} has {meta['shape'][0]} channels; they cannot become {channels}"
+                f"data set {meta['name']!r}: has {meta['shape'][0]} channels, but the model takes "
+                f"{channels}; use another model"
             )
         self._size = height, width
         if device is None:
             self.train_inputs = fit(self.train_inputs, height, width)
             self.test_inputs = fit(self.test_inputs, height, width)
         else:
-            fit(self.test_inputs[:1], height, width)  # DataError now, and not in the first batch
+            fit(
+                self.test_inputs[:1], height, width
+            )  # raises DataError now instead of in the first batch
         self._memory_format = memory_format
         self._padding = meta["crop_padding"]
         self._flip = meta["flip"]
         mean, std = (torch.tensor(meta[key], dtype=torch.float64) for key in ("mean", "std"))
-        # (x / one - mean) / std as one product and one sum; the shape repeats a lone channel.
+        # (x / one - mean) / std is computed by one product and one sum; expanding repeats a single channel.
         one = 1 if meta.get("floats") else 255
         self._scale, self._offset = (
             values.expand(channels).reshape(1, -1, 1, 1).to(self.device, dtype)
@@ -407,7 +424,7 @@ class Images(DeviceData):
         targets: torch.Tensor,
         drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if inputs.shape[2:] != self._size:  # from host memory they come as they are stored
+        if inputs.shape[2:] != self._size:  # images from host memory have their stored size
             inputs = fit(inputs, *self._size)
         if drawn is not None:
             inputs = self._crop(inputs, *drawn)
@@ -418,7 +435,7 @@ class Images(DeviceData):
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
         import torch
 
-        # The product is written in the format that the model wants: no kernel more.
+        # The product is written in the model's memory format, which saves a kernel.
         made = torch.empty(
             (len(images), self._scale.shape[1], *images.shape[2:]),
             dtype=self._scale.dtype,
@@ -430,7 +447,7 @@ class Images(DeviceData):
     def _crop(
         self, images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor
     ) -> torch.Tensor:
-        """Crop each image at its own offset from its zero-padded form, mirrored if `flip`."""
+        """Crop each zero-padded image at its own offset, and mirror those with `flip` 1."""
         import torch.nn.functional as functional
 
         batch, channels, height, width = images.shape

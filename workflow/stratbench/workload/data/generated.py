@@ -1,6 +1,6 @@
-"""Generated data sets: scikit-learn's digits, noisy images, texts of a Markov chain.
+"""Generates data sets: scikit-learn's digits, noisy images, texts of a Markov chain.
 
-numpy is imported inside functions: the Snakefile imports this.
+numpy is imported inside functions, since the Snakefile imports this module.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
     Chunk = tuple[np.ndarray, np.ndarray]
 
-#: Tokens that may follow a token of a Markov text.
+#: Number of different tokens that may follow a token of a Markov text.
 MARKOV_SUCCESSORS = 8
 
-#: Seed of the split of the digits into training and test set: part of the data set, never changed.
+#: Seed of the division of the digits into training and test set. It is part of the data set and never
+#: changes.
 DIGITS_SPLIT_SEED = 20240
 DIGITS_TEST_SAMPLES = 360
 
@@ -27,9 +28,9 @@ CHUNK_SAMPLES = 1024
 
 
 def digits(root: Path | None = None, scratch: Path | None = None) -> Source:
-    """scikit-learn's embedded 8x8 digits, 0..16 scaled to 0..255, in a fixed stratified split.
+    """Return scikit-learn's 8x8 digits, scaled from 0..16 to 0..255, in a fixed stratified split.
 
-    They come with scikit-learn: neither folder is looked at.
+    They are part of scikit-learn, so that neither folder is used.
     """
     import numpy as np
     from sklearn.datasets import load_digits
@@ -58,17 +59,17 @@ def synthetic(
     size: int,
     seed: int,
 ) -> Source:
-    """Return images [channels, size, size]: a prototype of 4x4 patches for each class, and noise.
+    """Return images [channels, size, size]: the sum of the class's prototype, of 4x4 patches, and noise.
 
-    The noise is as strong as the prototypes, so a model has to learn, and can. Sample i has the class i
-    modulo `classes`. They are made in chunks, so that a set may be larger than memory.
+    The noise is as strong as the prototypes, so that a model has to learn, and can. Sample i has the class i
+    modulo `classes`. Images are generated in chunks, so that a data set may be larger than memory.
 
     Args:
         train_samples: Number of training samples.
         test_samples: Number of test samples.
         classes: Number of classes.
         channels: Channels of an image.
-        size: Pixels of a side.
+        size: Height and width of an image in pixels.
         seed: Seed of the random numbers.
     """
     import numpy as np
@@ -81,7 +82,7 @@ def synthetic(
     def chunks(samples: int, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for start in range(0, samples, CHUNK_SAMPLES):
             labels = np.arange(start, min(start + CHUNK_SAMPLES, samples)) % classes
-            # 64 below to 63 above: with prototypes in 64..191 the sum stays within a byte.
+            # The noise is from -64 to 63: with prototypes in 64..191 the sum fits into a byte.
             noise = np.random.default_rng([seed, stream, start]).integers(
                 0, 128, (len(labels), channels, size, size), dtype=np.uint8
             )
@@ -96,7 +97,7 @@ def synthetic(
 
 
 class MarkovChain:
-    """Markov chain: a token is followed by one of eight, with probabilities drawn per token."""
+    """A Markov chain in which each token has up to eight successors with random probabilities."""
 
     def __init__(self, vocabulary: int, seed: int, number: int = 0) -> None:
         """Draw the successors of each token; `number` distinguishes chains of a seed."""
@@ -107,7 +108,8 @@ class MarkovChain:
         self.after = np.stack([rng.choice(vocabulary, n, replace=False) for _ in range(vocabulary)])
         self.odds = rng.dirichlet(np.ones(n), vocabulary)
         share = np.full(vocabulary, 1 / vocabulary)
-        # Averaged with the step before, which keeps the stationary distribution and damps any period.
+        # Each step is averaged with the preceding one, which keeps the stationary distribution and damps any
+        # period.
         for _ in range(1000):
             counts = np.bincount(
                 self.after.ravel(), (share[:, None] * self.odds).ravel(), vocabulary
@@ -121,7 +123,7 @@ class MarkovChain:
         return float(self.share @ _entropies(self.odds))
 
     def draw(self, rng: np.random.Generator, count: int, length: int) -> np.ndarray:
-        """Return texts: int64 [count, length].
+        """Draw texts, int64 [count, length].
 
         Args:
             rng: Random generator.
@@ -134,14 +136,14 @@ class MarkovChain:
         text[:, 0] = rng.choice(len(self.share), count, p=self.share)
         for i in range(length - 1):
             now = text[:, i]
-            # Rounding may leave the last sum below 1.
+            # The last sum of probabilities is left out, since rounding may make it less than 1.
             which = (rng.random((count, 1)) >= self._up_to[now][:, :-1]).sum(axis=1)
             text[:, i + 1] = self.after[now, which]
         return text
 
 
 def _entropies(odds: np.ndarray) -> np.ndarray:
-    """Return the entropy of each row, in nats."""
+    """Return the entropy of each row of probabilities, in nats."""
     import numpy as np
 
     return -np.where(odds > 0, odds * np.log(np.maximum(odds, 1e-300)), 0).sum(axis=1)
@@ -150,7 +152,7 @@ def _entropies(odds: np.ndarray) -> np.ndarray:
 def make_source(
     samples: tuple[int, int], chunks: Callable[[int, int], Iterator[Chunk]], least_loss: float
 ) -> Source:
-    """Return a training and a test split, each from its own stream of random numbers."""
+    """Return a generated training and test set, each from its own stream of random numbers."""
     train, test = (Split(n, chunks(n, stream)) for n, stream in zip(samples, (1, 2), strict=True))
     return Source(train, test, [], generated=True, least_loss=least_loss)
 

@@ -1,4 +1,4 @@
-"""The arrays that a user's callable returns: checks, and the chunks to prepare."""
+"""Checks the arrays that a user's function returns, and divides them into chunks to prepare."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ if TYPE_CHECKING:
 
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 TOKEN_NAMES = ("train", "test")
-#: An axis of so many entries at the end of an image's shape holds its channels.
+#: Largest length of the last axis of an image's shape that counts as its channels.
 MAX_CHANNELS = 4
-#: Bytes that are looked at together.
+#: Bytes of an array that are read at once.
 _CHUNK_BYTES = 32 << 20
-RETURNS = f"return ({', '.join(NAMES)}) or ({', '.join(TOKEN_NAMES)} tokens), or a mapping with these keys"
+RETURNS = f"return ({', '.join(NAMES)}), ({', '.join(TOKEN_NAMES)}) of tokens, or a mapping with these keys"
 
 
 class Opened(NamedTuple):
-    """A user's data set, opened: its samples, the shape of one, and the number of classes, of a text of
-    different tokens. `floats`: whether images are float32. `values`: whether targets are values, float32
-    [N, `classes`], and no class numbers.
+    """A user's data set after it was opened.
+
+    Attributes:
+        source: Samples of the data set.
+        shape: Shape of one sample.
+        classes: Number of classes, or of different tokens of a text.
+        floats: Whether images are float32 instead of uint8.
+        values: Whether targets are values, float32 [N, `classes`], instead of class numbers.
     """
 
     source: Source
@@ -33,25 +38,25 @@ class Opened(NamedTuple):
 
 
 def open_arrays(label: str, returned: Any, sequence: int | None) -> Opened:
-    """Return the data set in the result of a user's callable.
+    """Return the data set in the arrays that a user's function has returned.
 
-    Images are `train_x`, `test_x` uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C]. Their `train_y`,
-    `test_y` are integer labels [N], or values to learn, float32 [N] or [N, values]. A text is tokens `train`,
-    `test` [N], of an integer type, which are cut into pieces of `sequence`.
+    Images are `train_x` and `test_x`, uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C]. Their
+    `train_y` and `test_y` are integer labels [N], or values to learn, float32 [N] or [N, values]. A text has
+    the integer tokens `train` and `test` [N], which are cut into pieces of `sequence` tokens.
 
     Args:
-        label: Text on the data set, for messages.
-        returned: Result of the callable.
-        sequence: Tokens of a sample of text.
+        label: Name of the data set, for messages.
+        returned: Result of the function.
+        sequence: Tokens per sample of text.
 
     Raises:
-        DataError: For anything else.
+        DataError: If the arrays are of another form.
     """
     arrays = _arrays_by_name(label, returned)
     if "train" in arrays:
         return _text(label, arrays, sequence)
     if sequence is not None:
-        raise DataError(f"{label}: returned images, which have no `sequence`; remove the key")
+        raise DataError(f"{label}: returned images, which `sequence` is not for; remove this key")
     return _images(label, arrays)
 
 
@@ -93,7 +98,7 @@ def _images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
         if x.ndim not in (3, 4) or 0 in x.shape:
             raise DataError(
                 f"{label}: {split}_x has the shape {list(x.shape)}; it must be [N, H, W], [N, C, H, W] or "
-                "[N, H, W, C], and none of them 0"
+                "[N, H, W, C], and no dimension may be 0"
             )
         of_values = y.dtype == np.float32 and y.ndim in (1, 2) and 0 not in y.shape
         if not of_values and (y.ndim != 1 or y.dtype.kind not in "iu"):
@@ -103,14 +108,15 @@ def _images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
             )
         if len(x) != len(y):
             raise DataError(
-                f"{label}: {split}_x has {len(x):,} images and {split}_y {len(y):,} labels"
+                f"{label}: {split}_x has {len(x):,} images, but {split}_y has {len(y):,} labels; return one "
+                "label per image"
             )
         shapes[split] = channels_first(x[:1]).shape[1:]
     kinds = {split: arrays[f"{split}_x"].dtype for split in shapes}
     if shapes["train"] != shapes["test"] or kinds["train"] != kinds["test"]:
         raise DataError(
-            f"{label}: training images are {kinds['train']} {list(shapes['train'])} and test images "
-            f"{kinds['test']} {list(shapes['test'])} (channels, height, width); they must be alike"
+            f"{label}: training images are {kinds['train']} {list(shapes['train'])}, but test images are "
+            f"{kinds['test']} {list(shapes['test'])} (channels, height, width); make them equal"
         )
     targets = {split: arrays[f"{split}_y"] for split in shapes}
     values = any(y.dtype.kind == "f" for y in targets.values())
@@ -130,7 +136,10 @@ def _images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
 
 
 def channels_first(x: np.ndarray) -> np.ndarray:
-    """Images [N, C, H, W]. The last axis holds the channels where it has 1 to 4, and the second more."""
+    """Return images as [N, C, H, W].
+
+    The last axis is that of the channels if it has 1 to 4 entries and the second axis more.
+    """
     if x.ndim == 3:
         return x[:, None]
     last = x.shape[3] <= MAX_CHANNELS < x.shape[1]
@@ -142,26 +151,27 @@ def _classes(who: str, train: np.ndarray, test: np.ndarray) -> int:
 
     for y, name in ((train, "train_y"), (test, "test_y")):
         if y.min() < 0:
-            raise DataError(f"{who}: {name} has a label {y.min()}; labels count from 0")
+            raise DataError(f"{who}: {name} has the label {y.min()}; labels must begin at 0")
     classes = int(train.max()) + 1
     present = np.unique(train)
     if len(present) < classes:
         missing = next(i for i, label in enumerate(present) if label != i)
         raise DataError(
-            f"{who}: train_y has labels up to {classes - 1} and none that is {missing}; labels must "
-            "count from 0 without a gap"
+            f"{who}: train_y has labels up to {classes - 1}, but not the label {missing}; labels must begin "
+            "at 0 and have no gap"
         )
     if classes < 2:
-        raise DataError(f"{who}: train_y has one class; there must be two or more")
+        raise DataError(f"{who}: train_y has one class; return two or more")
     if test.max() >= classes:
         raise DataError(
-            f"{who}: test_y has a label {test.max()}, and train_y none above {classes - 1}"
+            f"{who}: test_y has the label {test.max()}, but the labels of train_y end at {classes - 1}; use "
+            "the same labels in both"
         )
     return classes
 
 
 def _values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Targets that are values, as [N, values]."""
+    """Return the targets of both splits, which are values, as [N, values]."""
     import numpy as np
 
     flat = {}
@@ -169,14 +179,14 @@ def _values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
         if y.dtype.kind == "f" and not np.isfinite(y).all():
             place = int(np.flatnonzero(~np.isfinite(y.reshape(len(y), -1)).all(axis=1))[0])
             raise DataError(
-                f"{label}: {split}_y[{place}] holds NaN or infinity; every value must be finite"
+                f"{label}: {split}_y[{place}] has NaN or infinity; every value must be finite"
             )
         flat[split] = y.reshape(len(y), -1)
     kinds = {split: f"{y.dtype} {list(y.shape[1:])}" for split, y in targets.items()}
     if kinds["train"] != kinds["test"]:
         raise DataError(
-            f"{label}: a target of train_y is {kinds['train']}, and one of test_y {kinds['test']}; they must "
-            "be alike"
+            f"{label}: a target of train_y is {kinds['train']}, but one of test_y is {kinds['test']}; make "
+            "them equal"
         )
     return flat
 
@@ -191,7 +201,7 @@ def _image_chunks(
         images = np.ascontiguousarray(channels_first(x[start : start + step]))
         if images.dtype.kind == "f" and not np.isfinite(images).all():
             place = start + int(np.flatnonzero(~np.isfinite(images).all(axis=(1, 2, 3)))[0])
-            raise DataError(f"{what}[{place}] holds NaN or infinity; every value must be finite")
+            raise DataError(f"{what}[{place}] has NaN or infinity; every value must be finite")
         yield images, np.asarray(y[start : start + step])
 
 
@@ -201,7 +211,7 @@ def _image_chunks(
 def _text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | None) -> Opened:
     if sequence is None:
         raise DataError(
-            f"{label}: returned tokens; give `sequence`, the length of the pieces that they are cut into"
+            f"{label}: returned tokens; give `sequence`, the number of tokens per sample"
         )
     for name, tokens in arrays.items():
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -210,20 +220,23 @@ def _text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | None) ->
             )
         if len(tokens) <= sequence:
             raise DataError(
-                f"{label}: {name} has {len(tokens):,} tokens; a piece of {sequence} needs {sequence + 1}"
+                f"{label}: {name} has {len(tokens):,} tokens, but a sample with sequence = {sequence} needs "
+                f"{sequence + 1}; return more tokens, or lower sequence"
             )
     lowest = min(int(_over_parts(tokens, min)) for tokens in arrays.values())
     if lowest < 0:
-        raise DataError(f"{label}: has a token {lowest}; tokens count from 0")
+        raise DataError(f"{label}: has the token {lowest}; tokens must begin at 0")
     vocabulary = max(int(_over_parts(tokens, max)) for tokens in arrays.values()) + 1
     if not 2 <= vocabulary <= 1 << 31:
-        raise DataError(f"{label}: has tokens up to {vocabulary - 1}; there must be 2 to 2^31")
+        raise DataError(
+            f"{label}: the largest token is {vocabulary - 1}; it must be from 1 to 2^31 - 1"
+        )
     splits = [pieces(arrays[name], sequence) for name in TOKEN_NAMES]
     return Opened(Source(splits[0], splits[1], []), (sequence,), vocabulary)
 
 
 def _over_parts(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
-    """Return the minimum or maximum of tokens that may be mapped from a file, part by part."""
+    """Return the minimum or maximum of tokens, read part by part since they may be mapped from a file."""
     name = of.__name__
     step = _CHUNK_BYTES // tokens.itemsize
     return of(getattr(tokens[i : i + step], name)() for i in range(0, len(tokens), step))

@@ -1,7 +1,7 @@
-"""A user's data sets: arrays that a callable returns, images, waveforms, or texts.
+"""Opens a user's data sets: arrays that a function returns, images, waveforms, or texts.
 
-Little is known of one before it is prepared; the rest is read from the prepared data. The Snakefile imports
-this: no user's code is imported, and no file read, before a data set is prepared.
+Most metadata of such a data set are unknown before it is prepared, and are then read from the prepared data.
+The Snakefile imports this module: it imports no user's code and reads no file before a data set is prepared.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from stratbench.workload.data.kinds import FileKind
 from stratbench.workload.data.own_arrays import Opened
 from stratbench.workload.data.sources import DataError
 
-#: The environment variable that tells jobs where files lie: moving a folder prepares nothing again.
+#: Environment variable that gives jobs the paths of data files, so that a moved folder is not prepared again.
 PLACES_VARIABLE = "STRATBENCH_PLACES"
-#: What augmentation may do to training images, with defaults.
+#: Keys that say how augmentation may change training images, with their defaults.
 AUGMENTATION = {"crop_padding": 0, "flip": False}
 #: Keys of a data set that a callable returns, with their defaults.
 OF_CALL: Mapping[str, Any] = {"kwargs": {}, "sequence": None, **AUGMENTATION}
@@ -42,7 +42,7 @@ KINDS: dict[str, FileKind] = {
     ),
     **resolve_all("file_kinds"),
 }
-#: Keys that name files: their content counts, and not where they are.
+#: Keys that name files, whose content is part of a data set's identity, but not their paths.
 PLACES = tuple(dict.fromkeys(key for name, k in KINDS.items() for key in (name, *k.more_files)))
 #: Kinds of the extension `labelled`.
 OF_LABELLED = ("masked_text", "labelled_texts", "waveforms")
@@ -52,9 +52,13 @@ OF_LABELLED = ("masked_text", "labelled_texts", "waveforms")
 class OwnData:
     """A user's specification of a data set: its kind, the keys of that kind, and its files."""
 
+    #: Name of the data set in the config.
     name: str
+    #: Kind of the data set: one of KINDS.
     kind: str
+    #: Values of the kind's keys, with the defaults, without paths.
     values: dict[str, Any]
+    #: Paths of files or folders, by key.
     places: dict[str, list[Path]]
 
     def __str__(self) -> str:
@@ -62,27 +66,31 @@ class OwnData:
 
     @property
     def call(self) -> str:
-        """The callable; empty for files."""
+        """The user's function as `module:name`, or empty if the data are files."""
         return self.values.get("call", "")
 
     @property
     def task(self) -> str | None:
-        """The task that its targets are for, where the samples' shape does not say it."""
+        """Task of the targets, if the samples' shape does not determine it."""
         return None if self.call else KINDS[self.kind].task
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of a sample, as far as it is known without a look at the data."""
+        """Shape of a sample, or None if it is unknown before the data are read."""
         if self.call:
             return (self.values["sequence"],) if self.values["sequence"] else None
         shape = KINDS[self.kind].shape
         return tuple(self.values[n] if isinstance(n, str) else n for n in shape)
 
     def identity(self, folders: Iterable[Path] = (), known: Path | None = None) -> dict[str, Any]:
-        """Return the identity for a cell's settings: its keys, and the hash of its files or code.
+        """Return the identity for a cell's settings: the keys, and the hash of the files or code.
 
-        `folders`: folders of the user's code. `known`: a file that caches the hash of unchanged files.
-        DataError if a file cannot be read.
+        Args:
+            folders: Folders of the user's code.
+            known: File that caches the hash of unchanged files, if any.
+
+        Raises:
+            DataError: If a file cannot be read.
         """
         if self.call:
             fingerprint = users_code.fingerprint(self.call, folders)
@@ -94,7 +102,7 @@ class OwnData:
         return {"kind": self.kind} | self.values | fingerprint
 
     def open_samples(self) -> Opened:
-        """Return its samples, and what is known of them."""
+        """Open the data set, and return its samples with their shape and number of classes."""
         if self.call:
             return own_arrays.open_arrays(
                 str(self), self._returned_arrays(), self.values["sequence"]
@@ -119,24 +127,24 @@ class OwnData:
         except Exception as error:
             called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
             raise DataError(
-                f"{self}: called with ({called}), it raised {users_code.error_text(error)}"
+                f"{self}: the function, called with ({called}), raised {users_code.error_text(error)}"
             ) from error
 
 
 def is_own(spec: Mapping[str, Any] | None) -> bool:
-    """Return whether a spec of the config names no source of ours."""
+    """Return whether a specification of the config is that of a user's own data, not a built-in source."""
     return spec is not None and "source" not in spec
 
 
 def own_data(
     name: str, spec: Mapping[str, Any], places: Mapping[str, Any] | None = None
 ) -> OwnData:
-    """Return a user's data set by its specification.
+    """Return a user's data set for a specification.
 
     Args:
         name: Name of the data set.
         spec: The specification, as in the config or from `identity`.
-        places: Paths of its files, which override those of `spec`.
+        places: Paths of the files, which override those of `spec`.
 
     Raises:
         DataError: For errors that are visible without reading a file: contradicting keys, a missing
@@ -153,7 +161,7 @@ def own_data(
     if len(kinds) != 1:
         text = " and ".join(kinds) or "none of them"
         raise DataError(
-            f"data set {name!r}: must have one of source, {', '.join(known)}; it has {text}"
+            f"data set {name!r}: must have exactly one of source, {', '.join(known)}; it has {text}"
         )
     [kind] = kinds
     files = (kind, *KINDS[kind].more_files) if kind in KINDS else ()
@@ -162,7 +170,8 @@ def own_data(
     for key in keys:
         if key not in allowed:
             raise DataError(
-                f"data set {name!r}: {key!r} does not go with {kind!r}; allowed: {', '.join(allowed)}"
+                f"data set {name!r}: the key {key!r} is not allowed with {kind!r}; allowed: "
+                f"{', '.join(allowed)}"
             )
     values = {key: value for key, value in {**defaults, **keys}.items() if key not in files}
     locations = _places(name, files, keys if places is None else places)
@@ -171,7 +180,9 @@ def own_data(
             raise DataError(f"data set {name!r}: call = {values['call']!r} {fault}")
         bad = next((key for key in values["kwargs"] if not key.isidentifier()), None)
         if bad is not None:
-            raise DataError(f"data set {name!r}: kwargs: {bad!r} cannot be the name of an argument")
+            raise DataError(
+                f"data set {name!r}: kwargs: {bad!r} is not a Python parameter name; rename it"
+            )
     elif fault := KINDS[kind].find_fault(values):
         raise DataError(f"data set {name!r}: {fault}")
     if "tokenizer" in locations and util.find_spec("tokenizers") is None:
@@ -193,7 +204,9 @@ def _places(name: str, files: Iterable[str], spec: Mapping[str, Any]) -> dict[st
                 else (place.is_file(), "file")
             )
             if not is_there:
-                raise DataError(f"data set {name!r}: {key} = {str(place)!r} is no {what}")
+                raise DataError(
+                    f"data set {name!r}: {key} = {str(place)!r} is not a {what}; correct the path"
+                )
     return locations
 
 
@@ -202,7 +215,7 @@ def _each(paths: str | list[str]) -> list[str]:
 
 
 def places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the paths of the config's data sets, as a text for PLACES_VARIABLE."""
+    """Return the paths of all data sets of the config, as JSON for PLACES_VARIABLE."""
     locations = {}
     for name, spec in datasets.items():
         places = {
@@ -216,17 +229,14 @@ def places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def of_job(name: str, spec: Mapping[str, Any]) -> OwnData:
-    """Return a user's data set in a job, with file paths from the spec or the environment."""
+    """Return a user's data set within a job, with file paths from the specification or the environment."""
     if spec.keys() & set(PLACES) or spec.get("call"):
         return own_data(name, spec)
     return own_data(name, spec, json.loads(os.environ.get(PLACES_VARIABLE, "{}")).get(name, {}))
 
 
 def prepared_facts(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the meta data of what was prepared in `folder` for `identity`.
-
-    Return None where nothing was.
-    """
+    """Return the metadata of the data set that was prepared in a folder for an identity, or None."""
     try:
         return read_json(folder / prepared.meta_name(identity))
     except (OSError, ValueError):

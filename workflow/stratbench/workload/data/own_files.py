@@ -1,6 +1,6 @@
-"""The user's files that become a data set: class folders, images, and texts.
+"""Reads a user's files that become a data set: class folders, images, and texts.
 
-Neither is read when the Snakefile is: only listed, and hashed where a file is not as it was.
+When the Snakefile is read, files are only listed, and hashed again if one has changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 IMAGES = Samples("image", (".png", ".jpg", ".jpeg"))
-#: Folders of a folder of samples: the training set, and the first of the others that there is.
+#: Name of the folder with the training set, and possible names of the folder with the test set.
 TRAIN, TESTS = "train", ("test", "val")
 _CHUNK = 256
 _READERS = 8
@@ -34,17 +34,23 @@ _READERS = 8
 
 
 def files_of(places: Sequence[Path], samples: Samples) -> list[tuple[str, Path]]:
-    """Return the files of each path, a file or a folder of samples: (name below it, path), sorted.
+    """Return a sorted pair (relative name, path) per file of some files and folders of samples.
+
+    Args:
+        places: Files, and folders of samples.
+        samples: Kind of sample files in the folders.
 
     Raises:
-        DataError: For a missing path, or a folder without a sample.
+        DataError: If a folder has no sample.
     """
     files: list[tuple[str, Path]] = []
     for place in places:
         if place.is_dir():
             below = sorted(_files_below(place, samples))
             if not below:
-                raise DataError(f"{place}: holds no {samples} in class folders")
+                raise DataError(
+                    f"{place}: has no {samples} in class folders; add some, or correct the path"
+                )
             files += [(path.relative_to(place).as_posix(), path) for path in below]
         else:
             files.append(("", place))
@@ -60,10 +66,16 @@ def _files_below(folder: Path, samples: Samples) -> Iterator[Path]:
 
 
 def content_sha256(places: Sequence[Path], samples: Samples, known: Path | None = None) -> str:
-    """Return the SHA-256 over the names and contents of the files, wherever they are.
+    """Return the SHA-256 over the relative names and contents of files.
 
-    `known` is a small file that caches it: while every file has the same name, size and modification time,
-    nothing is read again. DataError if a file cannot be read.
+    Args:
+        places: Files, and folders of samples.
+        samples: Kind of sample files in the folders.
+        known: File that caches the hash, if any. Files whose name, size and modification time are unchanged
+            are not read again.
+
+    Raises:
+        DataError: If a file cannot be read.
     """
     files = files_of(places, samples)
     seen = hashlib.sha256()
@@ -73,7 +85,7 @@ def content_sha256(places: Sequence[Path], samples: Samples, known: Path | None 
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"{path}: is not a regular file")
+            raise DataError(f"{path}: is not a regular file; replace or remove it")
         seen.update(f"{name}\0{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     if known is not None:
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -86,7 +98,7 @@ def content_sha256(places: Sequence[Path], samples: Samples, known: Path | None 
             digest.update(f"{name}\0".encode() + _file_sha256(path))
             bar.update(1)
     if known is not None:
-        with suppress(OSError):  # only time is lost
+        with suppress(OSError):  # without the cache, the files are only hashed again
             write_atomic(
                 known, f'{{"listing": "{seen.hexdigest()}", "sha256": "{digest.hexdigest()}"}}\n'
             )
@@ -103,31 +115,35 @@ def _file_sha256(path: Path) -> bytes:
 
 # ---------------------------------------------------------------- classes
 
-#: The samples of each class, by its name; and each sample with the number of its class.
+#: Samples of each class, by the class's name; and a list of samples with the numbers of their classes.
 ByClass = dict[str, list[Any]]
 Labelled = list[tuple[Any, int]]
 
 
 def class_folders(name: str, folder: Path, samples: Samples) -> tuple[ByClass, ByClass | None]:
-    """The files of FOLDER/train/CLASS and of FOLDER/test/CLASS (or val).
+    """Return the files by class of FOLDER/train/CLASS, and those of FOLDER/test/CLASS (or val).
 
-    Without a test folder, that is None, and classes may lie in FOLDER itself.
+    Without a test folder, the second is None, and the class folders may be in FOLDER itself.
     """
     top = folder / TRAIN if (folder / TRAIN).is_dir() else folder
     apart = next((folder / t for t in TESTS if (folder / t).is_dir()), None)
     if top == folder and apart is not None:
-        raise DataError(f"data set {name!r}: {folder} has a folder {apart.name!r} and no {TRAIN!r}")
+        raise DataError(
+            f"data set {name!r}: {folder} has a folder {apart.name!r}, but no folder {TRAIN!r}; add it"
+        )
     test = _by_class(name, apart, samples) if apart else None
     return _by_class(name, top, samples), test
 
 
 def _by_class(name: str, folder: Path, samples: Samples) -> ByClass:
-    """The files of each class folder, sorted both; DataError where one has none."""
+    """Return the sorted files of each class folder; raise DataError if a class folder has none."""
     by_class = {}
     for place in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
         by_class[place.name] = sorted(_files_below(place, samples))
         if not by_class[place.name]:
-            raise DataError(f"data set {name!r}: the class folder {place} holds no {samples}")
+            raise DataError(
+                f"data set {name!r}: the class folder {place} has no {samples}; add some, or remove it"
+            )
     return by_class
 
 
@@ -138,10 +154,17 @@ def divided(
     test_share: float,
     seed: int,
 ) -> tuple[Labelled, Labelled, int]:
-    """The training and the test set, by class before, as samples with class numbers; how many classes.
+    """Return the training and the test set as samples with class numbers, and the number of classes.
 
-    Classes are numbered in the order of their names. Where there is no test set, the training set is
-    divided: of each class `test_share`, but one sample at least, chosen by `seed`.
+    Classes are numbered in the order of their names. Without a test set, the training set is divided: the
+    share `test_share` of each class, but at least one sample, becomes the test set.
+
+    Args:
+        name: Name of the data set.
+        by_class: Samples by class of the training set, and of the test set, if any.
+        samples: Kind of the samples.
+        test_share: Share of each class for the test set.
+        seed: Seed of the division.
     """
     import numpy as np
 
@@ -159,7 +182,7 @@ def divided(
             if len(of_class) < 2:
                 raise DataError(
                     f"data set {name!r}: class {label!r} has one {noun}, which cannot be divided into "
-                    f"training and test set; add {noun}s, or bring a test set (`test`)"
+                    f"training and test set; add {noun}s, or give a test set (`test`)"
                 )
             share = min(max(1, round(test_share * len(of_class))), len(of_class) - 1)
             chosen = set(np.random.default_rng([seed, number]).permutation(len(of_class))[:share])
@@ -167,7 +190,8 @@ def divided(
             train[label] = [one for i, one in enumerate(of_class) if i not in chosen]
     elif unknown := sorted(test.keys() - train.keys()):
         raise DataError(
-            f"data set {name!r}: the test set has a class {unknown[0]!r}, which the training set has not"
+            f"data set {name!r}: the test set has a class {unknown[0]!r}, but the training set does not; add "
+            "samples of it to the training set"
         )
 
     def numbered(part: ByClass) -> Labelled:
@@ -190,7 +214,7 @@ def image_folder(
     Args:
         name: Name of the data set.
         folder: The folder.
-        size: Pixels of a side.
+        size: Height and width of an image in pixels.
         channels: Channels of an image.
         test_share: Fraction of each class for the test set, but one image at least.
         seed: Seed of the division.
@@ -250,16 +274,15 @@ def _pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
 def text_files(
     name: str, files: Sequence[Path], tokenizer: Path | None, sequence: int, test_share: float
 ) -> tuple[Source, int]:
-    """Return the concatenated files as a text in pieces of `sequence`, and the number of tokens.
+    """Return a text of concatenated files, cut into pieces of `sequence`, and its number of different tokens.
 
-    A character's token is its index among the different characters of the text, sorted; or a tokenizer gives
-    the tokens.
+    Without a tokenizer, a character's token is its index among the sorted different characters of the text.
 
     Args:
         name: Name of the data set.
         files: Files of the text.
         tokenizer: A tokenizer.json, if any.
-        sequence: Tokens of a sample.
+        sequence: Tokens per sample.
         test_share: Fraction of the tokens, at the end, for the test set.
     """
     tokens, vocabulary = tokens_of_files(name, files, tokenizer)
@@ -270,7 +293,7 @@ def text_files(
 def tokens_of_files(
     name: str, files: Sequence[Path], tokenizer: Path | None
 ) -> tuple[np.ndarray, int]:
-    """Return the concatenated files as tokens, and the size of the vocabulary."""
+    """Return the tokens of concatenated text files, and the size of the vocabulary."""
     import numpy as np
 
     text = "".join(text_of(name, path) for path in files)
@@ -288,46 +311,48 @@ def tokens_of_files(
 def split_text(
     name: str, tokens: np.ndarray, vocabulary: int, sequence: int, test_share: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a text without its last `test_share`, and that share.
+    """Divide a text into a training part and a test part, which is its end.
 
     Args:
         name: Name of the data set.
         tokens: Tokens of the text.
         vocabulary: Number of different tokens.
-        sequence: Tokens of a sample.
-        test_share: Fraction for the test set.
+        sequence: Tokens per sample.
+        test_share: Fraction of the tokens for the test part.
 
     Raises:
-        DataError: If a part is shorter than a piece.
+        DataError: If a part is shorter than a sample.
     """
     first_of_test = len(tokens) - round(test_share * len(tokens))
     parts = tokens[:first_of_test], tokens[first_of_test:]
     for part, what in zip(parts, ("training", "test"), strict=True):
         if len(part) <= sequence:
             raise DataError(
-                f"data set {name!r}: the {what} text has {len(part):,} tokens; a piece of {sequence} "
-                f"needs {sequence + 1}: use a longer text or a smaller `sequence`"
+                f"data set {name!r}: the {what} text has {len(part):,} tokens, but a sample with sequence = "
+                f"{sequence} needs {sequence + 1}; use a longer text or a smaller `sequence`"
             )
     if vocabulary < 2:
-        raise DataError(f"data set {name!r}: the text has {vocabulary} different token")
+        raise DataError(
+            f"data set {name!r}: the text has {vocabulary} different token; use a text with two or more"
+        )
     return parts
 
 
 def text_of(name: str, path: Path) -> str:
-    """Return what a file in UTF-8 holds; DataError where it cannot be read."""
+    """Return the text of a file in UTF-8; raise DataError if it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise DataError(f"data set {name!r}: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(
-            f"data set {name!r}: {path} is not UTF-8 text (byte {error.start:,}); convert it, or bring "
-            "tokens through `call`"
+            f"data set {name!r}: {path} is not UTF-8 text (at byte {error.start:,}); convert it, or give "
+            "tokens by `call`"
         ) from error
 
 
 def open_tokenizer(name: str, path: Path) -> Any:
-    """The tokenizer of a file; DataError where there is none, or its package is missing."""
+    """Return the tokenizer in a file; raise DataError if it is invalid or its package is missing."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -335,10 +360,12 @@ def open_tokenizer(name: str, path: Path) -> Any:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exception
-        raise DataError(f"data set {name!r}: {path} is no file of a tokenizer ({error})") from error
+        raise DataError(
+            f"data set {name!r}: {path} is not a tokenizer file ({error}); give a tokenizer.json"
+        ) from error
 
 
 NO_TOKENIZERS = (
-    "a `tokenizer` needs the package `tokenizers` where the data set is prepared; install it, or leave "
-    "the key out for characters"
+    "the key `tokenizer` needs the package `tokenizers` on the machine that prepares the data set; install "
+    "it, or remove the key to use characters as tokens"
 )

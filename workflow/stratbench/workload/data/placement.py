@@ -1,4 +1,4 @@
-"""Data in host memory: a thread gathers the rows of a batch, and copies them ahead."""
+"""Fetches batches from host memory to the device in advance, by a thread."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-#: Batches on the device at a time: the one that is trained on, and the next, which is on its way.
+#: Number of batches on the device: the one that is trained on, and the next one, which is being copied.
 BUFFERED_BATCHES = 2
 
 
 class _Slot:
-    """Buffers of one batch: pinned host memory, the same on the device, and their next reuse."""
+    """The buffers of one batch, and the events after which they may be used again.
+
+    `staged` are in pinned host memory, `arrived` on the device. `used` is recorded when the device has used
+    the batch, `copied` when the copy is complete.
+    """
 
     def __init__(self) -> None:
         self.staged: list[torch.Tensor] = []
@@ -24,7 +28,14 @@ class _Slot:
 
 
 class _Coming(NamedTuple):
-    """A batch that is being fetched: which samples, by which tables, into which slot."""
+    """A batch that is being fetched.
+
+    Attributes:
+        indices: Indices of the samples.
+        tables: Augmentation tables whose rows are fetched with the samples, if any.
+        slot: Buffers of the batch.
+        done: Completes when the rows are gathered.
+    """
 
     indices: torch.Tensor
     tables: Sequence[torch.Tensor] | None
@@ -33,15 +44,21 @@ class _Coming(NamedTuple):
 
 
 class HostRows:
-    """Rows of arrays in host memory, by number, on a device: one batch ahead.
+    """Fetches rows of arrays in host memory to a device, one batch in advance.
 
-    A thread gathers them into pinned memory and copies them on a stream of its own, while the device
-    computes. `take` lets the current stream wait for the copy, and the host for the gathering only. On a
-    CPU nothing is copied: the thread gathers into one of two buffers.
+    While the device computes, a thread gathers the rows into pinned memory, and copies them on a stream of
+    its own. In `take`, the current stream waits for the copy, and the host for the gathering only. On a CPU
+    nothing is copied: the thread gathers into one of two buffers.
     """
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, device: torch.device) -> None:
-        """`inputs`, `targets`: [N, ...] in host memory, which may be mapped from files."""
+        """Take the arrays and start the thread.
+
+        Args:
+            inputs: Inputs [N, ...] in host memory, which may be mapped from files.
+            targets: Targets [N, ...] in host memory, which may be mapped from files.
+            device: Device of the batches.
+        """
         import torch
 
         self._arrays = inputs, targets
@@ -51,15 +68,19 @@ class HostRows:
         self._slots = [_Slot() for _ in range(BUFFERED_BATCHES)]
         self._turn = 0
         self._coming: _Coming | None = None
-        # One thread of one core: gathering must not take those of the training.
+        # Gathering uses one thread on one core, so that it does not take cores from the training.
         self._thread = ThreadPoolExecutor(
             1, "stratbench-rows", initializer=torch.set_num_threads, initargs=(1,)
         )
 
     def fetch(self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None) -> None:
-        """Begin to fetch the rows `indices` (int64 [b], on the host), and those of `tables`.
+        """Begin to fetch a batch: the rows of the arrays and of some tables.
 
-        The rows taken two fetches before are overwritten: all work on them must have been queued.
+        This overwrites the batch of two fetches before, so all work on that batch must have been queued.
+
+        Args:
+            indices: Indices of the rows, int64 [b] in host memory.
+            tables: Augmentation tables, if any.
         """
         import torch
 
@@ -77,11 +98,13 @@ class HostRows:
     def take(
         self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor] | None]:
-        """Inputs, targets and the rows of `tables`, on the device.
+        """Return a batch on the device: inputs, targets, and rows of the augmentation tables, if any.
 
-        As fetched, or else fetched now.
+        The batch is fetched now if it was not fetched in advance. The second-next `fetch` overwrites it.
 
-        They are overwritten by the next `fetch` but one.
+        Args:
+            indices: Indices of the rows, int64 [b] in host memory.
+            tables: Augmentation tables, if any.
         """
         import torch
 
@@ -101,7 +124,7 @@ class HostRows:
         return inputs, targets, drawn or None
 
     def _make_room(self, slot: _Slot, sources: Sequence[torch.Tensor], samples: int) -> None:
-        """Buffers of another size: rare, since all batches of a training are of one."""
+        """Allocate buffers for batches of another size, which is rare: a training has one batch size."""
         import torch
 
         if self._coming is not None:
@@ -118,11 +141,11 @@ class HostRows:
         slot.copied = None
 
     def _gather(self, slot: _Slot, sources: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
-        """Gather rows, on the thread."""
+        """Gather the rows of a batch into its buffers and start the copy; it runs in the thread."""
         import torch
 
         if slot.copied is not None:
-            slot.copied.synchronize()  # of the batch before in this slot; this thread waits, no other
+            slot.copied.synchronize()  # the thread waits until the slot's preceding batch was copied
         for source, staged in zip(sources, slot.staged, strict=True):
             torch.index_select(source, 0, indices, out=staged)
         if self._on_cuda:

@@ -1,4 +1,4 @@
-"""Prepares a data set: finds its source files, and turns them into arrays in one folder.
+"""Prepares a data set: finds its source files, and converts them to arrays in one folder.
 
 python -m stratbench.workload.data.prepare NAME --out DIR
 """
@@ -29,21 +29,21 @@ def prepare(
     download: bool = True,
     spec: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Turn data set `name` into arrays in `out_dir`, with their metadata; return these.
+    """Write the arrays of a data set and their metadata to a folder, and return the metadata.
 
-    An intact earlier result is reused. `out_dir` appears complete or not at all, and concurrent calls do not
+    An intact earlier result is reused. The folder is either complete or missing, and concurrent calls do not
     disturb each other.
 
     Args:
         name: Name of the data set.
         out_dir: Folder to write.
-        root: Folder of the source files in torchvision's layout. None: that of the environment variable
+        root: Folder of the source files in torchvision's layout, or None for that of the environment variable
             STRATBENCH_DATA.
-        download: Whether missing source files are downloaded.
-        spec: Entry in the config, if any.
+        download: Whether missing source files may be downloaded.
+        spec: Specification in the config, if any.
 
     Raises:
-        DataError: With the error and its remedy.
+        DataError: If the data set cannot be prepared; the message has the remedy.
     """
     if own_data.is_own(spec):
         return _prepare_own(own_data.of_job(name, spec), Path(out_dir), spec)
@@ -66,17 +66,17 @@ def prepare(
 
 
 def _prepare_own(own: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same of a user's own data.
+    """Prepare a user's own data set in a folder, and return its metadata.
 
     Raises:
-        DataError: Where they are not those that `spec` was made of.
+        DataError: If the data or code have changed since `spec` was made.
     """
     identity = json.loads(json.dumps(own.identity(users_code.code_folders())))
     hashes = {key: spec[key] for key in ("sha256", "version") if key in spec}
     if any(identity[key] != value for key, value in hashes.items()):
         raise DataError(
             f"{own}: its {'code has' if own.call else 'files have'} changed since the run was "
-            "started; start it again"
+            "started; start the run again"
         )
     request = {
         "format": prepared.FORMAT,
@@ -99,7 +99,13 @@ def _prepared_for(
     out_dir: Path,
     open_source: Callable[[Path], tuple[Source, Dataset]],
 ) -> dict[str, Any]:
-    """Prepare what `open_source` gives from a scratch folder, unless it is there already."""
+    """Prepare a data set in a folder, unless the folder already has it, and return its metadata.
+
+    Args:
+        request: Metadata that identify the data set.
+        out_dir: Folder to write.
+        open_source: Opens the samples, given a folder for downloads.
+    """
     if (intact := prepared.intact(out_dir, request)) is not None:
         return intact
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -116,21 +122,29 @@ def _spec(text: str) -> dict[str, Any] | None:
     try:
         spec = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text}: is not JSON ({error})") from None
     if spec is not None and not isinstance(spec, dict):
-        raise argparse.ArgumentTypeError(f'not an object like {{"source": "synthetic"}}: {text}')
+        raise argparse.ArgumentTypeError(
+            f'{text}: is not an object; write one such as {{"source": "synthetic"}}'
+        )
     return spec
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Makes a data set's arrays in a folder. Returns 0, or 1 with a message on stderr."""
+    """Prepare a data set's arrays in a folder; return 0, or 1 with a message on stderr."""
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.workload.data.prepare", description=main.__doc__
     )
-    parser.add_argument("name", help=f"{', '.join(DATASETS)}, or any name with --spec")
-    parser.add_argument("--out", required=True, help="the folder to make")
-    parser.add_argument("--no-download", action="store_true", help="never use the network")
-    parser.add_argument("--spec", type=_spec, help="a data set's spec, as JSON; null: none")
+    parser.add_argument(
+        "name", help=f"name of the data set: {', '.join(DATASETS)}, or any name with --spec"
+    )
+    parser.add_argument("--out", required=True, help="folder to write the arrays to")
+    parser.add_argument("--no-download", action="store_true", help="do not download missing files")
+    parser.add_argument(
+        "--spec",
+        type=_spec,
+        help="specification of the data set as JSON; null: a built-in data set",
+    )
     options = parser.parse_args(arguments)
     try:
         download = not options.no_download
@@ -145,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     what = kind_of(meta["shape"])
     kinds = "tokens" if what == "texts" and "vocabulary" not in meta else "classes"
     if meta.get("values"):
-        kinds = "values each to learn"
+        kinds = "values to learn per sample"
     print(
         f"{meta['name']}: {meta['train_samples']} training and {meta['test_samples']} test {what} "
         f"of {size}, {meta['classes']} {kinds}, in {options.out}"
@@ -154,6 +168,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # So that a cancelled job removes its temporary folder.
+    # SIGTERM raises SystemExit, so that a cancelled job removes its temporary folder.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -1,10 +1,10 @@
-"""A prepared data set on disk: four memory-mappable arrays and their metadata in one folder.
+"""Writes and reads a prepared data set: four memory-mappable arrays and their metadata in one folder.
 
 Images: `train_inputs.npy`, `test_inputs.npy` uint8 or float32 [N, C, H, W]; `train_targets.npy`,
-`test_targets.npy` int64 [N], or float32 [N, values]. Waveforms: float32 [N, C, length] and int64 [N]. Text:
-inputs and targets [N, length], tokens in the smallest sufficient type; masked tokens' labels as int32, labels
-of whole texts as int64 [N]. The folder appears complete or not at all. Its SHA-256 shows damage afterwards.
-It is computed again only if a file's size or modification time differs from the metadata.
+`test_targets.npy` int64 [N], or float32 [N, values]. Waveforms: float32 [N, C, length] and int64 [N]. Texts:
+inputs and targets [N, length], tokens in the smallest sufficient type; labels of hidden tokens are int32,
+labels of whole texts int64 [N]. The folder is either complete or missing. Its SHA-256 shows later damage. The
+hash is computed again only if a file's size or modification time differs from the metadata.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ if TYPE_CHECKING:
 
     from stratbench.workload.data.dataset import Dataset
 
-#: Goes up when the layout changes, so that folders of an older one are made again.
+#: Version of the layout. Folders with an older one are prepared again.
 FORMAT = 2
 ARRAYS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
-#: What a folder may hold for us to replace it: Snakemake leaves the last one in a directory output.
+#: Names of files in a folder that may be replaced. Snakemake writes the last one into an output directory.
 OURS = re.compile(rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.snakemake_timestamp")
 
 
 def meta_name(spec: Mapping[str, Any] | None) -> str:
-    """Return the name of the meta data's file.
+    """Return the name of the metadata file of a data set with an identity.
 
-    `spec`: what decides the samples, None if the set's name does.
+    Each identity has its own name, so that Snakemake finds no such file in a folder with other data.
 
-    Another spec has another name: for Snakemake a folder with other data lacks the file.
+    Args:
+        spec: Identity that determines the samples, or None if the data set's name does.
     """
     if spec is None:
         return "meta.json"
@@ -50,16 +51,17 @@ def meta_name(spec: Mapping[str, Any] | None) -> str:
 
 
 def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset) -> dict:
-    """Write the arrays of a data set, and their metadata; return the metadata.
+    """Write the arrays of a data set and their metadata to a folder, and return the metadata.
 
-    The metadata are `request`, the counts, the source files, the arrays' SHA-256, size in bytes and
-    modification time. For images they include the mean and standard deviation of each channel over the
-    training set, for bytes as values in 0..1. They include the least possible loss if it is known.
+    The metadata are `request`, the numbers of samples, the source files, and the arrays' SHA-256, size in
+    bytes and modification time. For images and waveforms they include the mean and standard deviation of each
+    channel over the training set, where bytes count as 0..1. They include the least possible loss if it is
+    known.
 
     Args:
         folder: Folder to write.
-        request: Identity of the data set.
-        source: Its samples.
+        request: Metadata that identify the data set.
+        source: Samples of the data set.
         facts: Description of the samples.
     """
     import numpy as np
@@ -83,14 +85,17 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
                 start = stop
                 bar.update(len(chunk_targets))
         if start != samples:
-            raise DataError(f"{request['name']}, {split}: {start} {what} instead of {samples}")
+            raise DataError(
+                f"data set {request['name']!r}: the {split} set has {start} {what} instead of {samples}; "
+                "correct its source"
+            )
         inputs.flush()
         targets.flush()
     moments_meta = {} if moments is None else moments.as_meta()
     if 0 in moments_meta.get("std", ()):
         raise DataError(
-            f"{request['name']}: channel {moments_meta['std'].index(0)} has one value in all training "
-            f"{what}, so that nothing can be learnt from it; leave it out"
+            f"data set {request['name']!r}: channel {moments_meta['std'].index(0)} has the same value in all "
+            f"training {what}, so that nothing can be learnt from it; remove the channel"
         )
     meta = {
         **request,
@@ -113,7 +118,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
 
 
 class _Counts:
-    """Mean and standard deviation of each channel of bytes, from a histogram of the 256 values."""
+    """Computes mean and standard deviation of each channel of bytes, by a histogram of the 256 values."""
 
     def __init__(self, channels: int) -> None:
         import numpy as np
@@ -138,7 +143,10 @@ class _Counts:
 
 
 class _Sums:
-    """The same of channels of floats, from parts of them (Chan, Golub and LeVeque, 1979)."""
+    """Computes mean and standard deviation of each channel of floats, part by part.
+
+    See Chan, Golub and LeVeque, 1979.
+    """
 
     def __init__(self, channels: int) -> None:
         import numpy as np
@@ -162,23 +170,23 @@ class _Sums:
 
 
 def _size_and_time(folder: Path, array: str) -> list[int]:
-    """Return bytes of an array's file, and when it was changed, in ns.
+    """Return the bytes of an array's file, and its modification time in ns.
 
     Raises:
-        DataError: Where it is no file.
+        DataError: If it is not a regular file.
     """
     path = folder / f"{array}.npy"
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path} is not a regular file")
+        raise DataError(f"{path}: is not a regular file; replace or remove it")
     return [status.st_size, status.st_mtime_ns]
 
 
 def _sha256(folder: Path) -> str:
-    """Return SHA-256 over the four arrays' files, headers included, in the order of ARRAYS."""
+    """Return the SHA-256 over the files of the four arrays, including headers, in the order of ARRAYS."""
     digest = hashlib.sha256()
     for array in ARRAYS:
-        _size_and_time(folder, array)  # a FIFO would be waited for
+        _size_and_time(folder, array)  # raises for a FIFO, whose reader would wait forever
         with (folder / f"{array}.npy").open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
@@ -186,10 +194,7 @@ def _sha256(folder: Path) -> str:
 
 
 def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the meta data of a folder that was made for `request` and is undamaged.
-
-    Otherwise None.
-    """
+    """Return the metadata of a folder if it has the requested data set undamaged, else None."""
     try:
         meta = _meta(folder)
         same = all(meta[key] == value for key, value in request.items())
@@ -199,18 +204,18 @@ def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Move `built` to `folder` in one step, and return the metadata of its content then.
+    """Move a new data set to its folder in one step, and return the metadata of the folder afterwards.
 
-    The result of another process for the same request stays. A damaged or different data set is first moved
-    next to `built`.
+    If another process has prepared the same data set there, that one stays. A damaged or different data set
+    is first moved next to `built`.
 
     Args:
         built: Folder with the new data set.
-        folder: Its destination.
-        request: Identity of the data set.
+        folder: Destination.
+        request: Metadata that identify the data set.
 
     Raises:
-        DataError: If the folder has anything else, which is not touched.
+        DataError: If the destination has any other file, which is left unchanged.
     """
     while True:
         try:
@@ -229,18 +234,23 @@ def _move_aside(folder: Path, where: Path) -> None:
         foreign = sorted(e.name for e in folder.iterdir() if not OURS.fullmatch(e.name))
         if foreign:
             raise DataError(
-                f"{folder}: holds {foreign[0]!r}, which is no part of a prepared data set; "
+                f"{folder}: contains {foreign[0]!r}, which is not part of a prepared data set; "
                 "name another folder, or empty this one"
             )
         os.replace(folder, where / f"replaced-{len(list(where.iterdir()))}")
     except NotADirectoryError:
-        raise DataError(f"{folder}: is not a folder; name another") from None
+        raise DataError(f"{folder}: is not a folder; name another path") from None
     except FileNotFoundError:
-        return  # Another process was quicker.
+        return  # another process has moved the folder in the meantime
 
 
 def _meta(folder: Path) -> dict[str, Any]:
-    """Return the content of the metadata file. OSError or ValueError if it cannot be read."""
+    """Return the content of a folder's metadata file.
+
+    Raises:
+        OSError: If the file is missing or unreadable.
+        ValueError: If the file is not JSON.
+    """
     paths = list(folder.glob("meta*.json"))
     if len(paths) != 1:
         raise FileNotFoundError(errno.ENOENT, f"{len(paths)} files meta*.json", str(folder))
@@ -248,10 +258,10 @@ def _meta(folder: Path) -> dict[str, Any]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return the meta data of a prepared data set, its arrays not looked at.
+    """Return the metadata of a prepared data set, without a check of its arrays.
 
     Raises:
-        DataError: If there are none.
+        DataError: If the metadata are missing or unreadable.
     """
     try:
         return _meta(folder)
@@ -262,10 +272,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def verified_meta(folder: Path) -> dict[str, Any]:
     """Return the metadata of a prepared data set, after a check that its arrays are unchanged.
 
-    Reads the arrays only if a size or modification time differs (after a copy or a change).
+    The arrays are read only if a size or modification time differs, as after a copy or a change.
 
     Raises:
-        DataError: If something is missing, or the arrays have another SHA-256.
+        DataError: If a file is missing, or the arrays have another SHA-256.
     """
     try:
         meta = _meta(folder)
@@ -273,7 +283,9 @@ def verified_meta(folder: Path) -> dict[str, Any]:
         recorded = meta.get("arrays", {})
         changed = [array for array in ARRAYS if now[array] != recorded.get(array)]
         if changed and _sha256(folder) != meta["sha256"]:
-            raise DataError(f"{', '.join(changed)} changed after it was prepared")
+            raise DataError(
+                f"the arrays {', '.join(changed)} have changed since the data set was prepared"
+            )
     except OSError as error:
         raise _not_whole(folder, error.strerror or error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -283,34 +295,40 @@ def verified_meta(folder: Path) -> dict[str, Any]:
 
 def _not_whole(folder: Path, reason: object) -> DataError:
     return DataError(
-        f"{folder} holds no whole prepared data set ({reason}); delete it, and the next run makes it "
+        f"{folder} is not a complete prepared data set ({reason}); delete it, and the next run prepares it "
         f"again, as `python -m stratbench.workload.data.prepare NAME --out {folder}` does"
     )
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the metadata, and the arrays by name, mapped copy-on-write. DataError if incomplete."""
+    """Return the metadata and the arrays by name, mapped copy-on-write.
+
+    Raises:
+        DataError: If the folder is incomplete.
+    """
     import numpy as np
 
     try:
         meta = _meta(folder)
         for array in ARRAYS:
             _size_and_time(folder, array)
-        # Copy-on-write: torch wants writable arrays, and the files must not change.
+        # The arrays are mapped copy-on-write: torch needs writable arrays, and the files must not change.
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         for split in ("train", "test"):
             samples = meta[f"{split}_samples"]
             shape = (samples, *meta["shape"])
             if arrays[f"{split}_inputs"].shape != shape:
-                raise ValueError(f"{split}_inputs.npy is not of the shape that is stated")
+                raise ValueError(f"{split}_inputs.npy has another shape than its metadata state")
             is_tokens = len(shape) == 2 and "vocabulary" not in meta
             of_targets = shape if is_tokens else shape[:1]
             if meta.get("values"):
                 of_targets = (samples, meta["classes"])
             if arrays[f"{split}_targets"].shape != of_targets:
-                raise ValueError(f"{split}_targets.npy does not fit {split}_inputs.npy")
-        if _meta(folder) != meta:  # the arrays may be of the one or of the other
-            raise ValueError("it was replaced as it was read")
+                raise ValueError(
+                    f"the shape of {split}_targets.npy does not match {split}_inputs.npy"
+                )
+        if _meta(folder) != meta:  # the arrays may be those of either folder
+            raise ValueError("the folder was replaced while it was read")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _not_whole(folder, error) from error
     return meta, arrays

@@ -1,9 +1,7 @@
-"""Sources of samples: files on disk or from a mirror.
+"""Reads built-in data sets from files on disk or from a mirror; `generated` has the computed ones.
 
-See `generated` for computed ones.
-
-MNIST and CIFAR-10 are read in torchvision's layout, and no byte of a file is interpreted before its MD5 is
-the published one. numpy is imported inside functions: the Snakefile imports this.
+MNIST and CIFAR-10 are read in torchvision's layout. No file is parsed before its MD5 was compared with the
+published one. numpy is imported inside functions, since the Snakefile imports this module.
 """
 
 from __future__ import annotations
@@ -24,13 +22,12 @@ from stratbench.cell.text.progress import progress_bar
 if TYPE_CHECKING:
     import numpy as np
 
-#: The environment variable that stands in for `data.root`.
+#: Environment variable that replaces `data.root`.
 ROOT_VARIABLE = "STRATBENCH_DATA"
 
-NO_ROOT = "No folder to look in was given."
+NO_ROOT = "No folder with the files was given."
 
-#: Uncompressed file -> (MD5 of its .gz as torchvision publishes it, MD5 of the file itself,
-#: which is that of the uncompressed .gz).
+#: MD5 of each file's .gz, as torchvision publishes it, and of the file itself after decompression.
 MNIST_FILES = {
     "train-images-idx3-ubyte": (
         "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -55,7 +52,7 @@ MNIST_MIRRORS = (
     "http://yann.lecun.com/exdb/mnist/",
 )
 
-#: Batch file -> MD5, in the order of the samples; the last is the test set (torchvision's list).
+#: MD5 of each batch file, in the order of the samples; the last file is the test set (torchvision's list).
 CIFAR10_FILES = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
@@ -73,24 +70,25 @@ SHAKESPEARE_FOLDER = "tinyshakespeare"
 SHAKESPEARE_MIRRORS = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",
 )
-#: Characters of the training text (the first nine tenths) and of the test text; different ones in all.
+#: Number of characters of the training text (the first nine tenths) and of the test text.
 SHAKESPEARE_TOKENS = (1_003_854, 111_540)
+#: Number of different characters in both texts.
 SHAKESPEARE_VOCABULARY = 65
 
 TEXT_CHUNK_SAMPLES = 1 << 14
 DOWNLOAD_TIMEOUT_S = 30
-#: No file of a data set that we know is larger; what is, is not read to its end.
+#: Largest size of a file: no known data set has a larger one, and the rest is not read.
 MAX_FILE_BYTES = 1 << 30
 
 
 class DataError(ValueError):
-    """Data is missing, damaged or wrongly requested; the message has the remedy."""
+    """Data are missing, damaged or wrongly specified; the message has the remedy."""
 
 
 class Split(NamedTuple):
-    """One split: its number of samples, and its chunks of inputs and targets.
+    """A training or test set: its number of samples, and its inputs and targets in chunks.
 
-    Images: uint8 [n, C, H, W] and labels [n]. Text: tokens [n, length] and the next tokens [n, length].
+    A chunk of images is uint8 [n, C, H, W] and labels [n]; one of text is tokens and next tokens [n, length].
     """
 
     samples: int
@@ -98,10 +96,14 @@ class Split(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A training and a test split, and the files (`file`, `md5`, `bytes`) they were read from.
+    """The samples of a data set and their origin.
 
-    `generated`: whether a generator made them. `least_loss`: minimum mean loss of any model, in nats, or None
-    if unknown.
+    Attributes:
+        train: Training set.
+        test: Test set.
+        files: Files from which they were read, each with `file`, `md5` and `bytes`.
+        generated: Whether a random generator has made them.
+        least_loss: Least possible mean loss of any model, in nats, or None if unknown.
     """
 
     train: Split
@@ -115,7 +117,7 @@ class Source(NamedTuple):
 
 
 def read_verified(path: Path, md5: str) -> bytes:
-    """Return the bytes of a file, read once. Raises DataError if their MD5 is not `md5`."""
+    """Return the bytes of a file; raise DataError if their MD5 is not `md5`."""
     try:
         content = read_regular(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -123,12 +125,12 @@ def read_verified(path: Path, md5: str) -> bytes:
     actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if actual != md5:
         raise DataError(
-            f"{path}: corrupt or truncated ({len(content):,} bytes).\n"
+            f"{path}: is corrupt or truncated ({len(content):,} bytes).\n"
             f"  expected MD5 {md5}\n"
             f"  found MD5    {actual}\n"
             "  Delete the file and put an intact copy in its place, or point data.root in "
-            f"config.yaml (or the environment variable {ROOT_VARIABLE}) to another folder; "
-            "without one, the files are downloaded."
+            f"config.yaml (or the environment variable {ROOT_VARIABLE}) to another folder. "
+            "Without such a folder, the files are downloaded."
         )
     return content
 
@@ -136,17 +138,17 @@ def read_verified(path: Path, md5: str) -> bytes:
 def fetch(
     name: str, mirrors: Sequence[str], files: Mapping[str, str], scratch: Path | None, missing: str
 ) -> Path:
-    """Download verified files into `scratch`; return it.
+    """Download files to a folder, verify them, and return the folder.
 
     Args:
         name: Name of the data set.
-        mirrors: Addresses to try in turn.
+        mirrors: Addresses to try one after the other.
         files: MD5 of each file.
         scratch: Folder to download to, or None if downloads are not allowed.
-        missing: Begin of the message: the missing files, and where they were searched.
+        missing: Sentence on the missing files and where they were searched, for the message.
 
     Raises:
-        DataError: If downloads are not allowed or no mirror delivers.
+        DataError: If downloads are not allowed, or if all mirrors fail.
     """
     failure = "Downloading was not allowed."
     try:
@@ -170,7 +172,7 @@ def fetch(
 
 
 def _fetch_one(mirrors: Sequence[str], filename: str, md5: str, folder: Path) -> None:
-    # Here and below, since launchers import this file, and never fetch.
+    # Network modules are imported inside functions, since launchers import this module without downloading.
     from http.client import HTTPException
 
     failures = []
@@ -195,7 +197,7 @@ def _fetch(url: str, target: Path) -> None:
     ):
         while block := response.read(1 << 16):
             if file.tell() > MAX_FILE_BYTES:
-                raise DataError(f"more than {MAX_FILE_BYTES:,} bytes came")
+                raise DataError(f"the server sent more than {MAX_FILE_BYTES:,} bytes")
             file.write(block)
             bar.update(len(block))
 
@@ -208,9 +210,11 @@ def _file_fact(path: Path, md5: str) -> dict[str, Any]:
 
 
 def mnist(root: Path | None, scratch: Path | None) -> Source:
-    """MNIST from `root`/MNIST/raw, compressed or not, else from torchvision's mirrors.
+    """Return MNIST from the files in ROOT/MNIST/raw, or else from torchvision's mirrors.
 
-    Downloads go to the folder `scratch`; None forbids them.
+    Args:
+        root: Folder with MNIST/raw, if any; its files may be compressed.
+        scratch: Folder to download to, or None if downloads are not allowed.
     """
     folder = root / MNIST_FOLDER if root else None
     if folder and all(
@@ -223,7 +227,7 @@ def mnist(root: Path | None, scratch: Path | None) -> Source:
 
 
 def mnist_from_folder(folder: Path) -> Source:
-    """MNIST from a folder that holds each of the four files, its .gz, or both."""
+    """Return MNIST from a folder that has, for each of the four files, the file, its .gz, or both."""
     arrays, files = {}, []
     for name, (gz_md5, raw_md5) in MNIST_FILES.items():
         compressed, plain = folder / f"{name}.gz", folder / name
@@ -244,11 +248,11 @@ def mnist_from_folder(folder: Path) -> Source:
 
 
 def _parse_idx(content: bytes, name: str) -> np.ndarray:
-    """Return the array of an IDX file: 0, 0, 8 (uint8), axes, big-endian lengths, values."""
+    """Return the array of an IDX file: bytes 0, 0, 8 (uint8), number of axes, lengths, values."""
     import numpy as np
 
     if content[:3] != b"\0\0\x08":
-        raise DataError(f"{name}: not an IDX file of bytes")
+        raise DataError(f"{name}: is not an IDX file of bytes; replace it by an intact copy")
     axes = content[3]
     shape = struct.unpack(f">{axes}I", content[4 : 4 + 4 * axes])
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
@@ -258,9 +262,11 @@ def _parse_idx(content: bytes, name: str) -> np.ndarray:
 
 
 def cifar10(root: Path | None, scratch: Path | None) -> Source:
-    """CIFAR-10 from `root`'s batch files or its archive, else from its home page.
+    """Return CIFAR-10 from batch files or the archive in a folder, or else from its home page.
 
-    Downloads go to the folder `scratch`; None forbids them.
+    Args:
+        root: Folder with the batch files or the archive, if any.
+        scratch: Folder to download to, or None if downloads are not allowed.
     """
     name, md5 = CIFAR10_ARCHIVE
     folder = root / CIFAR10_FOLDER if root else None
@@ -282,7 +288,7 @@ def cifar10(root: Path | None, scratch: Path | None) -> Source:
 
 
 def _unpack_cifar10(archive: bytes) -> dict[str, bytes]:
-    """Return the batches in the archive, in memory: member paths are never written to."""
+    """Return the batch files in an archive; they are read in memory, so that no path is written to."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
         return {
             name: member.read()
@@ -311,7 +317,7 @@ class _ArraysOnly(pickle.Unpickler):
             return np.ndarray(0).__reduce__()[0]
         if module == "numpy" and name in {"ndarray", "dtype"}:
             return getattr(np, name)
-        raise DataError(f"refused to load {module}.{name}: no part of a CIFAR-10 batch")
+        raise DataError(f"{module}.{name} is not part of a CIFAR-10 batch, and is not loaded")
 
 
 def _parse_cifar10_batch(content: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -329,7 +335,7 @@ def _parse_cifar10_batch(content: bytes, name: str) -> tuple[np.ndarray, np.ndar
 
 
 def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> Source:
-    """Return the works of Shakespeare as characters, cut into pieces of `sequence`.
+    """Return Shakespeare's works as characters, cut into pieces of `sequence` characters.
 
     The last tenth is the test set, as in nanoGPT. A character's token is its index in the text's alphabet.
 
@@ -353,7 +359,7 @@ def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> S
 
 
 def pieces(tokens: np.ndarray, sequence: int) -> Split:
-    """Return a text cut into pieces of `sequence` tokens, with the next tokens as targets."""
+    """Cut a text into pieces of `sequence` tokens, with the next tokens as targets."""
     samples = (len(tokens) - 1) // sequence
     inputs, targets = (tokens[i : i + samples * sequence].reshape(-1, sequence) for i in (0, 1))
     starts = range(0, samples, TEXT_CHUNK_SAMPLES)

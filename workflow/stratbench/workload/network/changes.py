@@ -1,7 +1,4 @@
-"""Detects by name which state of a model forward changes, and restores it.
-
-Importing this file imports torch.
-"""
+"""Detects which parameters, buffers and attributes of a model forward changes, and restores them."""
 
 from __future__ import annotations
 
@@ -23,14 +20,14 @@ from stratbench.workload.torch_internals import (
     writes_arguments,
 )
 
-#: The attributes that every nn.Module has; all others belong to its user.
+#: Attributes that every nn.Module has; all others are the user's.
 _OWN = frozenset(vars(nn.Module()))
 
 
 class Attributes:
-    """Present plain attributes of a model: numbers, lists, dictionaries, arrays, tensors.
+    """A copy of a model's plain attributes: numbers, lists, dictionaries, arrays, tensors.
 
-    `names`: paths of the attributes to include, as from `changed`, or None for all.
+    `names` are the paths of the attributes to include, as `changed` returns them, or None for all.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
@@ -47,7 +44,7 @@ class Attributes:
         return self._names is None or _path(prefix, key) in self._names
 
     def changed(self) -> list[str]:
-        """Return the paths of attributes that have changed, appeared or disappeared."""
+        """Return the paths of attributes that were changed, added or removed since the copy."""
         return [
             _path(prefix, key)
             for prefix, (module, own) in self._modules.items()
@@ -60,7 +57,7 @@ class Attributes:
         return saved is None or key not in now or saved.differs_from(now[key])
 
     def put_back(self) -> None:
-        """Make them what they were, and the same objects."""
+        """Restore the attributes: each is the same object as before, with the same content."""
         for prefix, (module, own) in self._modules.items():
             for key in [k for k in _of_user(module) if k not in own and self._counts(prefix, k)]:
                 del vars(module)[key]
@@ -69,7 +66,7 @@ class Attributes:
 
 
 def _of_user(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are neither PyTorch's nor modules."""
+    """Return a module's attributes that are neither PyTorch's own nor submodules."""
     return {k: v for k, v in vars(module).items() if k not in _OWN and not isinstance(v, nn.Module)}
 
 
@@ -78,7 +75,7 @@ def _path(prefix: str, key: str) -> str:
 
 
 class _Kept:
-    """A value with its contents: the object stays, and its contents can be restored."""
+    """A value and a copy of its content, so that the content of the same object can be restored."""
 
     def __init__(self, value: Any) -> None:
         self.value, self._content = value, None
@@ -138,16 +135,16 @@ class _Kept:
 
 
 class Changes(TorchDispatchMode):
-    """A mode that notes changes of parameters, buffers and attributes while it is entered.
+    """Context that records changes of a model's parameters, buffers and attributes.
 
-    A parameter is copied before an operator writes to its memory, also by `.data` or a view; buffers and
-    attributes are copied at the start. `put_back` makes all of them what they were then.
+    A parameter is copied before an operator writes to its memory, also by `.data` or a view. Buffers and
+    attributes are copied at the start. `put_back` restores all of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        #: Whether an operator drew random numbers: on fake tensors no generator moves.
+        #: Whether an operator has drawn random numbers, which no generator shows for fake tensors.
         self.draws = False
         self._by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for name, p in model.named_parameters():
@@ -162,12 +159,12 @@ class Changes(TorchDispatchMode):
 
     @property
     def overwritten(self) -> list[str]:
-        """Parameters that were written to."""
+        """Names of parameters that were written to."""
         return list(self._parameters)
 
     @property
     def written(self) -> list[str]:
-        """Buffers that were changed in place."""
+        """Names of buffers that were changed in place."""
         return [
             name
             for *_, name, tensor, _copy, version in self._buffers
@@ -176,7 +173,7 @@ class Changes(TorchDispatchMode):
 
     @property
     def replaced(self) -> list[str]:
-        """Buffers that were replaced by another tensor."""
+        """Names of buffers that were replaced by another tensor."""
         return [
             name
             for module, key, name, tensor, *_ in self._buffers
@@ -185,7 +182,7 @@ class Changes(TorchDispatchMode):
 
     @property
     def attributes(self) -> list[str]:
-        """Plain attributes that were changed."""
+        """Paths of plain attributes that were changed."""
         return self._attributes.changed()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,12 +196,17 @@ class Changes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def values_of(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copies of parameters as they are now."""
+        """Return copies of the present values of some parameters, by name."""
         by_name = dict(self.model.named_parameters())
         return {name: by_name[name].detach().clone() for name in names}
 
     def put_back(self, floats: bool = True, others: bool = True) -> None:
-        """Restore parameters and, if requested, buffers of real numbers and all `others`."""
+        """Restore the parameters and, if requested, the buffers and attributes.
+
+        Args:
+            floats: Whether to restore buffers of real numbers.
+            others: Whether to restore other buffers, replaced buffers and attributes.
+        """
         with torch.no_grad():
             for p, before in self._parameters.values():
                 p.copy_(before)
@@ -212,14 +214,16 @@ class Changes(TorchDispatchMode):
                 if others:
                     get_buffers(module)[key] = tensor
                 if floats if tensor.is_floating_point() else others:
-                    tensor.copy_(before)  # also where BatchNorm has not counted its change
+                    tensor.copy_(
+                        before
+                    )  # in any case: BatchNorm changes buffers without a new version
                     self._buffers[i] = (module, key, name, tensor, before, get_version(tensor))
         if others:
             self._attributes.put_back()
 
 
 def _written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that an operator writes to, by its schema."""
+    """Yield the tensors to which an operator writes, by its schema."""
     if not writes_arguments(func):
         return
     for i, argument in enumerate(get_arguments(func)):
@@ -229,7 +233,7 @@ def _written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Ten
 
 
 def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator that may draw random numbers does: attention without dropout does not."""
+    """Return whether a call of an operator draws random numbers, as attention without dropout does not."""
     for i, argument in enumerate(get_arguments(func)):
         if argument.name in ("dropout_p", "p"):
             p = args[i] if i < len(args) else kwargs.get(argument.name, 0)

@@ -1,6 +1,6 @@
 """Activation checkpointing: backward recomputes a block's activations, which are not stored.
 
-Chen et al., "Training deep nets with sublinear memory cost", 2016. Importing this file imports torch.
+See Chen et al., "Training deep nets with sublinear memory cost", 2016.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from stratbench.workload.network.sharding import Groups
 from stratbench.workload.torch_internals import KEPT_BY_SELECTIVE, BatchNorm, get_arguments
 
 aten = torch.ops.aten
-#: Products of `selective`, of which every second one is computed again, as in torchtitan.
+#: Operators of which the mode `selective` recomputes every second call, as torchtitan does.
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.convolution.default}
-#: How many blocks this process is computing again; one may be inside another.
+#: Number of blocks that this process is recomputing; a block may be inside another.
 _under_way = 0
 
 
 def is_recomputing() -> bool:
-    """Return whether a checkpointed block is being computed again."""
+    """Return whether a checkpointed block is being recomputed."""
     return _under_way > 0
 
 
 def blocks_of(groups: Groups) -> list[nn.Module]:
-    """Return the modules of the model's sharding groups that hold others.
+    """Return the modules of a model's sharding groups that have submodules.
 
-    A single layer keeps nothing but its input, which checkpointing keeps, too.
+    Single layers are left out: they only store their input, which checkpointing stores, too.
     """
     return [m for _, modules in groups for m in modules if any(m.children())]
 
 
 def checkpointed(blocks: list[nn.Module], mode: bool | str) -> list[nn.Module]:
-    """Return those of `blocks` that `activation_checkpointing: mode` checkpoints: all, or each N-th."""
+    """Return the blocks that a mode of `activation_checkpointing` checkpoints: all, or each N-th."""
     every = str(mode).partition("every-")[2]
     return blocks[int(every) - 1 :: int(every)] if every else blocks
 
 
 def checkpoint_blocks(groups: Groups, mode: bool | str = True) -> int:
-    """Enable recomputation of activations in blocks of `groups`; return their number.
+    """Enable recomputation of activations in a model's blocks, and return the number of these blocks.
 
-    The blocks' own forwards are replaced: the names of parameters and the hooks of modules, such as FSDP's,
-    stay the same. Random numbers are drawn equally again.
+    The `forward` of each block is replaced, so that names of parameters and hooks of modules, such as FSDP's,
+    stay the same. The recomputation draws the same random numbers.
 
     Args:
         groups: The model's sharding groups.
@@ -65,7 +65,7 @@ def checkpoint_blocks(groups: Groups, mode: bool | str = True) -> int:
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, with activations that backward recomputes."""
+    """Call a function with some arguments, such that backward recomputes its activations."""
     contexts = partial(_contexts, [], False)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
@@ -81,12 +81,12 @@ def _forward(
         return forward(*args, **kwargs)
     contexts = partial(_contexts, norms, selective)
     if torch.compiler.is_compiling():
-        # A compiler computes only values again, and no changes of buffers; it takes no other contexts.
+        # Compiled code recomputes values without changes of buffers, and supports no other contexts.
         if not selective:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         contexts = _selective_contexts
     elif selective:
-        # A weight that another block has cast would be cast here only when the block is computed again.
+        # Without this, a weight that another block has cast would be cast in the recomputation only.
         torch.clear_autocast_cache()
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -94,7 +94,7 @@ def _forward(
 def _contexts(
     norms: list[BatchNorm], selective: bool
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a block's forward, and of its recomputation."""
+    """Return the contexts of a block's forward and of its recomputation."""
     first, again = _selective_contexts() if selective else (nullcontext(), nullcontext())
     return first, _Recomputing(again, norms)
 
@@ -104,7 +104,7 @@ def _selective_contexts() -> tuple[AbstractContextManager, AbstractContextManage
 
 
 def _keep_by_count() -> Callable[..., CheckpointPolicy]:
-    """Return the policy of one call of a block: attention and every second product are stored."""
+    """Return a policy for one call of a block, which stores attention and every second product."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -118,17 +118,20 @@ def _keep_by_count() -> Callable[..., CheckpointPolicy]:
 
 
 def _draws(op: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether attention has dropout: storing its result would leave the generator behind."""
+    """Return whether attention has dropout.
+
+    Its result must not be stored, since the recomputation would then draw other random numbers.
+    """
     names = [argument.name for argument in get_arguments(op)]
     return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))
 
 
 class _Recomputing:
-    """Context of a block's recomputation, which is entered twice if backward has two parts.
+    """Context of a block's recomputation. It is entered twice if backward has two parts.
 
     Args:
         selected: Context with the stored results.
-        norms: Layers whose running statistics have seen the batch.
+        norms: BatchNorm layers, whose running statistics must not change again.
     """
 
     def __init__(self, selected: AbstractContextManager, norms: list[BatchNorm]) -> None:
@@ -149,17 +152,17 @@ class _Recomputing:
         self._entered.pop().__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and "has been mutated" in str(error):
             raise RuntimeError(
-                "a checkpointed block changes in place what activation_checkpointing: selective keeps (an "
-                "activation with inplace=True behind a linear layer); set inplace to False, or "
+                "a checkpointed block changes a tensor in place that activation_checkpointing: selective "
+                "stores (an activation with inplace=True after a linear layer); set inplace to False, or "
                 "activation_checkpointing to true"
             ) from error
 
 
 @contextmanager
 def _without_statistics(norms: list[BatchNorm]) -> Iterator[None]:
-    """The layers' running statistics do not change in the block: they have seen this batch.
+    """Prevent changes of running statistics within the block, since forward has already updated them.
 
-    With a momentum of 0 they become 1 x old + 0 x new, which is bit for bit the old.
+    With a momentum of 0 a statistic becomes 1 x old + 0 x new, which is bit for bit the old one.
     """
     statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:

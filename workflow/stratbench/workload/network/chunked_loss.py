@@ -1,7 +1,7 @@
-"""The loss of a text in chunks of positions (`loss_chunks`), so that never all scores exist at once.
+"""Computes the loss of a text in chunks of positions (`loss_chunks`), so that memory has few scores at once.
 
-The call of the last layer computes the loss in place of scores. A strategy's hooks around that call
-(gathering weights, casting) stay the same. Importing this file imports torch.
+The last layer's call computes the loss instead of scores. A strategy's hooks on that call, which gather or
+cast weights, stay the same.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from stratbench.workload.network.changes import Changes
 from stratbench.workload.network.checkpointing import recompute
 from stratbench.workload.users_code import Refused
 
-#: Why the loss of a network cannot be computed in parts.
+#: Message on a model whose loss cannot be computed in chunks.
 NO_HEAD = (
-    "loss_chunks has the network's last layer compute the loss, and its scores are not what an nn.Linear "
-    "returned, unchanged; return them so, or set loss_chunks to 1"
+    "loss_chunks needs a model that returns the output of an nn.Linear unchanged, and this one does not; "
+    "return it unchanged, or set loss_chunks to 1"
 )
 
 
 class ChunkedLoss:
-    """Makes a model return its mean loss in place of scores.
+    """Makes a model return its mean loss instead of scores.
 
     Args:
-        model: The model, not wrapped yet; the forward of its last layer is replaced.
+        model: The model before it is wrapped; the forward of its last layer is replaced.
         tokens: Example tokens that the model takes, [samples, positions].
         chunks: Number of chunks of positions.
-        loss: The mean loss of scores [samples, positions, vocabulary] against targets.
+        loss: Computes the mean loss of scores [samples, positions, vocabulary] for targets.
 
     Raises:
-        Refused: No layer returns the scores.
+        Refused: If no linear layer returns the model's scores.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ChunkedLoss:
 
     @contextmanager
     def against(self, targets: Tensor) -> Iterator[None]:
-        """Make the model return its mean loss against `targets` until the block ends."""
+        """Make the model return its mean loss for some targets until the block ends."""
         self._targets = targets
         try:
             yield
@@ -67,13 +67,13 @@ class ChunkedLoss:
 
     def _sum(self, h: Tensor, targets: Tensor) -> Tensor:
         scores = self._scores(h)
-        # In 16 bits the loss would be rounded.
+        # The loss is computed in float32, since 16 bits would round it.
         scores = scores.float() if scores.element_size() == 2 else scores
         return self._loss(scores, targets) * targets.numel()
 
 
 def find_head(model: nn.Module, tokens: Tensor) -> nn.Linear:
-    """Return the layer whose output is the model's. Refused where there is none."""
+    """Return the linear layer whose output is the model's output; raise Refused if there is none."""
     outputs: list[tuple[nn.Linear, Tensor]] = []
     hooks = [
         module.register_forward_hook(lambda layer, _, out: outputs.append((layer, out)))

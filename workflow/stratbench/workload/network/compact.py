@@ -1,9 +1,9 @@
-"""Small relatives of the full-size image networks, from torchvision's own blocks, for CPUs and demos.
+"""Builds small versions of image models, from torchvision's own blocks, for CPUs and demos.
 
-Each keeps what makes its family costly to distribute (VGG: most parameters in one layer; DenseNet:
-many small tensors; ...) at 100,000 to 500,000 parameters, for images of 16 pixels and more.
-They have no dropout and no stochastic depth: few parameters, few epochs, nothing to regularise.
-Importing this file imports torch; `registry.MODELS` names its functions.
+Each has the property that makes its family costly to distribute: in VGG most parameters are in one layer,
+DenseNet has many small tensors. They have 100,000 to 500,000 parameters and take images of at least 16
+pixels. They have no dropout and no stochastic depth, since few parameters and few epochs need no
+regularisation. `registry.MODELS` names the functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 
 class CompactVGG(nn.Module):
-    """VGG's 3x3 convolutions and three linear layers; the first of these holds two thirds."""
+    """VGG's 3x3 convolutions and three linear layers, the first with two thirds of all parameters."""
 
     def __init__(self, classes: int, channels: int) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class CompactVGG(nn.Module):
             nn.ReLU(inplace=True),
             nn.Linear(256, classes),
         )
-        # Glorot and Bengio's initialisation, which the VGG paper (section 3.1) names: with
-        # torchvision's normal(0, 0.01) the linear layers sit on a plateau for epochs, and He's
-        # diverges at the learning rates that suit the other families.
+        # Glorot and Bengio's initialisation is that of the VGG paper (section 3.1). With torchvision's
+        # normal(0, 0.01) the loss does not fall for epochs, and with He's it diverges at learning rates that
+        # are good for the other families.
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -54,12 +54,12 @@ class CompactVGG(nn.Module):
 
 
 def vgg(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """VGG with three linear layers, the first of which holds most parameters."""
+    """Return a small VGG with three linear layers, the first of which has most parameters."""
     return CompactVGG(classes, shape[0])
 
 
 def efficientnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """EfficientNetV2: fused MBConv blocks first, MBConv with squeeze-and-excitation after."""
+    """Return a small EfficientNetV2: fused MBConv blocks, then MBConv with squeeze-and-excitation."""
     model = EfficientNet(
         [
             FusedMBConvConfig(1, 3, 1, 16, 16, 1),
@@ -80,10 +80,10 @@ def efficientnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return ConvNeXt with a 2x2 stem for small images, and blocks that train from the first step."""
+    """Return a small ConvNeXt with a 2x2 stem, and blocks that learn from the first step."""
     model = ConvNeXt(
         [CNBlockConfig(24, 48, 1), CNBlockConfig(48, 96, 1), CNBlockConfig(96, None, 2)],
-        # The published 1e-6 leaves the blocks idle for longer than such a model is trained.
+        # With the published 1e-6 the blocks would have no effect for longer than such a model is trained.
         layer_scale=1.0,
         num_classes=classes,
     )
@@ -95,7 +95,7 @@ def convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def resnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Four stages of one bottleneck each, behind a 3x3 stem that halves the image."""
+    """Return a small ResNet: four stages of one bottleneck each, after a 3x3 stem that halves the image."""
     layers: list[tuple[str, nn.Module]] = [
         ("conv1", nn.Conv2d(shape[0], 16, 3, stride=2, padding=1, bias=False)),
         ("bn1", nn.BatchNorm2d(16)),
@@ -122,7 +122,7 @@ def resnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def densenet(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """DenseNet-BC with growth rate 16; the stem's pooling is left out, the images being small."""
+    """Return a small DenseNet-BC with growth rate 16, whose stem has no pooling, for small images."""
     model = DenseNet(16, (3, 4, 4), num_init_features=32, num_classes=classes)
     stem = nn.Conv2d(shape[0], 32, 3, stride=2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight)
@@ -132,13 +132,13 @@ def densenet(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def vit(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return a vision transformer of four layers of width 64 on patches of 4x4 pixels."""
+    """Return a small vision transformer with four layers of width 64 on patches of 4x4 pixels."""
     channels, size, _ = shape
     model = VisionTransformer(size, 4, 4, 4, hidden_dim=64, mlp_dim=256, num_classes=classes)
     stem = nn.Conv2d(channels, 64, 4, stride=4)
     nn.init.trunc_normal_(stem.weight, std=(1 / (channels * 4 * 4)) ** 0.5)
     nn.init.zeros_(stem.bias)
     model.conv_proj = stem
-    # Torchvision starts it at zero: then nothing below it learns in the first step.
+    # Torchvision initialises the head by zeros, so that nothing below it would learn in the first step.
     nn.init.trunc_normal_(model.heads.head.weight, std=0.02)
     return model

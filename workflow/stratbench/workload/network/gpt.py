@@ -1,6 +1,6 @@
 """GPT: a decoder that predicts the next token of a text, in the sizes of nanoGPT and GPT-2.
 
-Importing this file imports torch; `registry.MODELS` names its functions.
+`registry.MODELS` names the functions.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Causal self-attention of `heads` heads over [batch, time, width].
+    """Causal self-attention with `heads` heads over [batch, time, width].
 
-    Queries, keys and values have a projection each: split by heads over several devices, they need
-    no rearrangement.
+    Queries, keys and values have separate projections, which devices can divide by heads without rearranging
+    weights.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and a two-layer perceptron, each with pre-layer norm and residual."""
+    """One layer: attention and a two-layer perceptron, each with a preceding layer norm and a residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token numbers [batch, time] become scores [batch, time, vocabulary] of each next token.
+    """A decoder from tokens [batch, time] to scores [batch, time, vocabulary] of each next token.
 
-    Radford et al., Language Models are Unsupervised Multitask Learners, 2019: layer norms stand before
-    each part and once at the end; weights are drawn from normal(0, 0.02), those that are added to
-    the stream from a normal smaller by sqrt(2 layers). `tied`: the head's weights are the embedding's.
-    There is no dropout.
+    It follows Radford et al., Language Models are Unsupervised Multitask Learners, 2019: a layer norm
+    precedes each part and the head. Weights are drawn from normal(0, 0.02); the standard deviation of those
+    that end a residual branch is smaller by sqrt(2 layers). With `tied`, the head's weights are the
+    embedding's. There is no dropout.
     """
 
     def __init__(
@@ -88,26 +88,26 @@ class GPT(nn.Module):
 
 
 def embed(model: GPT, tokens: Tensor) -> Tensor:
-    """Return the stream [batch, time, width] before the first block."""
+    """Return the input [batch, time, width] of the first block: embeddings of tokens and positions."""
     return model.embedding(tokens) + model.position.weight[: tokens.shape[1]]
 
 
 def compact(classes: int, shape: tuple[int, ...]) -> GPT:
-    """Four layers of width 128: nanoGPT's size for characters on a CPU."""
+    """Return a GPT of nanoGPT's size for characters on a CPU: four layers of width 128."""
     return GPT(classes, *shape, layers=4, heads=4, width=128)
 
 
 def char(classes: int, shape: tuple[int, ...]) -> GPT:
-    """Six layers of width 384: nanoGPT's size for characters on a GPU."""
+    """Return a GPT of nanoGPT's size for characters on a GPU: six layers of width 384."""
     return GPT(classes, *shape, layers=6, heads=6, width=384)
 
 
 def gpt2_small(classes: int, shape: tuple[int, ...]) -> GPT:
-    """Twelve layers of width 768: the smallest GPT-2."""
+    """Return a GPT of the smallest GPT-2's size: twelve layers of width 768."""
     return GPT(classes, *shape, layers=12, heads=12, width=768)
 
 
-#: How workers divide a GPT's layers, by paths of modules; `extensions/splitting/tensor.py` knows the words.
+#: How workers divide a GPT's layers, by module path. `extensions/splitting/tensor.py` defines the values.
 TENSOR_PLAN = {
     "embedding": "embedding",
     "blocks.0": "first",
@@ -124,5 +124,5 @@ TENSOR_PLAN = {
     "head": "scores",
 }
 
-#: A GPT's forward as a chain (`workload/network/pieces.py`).
+#: A GPT's forward as a chain of pieces (`workload/network/pieces.py`).
 PIECES = ((embed, ("embedding", "position")), "blocks.*", "norm", "head")

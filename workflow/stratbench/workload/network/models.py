@@ -1,6 +1,6 @@
-"""The networks: how each is built, and how its layers are shared out.
+"""Builds models, and tells how their layers are divided.
 
-The Snakefile imports this, so torch is imported inside functions only.
+The Snakefile imports this module, so torch is imported inside functions only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from stratbench.workload.tasks import Task
 
 
-#: Why a model's activations cannot be checkpointed.
+#: Message on a model whose activations cannot be checkpointed.
 NO_BLOCKS = (
-    "activation_checkpointing computes blocks again, and all that is sharded together here are single "
-    "layers, which would save nothing; set it to false"
+    "activation_checkpointing recomputes blocks, but each shard group of this model is a single layer, which "
+    "would save no memory; set it to false"
 )
 
 
 def _import_name(path: str) -> Any:
-    """Return the object that `module:name` names."""
+    """Import and return the object with the path `module:name`."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
@@ -46,12 +46,17 @@ def _name(model: str | Model) -> str:
 
 
 def model_of(s: Settings) -> str | Model:
-    """Return the model of a cell as functions here take it: its name, or a `Model`."""
+    """Return the model of a cell: the name of a built-in one, or a `Model`."""
     return named_model(s.model, s.own_model)
 
 
 def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
-    """Return the model of a name, with `spec` (the fields of OwnModel) if it is a user's own."""
+    """Return a model: the name of a built-in one, or a `Model` for a user's specification.
+
+    Args:
+        name: Name of the model.
+        spec: Fields of OwnModel, or None for a built-in model.
+    """
     if spec is None:
         return name
     keys = {f.name for f in fields(OwnModel)}
@@ -64,17 +69,16 @@ def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
     return Model("torchvision", None, _SMALLEST.get(torchvisions, 32), patch=patch, own=own)
 
 
-#: Torchvision's networks that need more than 32 pixels a side, and one that takes multiples only.
+#: Smallest side in pixels of torchvision's models that need more than 32, and side of which a model takes
+#: multiples only.
 _SMALLEST = {"alexnet": 64, "inception_v3": 96, "maxvit_t": 224}
 _SIDES = {"maxvit_t": 224}
 
 
 def spec_of(name: str, entries: Mapping[str, Any]) -> dict[str, Any] | None:
-    """call, kwargs and shard of a model that is not built in.
+    """Return the specification of a model that is not built in, or None for a built-in model.
 
-    `entries`: the config's `models`.
-
-    A name that is not there is a network of torchvision's. None for one of MODELS.
+    A name that `entries`, the config's `models`, does not have is that of a torchvision model.
     """
     if name in MODELS:
         return None
@@ -83,18 +87,22 @@ def spec_of(name: str, entries: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_reads(name: str | Model, kind: str) -> None:
-    """Raise ValueError if the model takes other samples than those of the data, of `kind`."""
+    """Raise ValueError if a model does not take samples of a kind, such as `texts`."""
     reads_text = facts_of(name).reads_text
     reads = "texts" if reads_text else "images"
     if reads_text is not None and reads != kind:
-        raise ValueError(f"{_name(name)} takes {reads}, and the data set has {kind}")
+        raise ValueError(
+            f"{_name(name)} takes {reads}, but the data set has {kind}; use another model"
+        )
 
 
 def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the model's input for samples of `shape`.
+    """Return the shape of a model's input for samples of a shape.
 
-    Images (channels, height, width) are enlarged if the model needs it; others stay the same. Raises
-    ValueError if the model does not take such data.
+    Images (channels, height, width) are enlarged if the model needs it. Other samples keep their shape.
+
+    Raises:
+        ValueError: If the model does not take such samples.
     """
     check_reads(name, kind_of(shape))
     model, name = facts_of(name), _name(name)
@@ -105,10 +113,13 @@ def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
     channels, height, width = shape
     if model.is_torchvisions and channels not in (1, 3):
         raise ValueError(
-            f"{name} takes images of 3 channels (1 is repeated); these have {channels}"
+            f"{name} takes images with 3 channels, or with 1, which is repeated; those of the data set have "
+            f"{channels}"
         )
     if model.patch > 1 and height != width:
-        raise ValueError(f"{name} takes square images; these have {height}x{width} pixels")
+        raise ValueError(
+            f"{name} takes square images; those of the data set have {height}x{width} pixels"
+        )
     height, width = (
         -(-max(side, model.min_size) // model.patch) * model.patch for side in (height, width)
     )
@@ -116,9 +127,7 @@ def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)) -> nn.Module:
-    """Return the untrained model.
-
-    Weights come from the global generators: seed them before.
+    """Build a model with random weights, which it draws from the global random generators.
 
     Args:
         name: The model.
@@ -132,7 +141,7 @@ def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224
     if model.builder:
         return _import_name(model.builder)(classes, shape)
     if shape[0] != 3:
-        raise ValueError(f"{name} takes 3 channels, not {shape[0]}: repeat a single one")
+        raise ValueError(f"{name} takes 3 channels, not {shape[0]}; repeat a single channel")
     from torchvision import models
 
     size = {"image_size": shape[1]} if model.patch > 1 else {}
@@ -140,10 +149,10 @@ def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224
 
 
 def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return the model of fake tensors, in the active fake mode, without memory or time.
+    """Build a model of fake tensors in the active fake mode, which takes neither memory nor time.
 
-    Plain tensors that its code makes are fake, too. A user's model that reads a tensor's values is first
-    built on the CPU.
+    Plain tensors that its code creates are fake, too. A user's model whose code reads a tensor's values is
+    first built on the CPU.
 
     Args:
         model: The model.
@@ -166,7 +175,7 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
 
 @contextmanager
 def _undrawn() -> Iterator[None]:
-    """Skip the drawing of weights in the block: memory that is never written takes no space or time."""
+    """Skip the drawing of random weights within the block, since unwritten memory takes no space or time."""
     from torch.overrides import TorchFunctionMode
 
     from stratbench.workload.torch_internals import no_truncated_normals
@@ -194,10 +203,10 @@ def for_training(
     build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build,
     checkpointing: bool | str = False,
 ) -> nn.Module:
-    """Return the model for every strategy, and the plan, on `device` in training mode.
+    """Build a model on a device in training mode, as every strategy and the plan use it.
 
-    The initial weights follow from `seed` alone: they are drawn on the CPU in float32. Parameters and buffers
-    stay the objects that the model's code made.
+    The initial weights depend on `seed` alone: they are drawn on the CPU in float32. Parameters and buffers
+    stay the objects that the model's code has created.
 
     Args:
         name: The model.
@@ -206,11 +215,11 @@ def for_training(
         seed: Seed of the weights.
         device: Device of the model.
         dtype: Type of the weights.
-        build: Makes the model.
+        build: Builds the model.
         checkpointing: The setting `activation_checkpointing`.
 
     Raises:
-        ModelError: If checkpointing would change nothing.
+        ModelError: If checkpointing would have no effect.
     """
     from stratbench.workload.generators import seed_generators
 
@@ -225,13 +234,15 @@ def for_training(
         groups = wrap_groups(name, model)
         if not checkpoint_blocks(groups, checkpointing):
             count = len(blocks_of(groups))
-            few = f"activation_checkpointing = {checkpointing!r}: it has {count} blocks; lower the number"
+            few = (
+                f"activation_checkpointing = {checkpointing!r}: it has only {count} blocks; lower N"
+            )
             reason = few if count else NO_BLOCKS
             raise users_code.ModelError(f"{facts_of(name).own or name}: {reason}")
     return model
 
 
-#: Network -> the number formats of its real parameters as its code makes them.
+#: Number formats of a model's real parameters as its code has created them, by model.
 _made_in: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 
@@ -241,15 +252,15 @@ def _formats_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def changed_formats(model: nn.Module) -> str | None:
-    """Return a text on parameters in other formats than those of training, or None.
+    """Return a sentence if a model's code creates parameters in other formats than it is trained in.
 
-    The usual float32 is no declaration of the user.
+    Return None for the usual float32, which the user's code need not have chosen.
     """
     others = [f for f in _made_in.get(model, ()) if f not in ("float32", *_formats_of(model))]
     if not others:
         return None
     return (
-        f"its code makes parameters in {', '.join(others)}, and all strategies train them in "
+        f"its code creates parameters in {', '.join(others)}, but all strategies train them in "
         f"{', '.join(_formats_of(model))} (`precision`)"
     )
 
@@ -263,21 +274,21 @@ def trial_of(
     task: Task,
     dtype: torch.dtype,
 ) -> Trial:
-    """Return the trial steps of a model from `for_training`, on two samples each.
+    """Take trial steps of a built model with two samples each, and return their result.
 
-    It stays unchanged.
+    The model's state does not change.
 
     Args:
         name: The model.
-        model: The built model.
+        model: The model that `for_training` has built.
         classes: Number of classes or tokens.
         shape: Shape of the input.
-        groups: Its shard groups.
-        task: Its task, which gives the shape of the outputs.
+        groups: Shard groups of the model.
+        task: Task, which determines the shape of the outputs.
         dtype: Type of the samples, if they are images.
 
     Raises:
-        ModelError: If something does not fit.
+        ModelError: If the model cannot be trained on such samples.
     """
     import torch
 
@@ -292,7 +303,7 @@ def trial_of(
     x, y = example_batch(
         trial.SAMPLES, shape, classes, device, dtype, layout, values, vocabulary is not None
     )
-    # A vocabulary may have more tokens than the data.
+    # The model's vocabulary may have more tokens than the data.
     outputs = tasks.outputs_of(task, y.shape, getattr(model, "scores", classes))
     try:
         tokens = vocabulary or classes
@@ -300,27 +311,27 @@ def trial_of(
     except users_code.ModelError as e:
         if "dtype" not in str(e) or (formats := changed_formats(model)) is None:
             raise
-        cast = "cast what a layer takes to the dtype of its weight"
+        cast = "cast a layer's input to the dtype of its weight"
         raise type(e)(f"{e}; {formats}: {cast}") from e
 
 
 def has_name_alone(name: str | Model) -> bool:
-    """Return whether a trainer of the user's builds the model, and nothing here can."""
+    """Return whether only a user's own training program can build the model."""
     own = facts_of(name).own
     return own is not None and own.call == libraries.NAME_ALONE
 
 
 def in_words(name: str | Model) -> str:
-    """Return a model in a sentence about it."""
+    """Return the text that names a model in a sentence."""
     own = facts_of(name).own
     return str(own) if own is not None else f"model {_name(name)!r}"
 
 
 def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move all tensors to `device`, and the real ones among them to `dtype`, in place.
+    """Move all tensors of a model to a device, and real ones to a number format, in place.
 
-    Hooks, attributes, other references and shared tensors stay: only their memory is another. A tensor with
-    gaps in memory, or with overlaps, gets dense memory of its own.
+    The tensor objects stay the same, so that hooks, attributes and other references stay valid. A tensor with
+    gaps or overlaps in memory gets dense memory of its own.
 
     Args:
         model: The model.
@@ -334,18 +345,16 @@ def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
     for t in [*model.parameters(), *model.buffers()]:
         placed = t.data.to(device, dtype if t.is_floating_point() else t.dtype)
         t.data = placed
-        if isinstance(t, FakeTensor):  # it states its device itself, whatever memory it is given
+        if isinstance(t, FakeTensor):  # a fake tensor stores its device separately
             t.fake_device = placed.fake_device
         if overlaps_itself(t):
             t.data = t.data.clone(memory_format=torch.contiguous_format)
 
 
 def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer.
+    """Replace each parameter and buffer of a model; a shared parameter stays shared.
 
-    A shared parameter stays shared.
-
-    Only for fakes of real tensors, which cannot be replaced in place.
+    It replaces real tensors by fake ones, for which the memory cannot be replaced in place.
     """
     from torch import nn
 
@@ -360,11 +369,11 @@ def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -
 
 
 def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
-    """Return FSDP's gathering groups: (label, modules) in forward order, no module twice.
+    """Return the shard groups of a model, as (label, modules) in forward order, each module once.
 
-    A user's model has those that `sharding` defines, others the family's blocks. VGG has none: there, the
-    convolutions between two poolings are one group, and each linear layer is one. Modules in no group (stem,
-    head) belong to the root.
+    `sharding` defines the groups of a user's model. Other models have the blocks of their family. In VGG, the
+    convolutions between two poolings are a group, and so is each linear layer. Modules in no group (stem,
+    head) are sharded with the root.
     """
     if (own := facts_of(name).own) is not None:
         from stratbench.workload.network import sharding
@@ -380,9 +389,9 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
 
 
 def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
-    """Return a model's declaration under `key`, or None.
+    """Return a model's declaration for a key, such as `tensor_plan`, or None.
 
-    A user may name, as `module:NAME`, the declaration, or a function of the model that returns it.
+    A user may give it as `module:NAME`, the name of a declaration or of a function of the model.
     """
     model = facts_of(network)
     if model.own is None:
@@ -395,7 +404,7 @@ def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
 
 
 def _states(network: str | Model, key: str) -> bool:
-    """Return whether it has a declaration; nothing is imported."""
+    """Return whether a model has a declaration for a key, without importing anything."""
     model = facts_of(network)
     return getattr(model.own or FAMILIES[model.family], key) is not None
 
@@ -406,17 +415,20 @@ def has_tensor_plan(network: str | Model) -> bool:
 
 
 def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
-    """Return how workers divide the layers of `model`, by module path (`*`: any name).
+    """Return how workers divide the layers of a model, by module path, in which `*` is any name.
 
-    ValueError if it has no plan.
+    Raises:
+        ValueError: If the model has no such plan.
     """
     return _statement(network, "tensor_plan", model)
 
 
 def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
-    """Return the number of attention heads, or 0 without any, which any number divides.
+    """Return the number of attention heads that workers must divide, or 0 without attention.
 
-    A `built` model may declare it itself.
+    Args:
+        network: The model.
+        built: The built model, if any, which may have an attribute with this number.
     """
     model = facts_of(network)
     declared = model.own.num_heads if model.own else model.num_heads
@@ -429,14 +441,19 @@ def has_pieces(network: str | Model) -> bool:
 
 
 def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
-    """Return the model's forward as a chain of pieces. ValueError if it has no such piece."""
+    """Return a model's forward as a chain of pieces; raise ValueError if a declared piece is missing."""
     from stratbench.workload.network import pieces
 
     return pieces.pieces_of(model, _statement(network, "pipeline_modules", model))
 
 
 def sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
-    """Return a text on the rule by which `wrap_groups` makes its groups. `built`: the model."""
+    """Return a text on the rule by which `wrap_groups` forms the groups of a model.
+
+    Args:
+        name: The model.
+        built: The built model, if any.
+    """
     model = facts_of(name)
     if model.own:
         from stratbench.workload.network import sharding
@@ -465,7 +482,7 @@ def _vgg_groups(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 def facts_of_own(
     model: Model, built: nn.Module, classes: int, shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return the record's entry of a user's model: the arguments of its call, and its sharding.
+    """Return a record's entry on a user's model: the arguments of its call, and its sharding rule.
 
     Args:
         model: The model.
@@ -480,14 +497,14 @@ def facts_of_own(
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Return whether statistics over the (local) batch enter the training."""
+    """Return whether a model has BatchNorm, which normalises over a worker's batch."""
     from stratbench.workload.torch_internals import BatchNorm
 
     return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether the forward pass has dropout or stochastic depth with p > 0."""
+    """Return whether a model has dropout or stochastic depth with a probability above 0."""
     from torchvision.ops import StochasticDepth
 
     from stratbench.workload.torch_internals import Dropout
@@ -497,17 +514,16 @@ def has_dropout(model: nn.Module) -> bool:
     )
 
 
-#: Operators torchvision registers fakes for at import, even where its compiled part did not load.
+#: Operators for which torchvision registers fakes at import, even if its compiled part did not load.
 _FAKED_OPERATORS = ("nms", "qnms")
 _libraries: list[object] = []
 
 
 def import_torchvision() -> None:
-    """Import torchvision, also where its compiled part does not load.
+    """Import torchvision, even if its compiled part does not load.
 
-    A torchvision built for CUDA next to a torch built for CPUs is a common accident and fails with
-    "operator torchvision::nms does not exist". We use networks only, none of the operators: with
-    their schemas defined by hand, the import succeeds.
+    With a torch for CPUs, a torchvision for CUDA fails with "operator torchvision::nms does not exist". Since
+    only models are used and none of the operators, defining the operators' schemas makes the import succeed.
     """
     try:
         import torchvision
@@ -519,6 +535,6 @@ def import_torchvision() -> None:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for operator in _FAKED_OPERATORS:
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        # Kept: the schemas go when the library object does.
+        # The library object is kept, since the schemas would be removed with it.
         _libraries.append(library)
         import torchvision  # noqa: F401
