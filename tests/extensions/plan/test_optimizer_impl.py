@@ -117,18 +117,22 @@ def test_adamw_by_foreach_takes_a_copy_of_what_a_gpu_trains():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_torchs_own_zero_is_planned_in_a_process_of_its_own(implementation):
+def test_torchs_own_zero_is_planned_in_a_process_of_its_own():
     """It compiles torch's functional optimizers where it is first imported."""
-    request = request_for("zero1-torch", MODEL, 2, optimizer_impl=implementation, **ADAMW)
-    program = (
-        "import json; from stratbench.cell.settings import Settings; "
-        "from stratbench.extensions.plan.footprint import footprint; "
-        "from stratbench.extensions.plan.footprint.request import Request; "
-        f"fields = json.loads({json.dumps(json.dumps(request.as_dict()))}); "
-        "settings = Settings(**fields.pop('settings')); "
-        "fields['input_shape'] = tuple(fields['input_shape']); "
-        "footprint.make_footprint(Request(settings=settings, **fields))"
-    )
+    requests = [
+        request_for("zero1-torch", MODEL, 2, optimizer_impl=implementation, **ADAMW).as_dict()
+        for implementation in IMPLEMENTATIONS
+    ]
+    program = f"""
+import json
+from stratbench.cell.settings import Settings
+from stratbench.extensions.plan.footprint import footprint
+from stratbench.extensions.plan.footprint.request import Request
+
+for fields in json.loads({json.dumps(json.dumps(requests))}):
+    settings = Settings(**fields.pop("settings"))
+    fields["input_shape"] = tuple(fields["input_shape"])
+    footprint.make_footprint(Request(settings=settings, **fields))
+"""
     path = {"PYTHONPATH": str(Path(footprint.__file__).parents[4])}
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | path)
