@@ -11,14 +11,14 @@ import argparse
 from collections.abc import Iterator
 
 from config_tables import DOCS, fill
-from stratbench.command.__main__ import parser
+from stratbench.command.__main__ import build_parser
 
 PAGE = DOCS / "reference" / "commands.md"
 
 
 def command_tables() -> str:
     """Return a section per command: its help and a table of its arguments."""
-    [commands] = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    [commands] = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     helps = {action.dest: action.help for action in commands._choices_actions}
     sections = []
     for name, command in commands.choices.items():

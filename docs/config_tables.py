@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from stratbench.cell.options import limits, spell
+from stratbench.cell.options import describe_type, iter_limits
 from stratbench.ps.policies.policies import POLICIES, policy_class
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.config.schema import TYPE_NAMES, resolved, schema
@@ -126,7 +126,7 @@ def _option_rows(strategies: Iterable[str]) -> Iterator[tuple[str, ...]]:
         options_class = strategy_class(strategy).Options
         types = get_type_hints(options_class)
         for spec in fields(options_class):
-            value = _type(types[spec.name], list(limits(spec)))
+            value = _type(types[spec.name], list(iter_limits(spec)))
             row = (f"`{spec.name}`", value, json.dumps(spec.default), spec.metadata["help"])
             owners.setdefault(row, []).append(strategy)
     for (name, value, default, meaning), names in owners.items():
@@ -144,7 +144,7 @@ def _type(hint: Any, bounds: Iterable[str]) -> str:
         return ", ".join(f"`{value}`" for value in get_args(hint))
     if get_args(hint) and get_origin(hint) is not list:  # a union
         return "; or ".join(_type(part, bounds) for part in get_args(hint))
-    return ", ".join([spell(hint), *bounds])
+    return ", ".join([describe_type(hint), *bounds])
 
 
 def iter_blocks(

@@ -97,15 +97,17 @@ def judged(
     first = (chosen + k * np.arange(models))[..., None] + np.zeros(true.shape, dtype=int)
     variance, dof = (
         part.reshape(true.shape)
-        for part in moderated.moderated_by_groups(
+        for part in moderated.moderate_variances_by_groups(
             moderated.Differences(*(part.reshape(flat) for part in found)),
-            moderated.Scatter(*(part.reshape(flat) for part in moderated.scatter_of_groups(logs))),
+            moderated.GroupScatter(
+                *(part.reshape(flat) for part in moderated.compute_group_scatter(logs))
+            ),
             (served & np.ones(true.shape, dtype=bool)).reshape(flat),
             first.reshape(flat),
         )
     )
     stood = ranking.compare_with_choice(
-        found, chosen, means, variance, dof, moderated.tail_among(k, looks), MARGIN
+        found, chosen, means, variance, dof, moderated.compute_decision_tail(k, looks), MARGIN
     )
     gaps = true - np.take_along_axis(true, chosen[..., None], -1)
     others = np.arange(k) != chosen[..., None]

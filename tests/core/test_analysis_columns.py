@@ -27,7 +27,7 @@ def test_every_column_has_a_definition_and_fields_are_those_of_the_schema():
         if isinstance(column.source, str) and not column.source.startswith(
             ("timeline: ", "time.step_ms.", "time.breakdown_ms.")
         ):
-            assert columns.described_in_schema(column.source), column.name
+            assert columns.find_schema_description(column.source), column.name
 
 
 def test_a_measure_shows_its_column_in_a_unit_that_there_is_a_factor_for():
@@ -40,16 +40,16 @@ def test_a_measure_shows_its_column_in_a_unit_that_there_is_a_factor_for():
             or (column.unit, measure.unit) in FACTORS
         )
         assert measure.definition
-        shown_as_it_is = not (measure.baseline or measure.per_worker)
+        shown_as_it_is = not (measure.baseline or measure.is_per_worker)
         assert not shown_as_it_is or measure.definition == column.definition
 
 
 def test_every_plot_has_a_title_a_column_and_somebody_who_draws_it():
     for plot in PLOTS.values():
-        assert plot.title_of(Score())
+        assert plot.format_title(Score())
         assert plot.needs in columns.BY_NAME
-        assert plot.by_count or (plot.name in OTHERS) != (
-            plot.name in MEASURES and plot.chart in CHARTS
+        assert plot.is_per_worker_count or (plot.name in OTHERS) != (
+            plot.name in MEASURES and plot.chart_kind in CHARTS
         )
 
 
@@ -66,7 +66,7 @@ def test_a_number_that_is_none_is_refused_with_its_column(path):
     record = copy.deepcopy(fixture.make_record(fixture.expand(("ddp",), ("vgg16",), (2,))[0]))
     record["time"][path] = float("inf")
     with pytest.raises(RecordError, match=f"{path} is 'inf'"):
-        columns.row_of_record(record, Path("none"))
+        columns.build_record_row(record, Path("none"))
 
 
 def test_groups_of_repeats_have_one_order_and_findings_name_all_of_it():

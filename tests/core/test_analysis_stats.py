@@ -9,7 +9,7 @@ import scipy
 from stratbench.statistics import moderated
 from stratbench.statistics.intervals import (
     IntervalEstimate,
-    median_and_spread,
+    compute_median_and_spread,
     paired_ratios,
 )
 
@@ -24,14 +24,14 @@ def intervals(numerators, denominators):
 
 
 def test_few_values_have_a_range_and_more_have_quartiles():
-    assert median_and_spread([5, 1, 4, 2, 3]) == (3, 2, 4, "quartiles")
-    assert median_and_spread([5, 1, 4, 2]) == (3, 1, 5, "range")
-    assert median_and_spread([7.5]) == (7.5, 7.5, 7.5, "range")
+    assert compute_median_and_spread([5, 1, 4, 2, 3]) == (3, 2, 4, "quartiles")
+    assert compute_median_and_spread([5, 1, 4, 2]) == (3, 1, 5, "range")
+    assert compute_median_and_spread([7.5]) == (7.5, 7.5, 7.5, "range")
 
 
 def test_moderated_t_of_the_worked_example():
     found = moderated.Differences(np.zeros(10), VARIANCES, np.full(10, 3))
-    prior = moderated.variance_prior(VARIANCES, np.full(10, 2), np.full(10, True))
+    prior = moderated.estimate_variance_prior(VARIANCES, np.full(10, 2), np.full(10, True))
     assert np.isinf(prior.dof)
     assert prior.variance == pytest.approx(5.1245e-4, rel=1e-4)
     variance, dof = moderated.moderated_variances(found, np.zeros(10, dtype=bool))
@@ -47,7 +47,9 @@ def test_variances_that_scatter_more_than_chance_are_drawn_together_less():
     rng = np.random.default_rng(3)
     true = 2e-4 * 6 / rng.chisquare(6, (200, 400))
     found = true * rng.chisquare(4, true.shape) / 4
-    prior = moderated.variance_prior(found, np.full(true.shape, 4), np.full(true.shape, True))
+    prior = moderated.estimate_variance_prior(
+        found, np.full(true.shape, 4), np.full(true.shape, True)
+    )
     assert np.median(prior.dof) == pytest.approx(6, rel=0.1)
     assert np.median(prior.variance) == pytest.approx(2e-4, rel=0.05)
 

@@ -642,7 +642,7 @@ def test_what_is_declared_of_a_setting_is_said_nowhere_else():
     assert "lr" in known["required"]
     names = {field.name for field in fields(Settings)}
     assert "properties" not in json.loads(record.SCHEMA_PATH.read_text())["properties"]["settings"]
-    stated = record.schema()["properties"]["settings"]
+    stated = record.load_schema()["properties"]["settings"]
     assert stated["properties"].keys() == names
     assert set(stated["required"]) == names - {"more"}
 

@@ -96,7 +96,7 @@ def test_a_variant_is_a_further_member_of_its_family():
 
 @pytest.mark.parametrize("shape", sorted({hue.shape for hue in FAMILIES.values()}))
 def test_a_shape_is_drawn_around_its_place(shape):
-    d = marks.outline(shape, 50.0, 20.0, 5.0)
+    d = marks.svg_outline_path(shape, 50.0, 20.0, 5.0)
     assert d.startswith("M")
     assert d.endswith("Z")
     if shape != "circle":
@@ -111,6 +111,6 @@ def test_a_deleted_extension_leaves_the_marks_of_all_others(monkeypatch, extensi
     gone = installed()[extension].strategies
     left = {name: cls for name, cls in REGISTRY.items() if name not in gone}
     monkeypatch.setattr(marks, "REGISTRY", left)
-    monkeypatch.setattr(marks, "_members", marks._members.__wrapped__)
+    monkeypatch.setattr(marks, "number_family_members", marks.number_family_members.__wrapped__)
     after = marks.marks_by_strategy((name, name) for name in left)
     assert after == {name: before[name] for name in left}

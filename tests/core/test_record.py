@@ -21,7 +21,7 @@ def good() -> dict:
 def test_a_record_is_read_as_it_was_written(tmp_path, good):
     record.write(tmp_path / "deep" / "record.json", good)
     assert record.read(tmp_path / "deep" / "record.json") == good
-    assert record.cell_of(good) == Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0)
+    assert record.get_cell(good) == Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_wrong_record_is_refused_with_file_and_field(tmp_path, good, change, p
 @pytest.mark.slow
 def test_records_are_judged_as_jsonschema_judges_them(good):
     """Every field with every kind of value, and left out, and one too many; of a list the first item's."""
-    schema = record.schema()
+    schema = record.load_schema()
     full = jsonschema.Draft202012Validator(schema)
     # No rule looks at two parts of a record: a change within one part is judged by the rules of this part.
     simple = {"type", "required", "properties", "additionalProperties"}
@@ -128,7 +128,7 @@ def test_not_a_number_is_never_written(tmp_path, good):
 
 
 def test_every_field_of_the_schema_is_described():
-    schema = record.schema()
+    schema = record.load_schema()
 
     def walk(rule: dict, where: str) -> None:
         for key, inner in rule.get("properties", {}).items():

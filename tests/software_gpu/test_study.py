@@ -111,7 +111,7 @@ def test_records_have_what_only_gpus_tell(study: Workflow) -> None:
     for path in paths:
         found = record.read(path)
         assert found["status"] == "ok"
-        assert software_gpu.trained(found)
+        assert software_gpu.has_trained(found)
         assert found["energy"]["train_joules"] > 0
         assert 0 < found["compute"]["mfu"] < 1
         for worker in found["workers"]:

@@ -200,7 +200,7 @@ def a_setting(folder: Path) -> None:
     assert "clip_value = -1: must be greater than 0. Largest size" in refusal(clip_value=-1)
     assert "clip_value = 'much': must be a number or null" in refusal(clip_value="much")
     assert "gradient as it was pushed" in refusal(clip_value=1, strategies=["ps-sync"])
-    assert "clip_value" in record.schema()["properties"]["settings"]["required"]
+    assert "clip_value" in record.load_schema()["properties"]["settings"]["required"]
     assert footprint_of(folder, clip_value=0.1) == footprint_of(folder)
     strategy, result = trained(folder, "fsdp", clip_value=1e-6)
     assert result.status == "ok"

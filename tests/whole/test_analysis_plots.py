@@ -22,7 +22,7 @@ from test_marks import EYES, THEMES, contrast, linear, oklab
 from stratbench.analysis.decision import decide
 from stratbench.analysis.figures import axes, curves, marks, measured, plots, rows, sheet
 from stratbench.analysis.figures.figure_list import INDEX, PLOTS
-from stratbench.analysis.figures.tradeoffs import ABOVE, NAME, PARTS, REST, free_place
+from stratbench.analysis.figures.tradeoffs import ABOVE, NAME, PARTS, REST, find_free_box
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
@@ -73,7 +73,7 @@ def draw():
 
 
 def all_figures(data):
-    return list(plots.figures_of(data))
+    return list(plots.iter_figure_names(data))
 
 
 @pytest.mark.slow
@@ -211,7 +211,9 @@ def test_figures_of_two_measures_show_the_numbers_of_the_table(tmp_path, draw):
     known = pd.concat(both, axis=1).dropna().to_numpy(dtype=float)
     expected = {(round(t, 6), round(round(v, data.score.decimals), 6)) for t, v in known}
     assert expected <= points_of(draw(data, "tradeoff").axes)
-    cells = data.cells[data.cells["gpus"] == data.shown_count].dropna(subset=["breakdown_ms"])
+    cells = data.cells[data.cells["gpus"] == data.shown_worker_count].dropna(
+        subset=["breakdown_ms"]
+    )
     found = draw(data, "breakdown")
     bars = pd.DataFrame([bar.get_width() for bar in of] for of in found.axes.containers).sum()
     steps = {
@@ -221,7 +223,7 @@ def test_figures_of_two_measures_show_the_numbers_of_the_table(tmp_path, draw):
     assert sorted(bars) == pytest.approx(sorted(steps.values()))
     for name, value in steps.items():
         assert {name, f"{measured.format_number(value, None)} ms"} <= set(found.texts)
-    pushes = data.cells[data.cells["gpus"] == data.shown_count].dropna(subset=["staleness"])
+    pushes = data.cells[data.cells["gpus"] == data.shown_worker_count].dropna(subset=["staleness"])
     shown = points_of(draw(data, "staleness").axes)
     assert len(pushes) > 1
     for counts in map(json.loads, pushes["staleness"]):
@@ -247,14 +249,14 @@ def test_scores_that_round_to_one_value_are_drawn_as_one(tmp_path, draw):
 def test_a_name_lies_over_no_point_and_no_other_name():
     page, point = Bbox([[0, 0], [300, 240]]), Bbox([[195, 115], [205, 125]])
     above, below = Bbox([[196, 128], [206, 138]]), Bbox([[150, 100], [250, 112]])
-    free = free_place((200, 120), 60, [point], page)
+    free = find_free_box((200, 120), 60, [point], page)
     assert (free.x0, free.y0) == (196, 120 + ABOVE - NAME / 2)
     for taken in ([above], [above, below]):
-        found = free_place((200, 120), 60, [point, *taken], page)
+        found = find_free_box((200, 120), 60, [point, *taken], page)
         assert not any(found.overlaps(other) for other in (point, *taken))
     # At the right edge it stays on the page, and where all is taken it lies somewhere all the same.
-    assert free_place((295, 120), 60, [], page).x1 == page.x1
-    found = free_place((200, 120), 60, [page], page)
+    assert find_free_box((295, 120), 60, [], page).x1 == page.x1
+    found = find_free_box((200, 120), 60, [page], page)
     assert Bbox.intersection(found, page).bounds == pytest.approx(found.bounds)
 
 
@@ -267,8 +269,8 @@ def test_points_without_a_result_are_named_below_the_lines(tmp_path, draw):
 
 
 def test_a_list_of_many_cells_without_a_score_is_cut():
-    assert curves.noted(["a"]) == ["a"]
-    many = curves.noted([f"s{i}: missing" for i in range(26)])
+    assert curves.limit_notes(["a"]) == ["a"]
+    many = curves.limit_notes([f"s{i}: missing" for i in range(26)])
     assert len(many) == curves.MAX_NOTES
     assert many[-1] == "and 21 more: see the table"
 
@@ -304,19 +306,21 @@ def test_figures_have_one_width_and_nothing_leaves_the_sheet(tmp_path, draw):
 
 def test_names_beside_lines_keep_their_distance():
     wanted = [100.0, 101.0, 102.0, 20.0, 158.0, 160.0]
-    places = axes.spread(wanted, 8, 160, curves.APART)
+    places = axes.spread_positions(wanted, 8, 160, curves.APART)
     assert all(b - a >= curves.APART - 1e-9 for a, b in pairwise(sorted(places)))
     assert min(places) >= 8
     assert max(places) <= 160
     assert sorted(wanted, key=lambda w: places[wanted.index(w)]) == sorted(wanted)
-    assert axes.spread([50.0, 50.0], 0, 100, 14) == [43.0, 57.0]
+    assert axes.spread_positions([50.0, 50.0], 0, 100, 14) == [43.0, 57.0]
 
 
 def test_however_many_strategies_each_is_named():
     lines = [
         curves.Curve(f"s{i}", [1.0, 2.0], [1.0, 1.0 + i / 99], chosen=i == 5) for i in range(60)
     ]
-    shown = curves.Curves(lines, {c.strategy: marks.mark_of("other", 0) for c in lines}, "workers")
+    shown = curves.CurveChart(
+        lines, {c.strategy: marks.mark_of("other", 0) for c in lines}, "workers"
+    )
     with plt.rc_context(sheet.RC):
         figure = curves.draw_curves(shown)
     names = {t.get_text(): t.get_window_extent() for t in figure.axes[0].texts}
@@ -328,16 +332,16 @@ def test_however_many_strategies_each_is_named():
 
 def test_only_a_long_name_is_cut_and_in_its_middle():
     for name in ("ps-async-modified", "a", "n" * axes.MAX_LETTERS):
-        assert axes.shortened(name) == name
-    cut = axes.shortened("start" + "n" * axes.MAX_LETTERS + "end")
+        assert axes.shorten_name(name) == name
+    cut = axes.shorten_name("start" + "n" * axes.MAX_LETTERS + "end")
     assert len(cut) == axes.MAX_LETTERS
     assert cut.startswith("start")
     assert cut.endswith("end")
 
 
 def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
-    row = rows.FigureRow("a", [rows.Point(v, number="1") for v in (1.0, 1.01, 1.02, 5.0)])
-    lanes = list(rows.lanes_of(row, rows.RowScale((1, 6), True, 200)))
+    row = rows.FigureRow("a", [rows.Point(v, workers_text="1") for v in (1.0, 1.01, 1.02, 5.0)])
+    lanes = list(rows.assign_lanes(row, rows.RowScale((1, 6), True, 200)))
     assert lanes == [0, 1, 2, 0]
 
 
@@ -347,8 +351,8 @@ def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
 def test_ticks_are_few_round_and_apart(low, high, log):
     with plt.rc_context(sheet.RC):
         drawn = axes.new_axes(60)
-        axes.set_ticks(drawn.xaxis, axes.limits_of([low, high], 0.05, log), log, unit="s")
-        axes.settle(drawn)
+        axes.set_ticks(drawn.xaxis, axes.compute_limits([low, high], 0.05, log), log, unit="s")
+        axes.apply_layout(drawn)
         boxes = [t.get_window_extent() for t in drawn.get_xticklabels() if t.get_text()]
     plt.close(drawn.figure)
     assert 2 <= len(boxes) <= 7
@@ -406,7 +410,7 @@ def test_figures_with_data_are_written_and_are_the_same_each_time(tmp_path, stat
 def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
     """Matplotlib leaves out of pictures what it takes to have no length."""
     own = rows.FigureRow(
-        "ddp", [rows.Point(2.0, number=count, chosen=True), rows.Point(9.0, number="1")]
+        "ddp", [rows.Point(2.0, workers_text=count, chosen=True), rows.Point(9.0, workers_text="1")]
     )
     shown = rows.Rows([own], {"ddp": marks.mark_of("replicas", 0)})
     with plt.rc_context(sheet.RC):
@@ -418,7 +422,7 @@ def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
             for line in figure.axes[0].lines
             if t.value in line.get_xdata() and line.get_zorder() == 5
         ]
-        (disc, ring) = [(*at(line.get_xydata()[0]), rows.width_of(t)) for line, t in numbered]
+        (disc, ring) = [(*at(line.get_xydata()[0]), rows.mark_width_px(t)) for line, t in numbered]
         sheet.save_figure(figure, tmp_path / "f")
     with Image.open(tmp_path / "f.png") as image:
         pixels = np.asarray(image.convert("RGB"))
@@ -450,7 +454,7 @@ def test_one_svg_serves_both_themes(tmp_path, draw):
 def test_numbers_in_texts_keep_their_digits():
     """Places in the picture need two; a time of 0.819 s is none of 0.81 s."""
     assert (
-        sheet.compact('<text x="1.23456">0.819 s</text> <!-- no -->')
+        sheet.compact_svg('<text x="1.23456">0.819 s</text> <!-- no -->')
         == '<text x="1.23">0.819 s</text> '
     )
 
@@ -528,7 +532,7 @@ def test_the_card_is_drawn_where_peaks_come_near_it_and_else_told(tmp_path, draw
 
 
 def test_numbers_of_updates_and_epochs_have_whole_ticks():
-    assert all(t == int(t) for t in axes.round_ticks((1, 3), False, whole=True))
+    assert all(t == int(t) for t in axes.compute_round_ticks((1, 3), False, whole=True))
 
 
 def test_a_new_strategy_needs_nothing_to_be_drawn(tmp_path, draw):
@@ -536,7 +540,7 @@ def test_a_new_strategy_needs_nothing_to_be_drawn(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
     own = {name: getattr(data, name).assign(strategy="mine") for name in ("epochs", "summary")}
     own["cells"] = data.cells.assign(strategy="mine", strategy_base="mine")
-    (data,) = plots.figure_data_of(**own)
+    (data,) = plots.build_figure_data(**own)
     assert data.marks["mine"].family == "other"
     for name, count in all_figures(data):
         assert any("mine" in text for text in draw(data, name, count).texts), name
@@ -555,8 +559,8 @@ def test_captions_speak_of_what_is_drawn_alone(tmp_path, draw):
 
 
 def test_a_figure_over_epochs_is_not_called_by_the_last_one():
-    assert PLOTS["score"].title_of(Score()) == "Accuracy by epoch"
-    assert PLOTS["throughput"].title_of(Score()) == "Training throughput (samples/s)"
+    assert PLOTS["score"].format_title(Score()) == "Accuracy by epoch"
+    assert PLOTS["throughput"].format_title(Score()) == "Training throughput (samples/s)"
 
 
 def test_tables_of_no_epochs_draw_no_scores(tmp_path):
@@ -582,4 +586,4 @@ def test_repeats_without_a_score_are_named_below_the_curves_of_the_others():
             | {"outcome": "3 × OOM", "text": "OOM"},
         ]
     )
-    assert list(measured.notes_of(rows)) == ["fsdp: 2 of 3 div.", "ps-sync: OOM"]
+    assert list(measured.iter_missing_value_notes(rows)) == ["fsdp: 2 of 3 div.", "ps-sync: OOM"]

@@ -186,7 +186,7 @@ def test_the_page_needs_nothing_from_elsewhere(page_path, page):
 def test_every_figure_and_table_is_there_with_words_for_it(page):
     images = page.all("img")
     titles = {text.partition(", ")[0] for text in page.text}
-    assert {plot.title_of(Score()) for plot in PLOTS.values()} <= titles
+    assert {plot.format_title(Score()) for plot in PLOTS.values()} <= titles
     assert len(page.all("h4")) == len(images)
     assert all(len(image["alt"]) > 40 for image in images)
     assert len(page.all("figcaption")) == len(images)
@@ -488,7 +488,7 @@ def test_a_variant_without_a_record_is_told_as_one():
         {"strategy": "mine", "strategy_base": None},
         {"strategy": "fsdp-policy", "strategy_base": "fsdp"},
     ]
-    ddp, mine, policy = sections.strategy_lines(pd.DataFrame(rows))
+    ddp, mine, policy = sections.iter_strategy_rows(pd.DataFrame(rows))
     assert not ddp["summary"].startswith("a variant")
     assert mine["summary"] == "a variant of a strategy that no record names."
     assert policy["summary"].startswith("a variant of fsdp: ")

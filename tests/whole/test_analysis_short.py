@@ -12,7 +12,7 @@ from test_analysis_decide import MIB, cell, decided, failed, finding, repeats
 from stratbench.analysis.decision.claim import format_percentage
 from stratbench.analysis.decision.decide import name_answers
 from stratbench.analysis.decision.short import ShortAnswer, format_duration, format_lead
-from stratbench.analysis.report.answer_rows import answer_rows, at
+from stratbench.analysis.report.answer_rows import compute_scale_x, iter_answer_rows
 
 NOISE = (1.0, 1.01, 0.99, 1.005, 0.995)
 
@@ -222,7 +222,7 @@ def row_of(rows, margin=0.03):
     decision = decided(rows)
     answer = {"short": asdict(decision.short), "confidence": decision.confidence}
     bases = {name: name for name in pd.DataFrame(rows)["strategy"]}
-    [row] = answer_rows([answer], bases, margin)
+    [row] = iter_answer_rows([answer], bases, margin)
     return row
 
 
@@ -231,7 +231,7 @@ def test_the_nearest_rival_is_drawn_also_where_it_is_far():
     assert len(scale["marks"]) == 2  # the choice and the nearest, at the end of the scale
     assert scale["beyond"] == 2
     assert scale["label"].startswith("fsdp × 4: 5.00×")
-    assert all(line["to"] <= at(3.0) + 12 for line in scale["lines"])
+    assert all(line["to"] <= compute_scale_x(3.0) + 12 for line in scale["lines"])
 
 
 def test_from_twice_the_time_on_a_factor_is_said():
@@ -245,8 +245,8 @@ def test_rivals_stand_at_their_ratios_and_far_ones_are_counted():
     scale = row["scale"]
     assert scale["beyond"] == 1
     assert scale["label"].startswith("zero1 × 4: 1.50× [1.50–1.50]")
-    assert scale["label_x"] == pytest.approx(at(1.5), abs=0.5)
-    assert scale["band"]["x"] < at(1.0) < scale["band"]["x"] + scale["band"]["width"]
+    assert scale["label_x"] == pytest.approx(compute_scale_x(1.5), abs=0.5)
+    assert scale["band"]["x"] < compute_scale_x(1.0) < scale["band"]["x"] + scale["band"]["width"]
     assert row["dots"] == 3
     assert row["families"] == ["replicas", "shards"]
 

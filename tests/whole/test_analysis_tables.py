@@ -137,13 +137,13 @@ def test_a_time_to_the_target_says_how_many_repeats_never_reached_it(tmp_path):
     rows = summary[(summary["measure"] == "time_to_target") & (summary["gpus"] != 2)]
     listed = rows[rows["strategy"] == "ddp"].to_dict("records")
     measure = MEASURES["time_to_target"]
-    assert report.clear_best(listed, measure, 0.03) is None
+    assert report.find_clear_best(listed, measure, 0.03) is None
     whole = [row | {"ok": row["cells"]} for row in listed]
-    assert report.clear_best(whole, measure, 0.03)["gpus"] == 4
+    assert report.find_clear_best(whole, measure, 0.03)["gpus"] == 4
     copied = [row | {"flags": "unusable: same-value-twice"} for row in whole]
-    assert report.clear_best(copied, measure, 0.03) is None
+    assert report.find_clear_best(copied, measure, 0.03) is None
     doubted = [row | {"flags": "doubtful: repeats-uneven"} for row in whole]
-    assert report.clear_best(doubted, measure, 0.03)["gpus"] == 4
+    assert report.find_clear_best(doubted, measure, 0.03)["gpus"] == 4
 
 
 def test_servers_hold_back_workers_of_which_the_time_is_known(tmp_path):
@@ -157,7 +157,7 @@ def test_servers_hold_back_workers_of_which_the_time_is_known(tmp_path):
     found, _ = analysed(tmp_path, cells, change=change)
     found["server_wait_s"], found["servers"] = [300.0, 40.0, 40.0], [2, 2, 2]
     found["train_time_s"] = [float("nan"), 100.0, 100.0]
-    (line,) = sections.server_lines(found)
+    (line,) = sections.list_server_rows(found)
     assert line["waiting"] == "5.0%"  # 80 s, seen by two servers, of 8 x 100 s
 
 
@@ -178,8 +178,8 @@ def test_a_cell_without_a_result_is_printed_as_such_in_every_table(tmp_path, sta
     assert pick(summary, "speedup", "ddp", 4) == f"n/a (1 worker: {printed})"
     assert pick(summary, "efficiency", "ddp", 2) == f"n/a (1 worker: {printed})"
     assert pd.notna(pick(summary, "speedup_vs_single", "ddp", 4, "value"))
-    lines = tables.wide_rows(cells, summary, MEASURES["training_time"])
-    table = tables.wide_table(cells, *lines)
+    lines = tables.build_wide_rows(cells, summary, MEASURES["training_time"])
+    table = tables.build_wide_table(cells, *lines)
     assert table.loc[table["strategy"] == "ddp", "1 GPU"].item() == printed
 
 
@@ -250,8 +250,8 @@ def test_every_caption_says_what_a_worker_is(tmp_path):
     assert "different devices" in mixed
     assert "one GPU" in mixed
     assert "CPU process" in mixed
-    lines = tables.wide_rows(cpu, summary, MEASURES["memory"])
-    assert "4 CPU processes" in tables.wide_table(cpu, *lines).columns
+    lines = tables.build_wide_rows(cpu, summary, MEASURES["memory"])
+    assert "4 CPU processes" in tables.build_wide_table(cpu, *lines).columns
 
 
 def test_a_study_whose_only_cell_timed_out_says_what_it_knows(tmp_path):
@@ -305,7 +305,7 @@ def test_tables_decision_and_claims_go_by_the_same_peak(tmp_path, device, taken)
 
 
 def test_latex_special_characters_are_escaped():
-    assert tables.latex_escaped("a_b & 5 % >3 #1 {x}") == r"a\_b \& 5 \% $>$3 \#1 \{x\}"
+    assert tables.escape_latex("a_b & 5 % >3 #1 {x}") == r"a\_b \& 5 \% $>$3 \#1 \{x\}"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_numbers_keep_three_digits(value, text):
 
 def test_all_that_a_record_may_say_of_an_epoch_is_a_column(tmp_path):
     """Answers without a score are said by records of some tasks alone."""
-    entry = record.schema()["properties"]["score"]["properties"]["per_epoch"]["items"]
+    entry = record.load_schema()["properties"]["score"]["properties"]["per_epoch"]["items"]
     assert set(entry["properties"]) == set(EPOCH_COLUMNS) - set(COORDINATES)
 
     def change(cell, rec):

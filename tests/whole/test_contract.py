@@ -17,7 +17,7 @@ from launching import WORKFLOW, LaunchedCell, each_strategy
 from stratbench.analysis.records import collect
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.options import is_whole
+from stratbench.cell.options import has_own_summary
 from stratbench.cell.record import Record
 from stratbench.extensions.audit import audit
 from stratbench.extensions.plan import against_records as against
@@ -239,7 +239,7 @@ def test_it_makes_its_own_claims_and_none_of_the_others():
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_each_is_a_strategy_of_its_own(name):
-    assert is_whole(strategy_class(name)), (
+    assert has_own_summary(strategy_class(name)), (
         f"{name} has no `summary` of its own: it has another's claims"
     )
 

@@ -48,10 +48,10 @@ def only_ddp(mark):
 @pytest.mark.parametrize("status", ["ok", "oom", "timeout", "diverged"])
 def test_a_record_says_itself_that_it_is_no_measurement(status):
     record = fixture.make_record(CELLS[1], status)
-    assert not software_gpu.trained(record)
-    assert software_gpu.trained(told_by_launcher(None, record))
+    assert not software_gpu.has_trained(record)
+    assert software_gpu.has_trained(told_by_launcher(None, record))
     worker = fixture.make_record(CELLS[1], "ok")
-    assert software_gpu.trained(told_by_uuid(None, worker))
+    assert software_gpu.has_trained(told_by_uuid(None, worker))
 
 
 def test_an_environment_has_it_where_its_libraries_are(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_no_bundle_takes_one_and_none_that_has_one_is_read(tmp_path):
 def test_a_bundle_that_somebody_made_by_hand_is_refused(tmp_path, monkeypatch):
     folder = fixture.write_study(tmp_path, CELLS[:2], change=lambda c, r: told_by_launcher(c, r))
     with monkeypatch.context() as patch:
-        patch.setattr(software_gpu, "trained", lambda found: False)
+        patch.setattr(software_gpu, "has_trained", lambda found: False)
         forged, _ = write_bundle(folder, {}, out=tmp_path / "forged.stratbench.zip")
     assert zipfile.is_zipfile(forged)
     with pytest.raises(SetError, match=r"record.json was trained on the software GPU"):

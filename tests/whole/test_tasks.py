@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launching import settings
-from stratbench.analysis.figures.figure_data import figure_data_of
-from stratbench.analysis.figures.plots import draw_figure, figures_of
+from stratbench.analysis.figures.figure_data import build_figure_data
+from stratbench.analysis.figures.plots import draw_figure, iter_figure_names
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import COLUMNS, read_cells, read_epochs
-from stratbench.analysis.records.measures import measures_of
+from stratbench.analysis.records.measures import list_measures
 from stratbench.analysis.report import report
 from stratbench.analysis.tables import tables
 from stratbench.analysis.tables.summary import summarise
@@ -594,7 +594,7 @@ def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
     assert [f for f in audit.audit(cells, records) if f["severity"] != "note"] == []
     summary = summarise(cells)
     by = dict(list(cells.groupby("experiment", sort=False)))
-    measure = {n: measures_of(rows) for n, rows in by.items()}
+    measure = {n: list_measures(rows) for n, rows in by.items()}
     assert measure["images"]["score"].heading == "Test accuracy after the last epoch (%)"
     assert measure["text"]["score"].heading == "Test loss after the last epoch (nats/token)"
     assert measure["images"]["throughput"].unit == "images/s"
@@ -621,17 +621,22 @@ def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
     assert "The lowest possible loss on this data set is 1.500 nats/token." in text
     assert "accuracy of" not in text.lower()
     assert not (tmp_path / "steps" / "score.md").exists()
-    data = figure_data_of(cells, read_epochs(folder / "epochs.csv"), summary)
+    data = build_figure_data(cells, read_epochs(folder / "epochs.csv"), summary)
     drawn = {one.experiment: one for one in data}
-    assert not {name for name, _ in figures_of(drawn["steps"])} & {"score", "score_over_time"}
+    assert not {name for name, _ in iter_figure_names(drawn["steps"])} & {
+        "score",
+        "score_over_time",
+    }
     for name, count in (("score", 2), ("score_over_time", None), ("tradeoff", None)):
         figure = draw_figure(name, drawn["text"], count)
         assert "nats/token" in figure.caption
         labels = [t.get_text() for t in figure.figure.axes[0].texts]
         assert ("least possible: 1.5" in labels) == (name != "tradeoff")
         plt.close(figure.figure)
-    assert report.length_of_training(by["steps"]) == "2340 steps, no score"
-    told = {line["experiment"]: line["score"] for line in report.cell_lines(cells, folder, folder)}
+    assert report.format_training_length(by["steps"]) == "2340 steps, no score"
+    told = {
+        line["experiment"]: line["score"] for line in report.iter_cell_lines(cells, folder, folder)
+    }
     assert told["images"].endswith(" %")
     assert told["text"].endswith(" nats/token")
     assert told["steps"] == ""

@@ -82,7 +82,7 @@ def rows(times: dict[str, float], gpus: int = 4) -> pd.DataFrame:
         rec["time"]["train_time_s"] = time_s
         rec["score"]["final"] = 0.98
         row = dict.fromkeys(columns.COLUMNS) | cell.as_dict()
-        found.append(row | columns.row_of_record(rec, Path("none")))
+        found.append(row | columns.build_record_row(rec, Path("none")))
     return pd.DataFrame(found, columns=list(columns.COLUMNS))
 
 

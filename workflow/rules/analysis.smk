@@ -11,7 +11,7 @@ report: "../report/workflow.rst"
 
 onsuccess:
     if internals.get_jobs(workflow, rules.write_report):
-        print(folded(brief.answer_lines(Path(RESULTS, STUDY.name))), flush=True)
+        print(folded(brief.iter_answer_lines(Path(RESULTS, STUDY.name))), flush=True)
     for end in AFTER_JOBS:
         end()
 

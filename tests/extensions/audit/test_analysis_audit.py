@@ -312,8 +312,8 @@ def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
     assert list(zip(flagged["strategy"], flagged["gpus"], flagged["measure"], strict=True)) == [
         ("ddp", 2, "score")
     ]
-    lines = tables.wide_rows(rows, summary, MEASURES["score"])
-    table = tables.wide_table(rows, *lines).set_index("strategy")
+    lines = tables.build_wide_rows(rows, summary, MEASURES["score"])
+    table = tables.build_wide_table(rows, *lines).set_index("strategy")
     assert table.loc["ddp", "2 GPUs"] == "20.00 †"
     assert "†" not in table.loc["ddp", "4 GPUs"]
 
@@ -352,7 +352,7 @@ def test_a_finding_on_a_comparison_marks_all_its_cells_and_one_on_the_study_none
     marked = summary[summary["flags"] != ""]
     assert set(marked["flags"]) == {"unusable: a"}
     assert set(marked["model"]) == {"vgg16"}
-    assert {MEASURES[name].concerns for name in marked["measure"]} == {"time"}
+    assert {MEASURES[name].audit_kind for name in marked["measure"]} == {"time"}
 
 
 def test_a_server_waits_for_no_late_worker(tmp_path):

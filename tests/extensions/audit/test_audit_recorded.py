@@ -9,7 +9,7 @@ import pytest
 import whole_lies
 from whole_lies import DDP, HONEST, LIES, RULES_OF
 
-from stratbench.analysis.records.samples import timeline_of
+from stratbench.analysis.records.samples import parse_timeline
 
 
 @pytest.mark.slow
@@ -91,11 +91,11 @@ def test_two_of_equal_arithmetic_that_differ_are_both_named():
     ],
 )
 def test_what_is_no_row_of_a_timeline_is_left_out(lines, expected):
-    timeline = timeline_of(lines)
+    timeline = parse_timeline(lines)
     assert (timeline and len(timeline.series)) == expected
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "many"])
 def test_a_timeline_that_holds_no_numbers_is_none(value):
     with pytest.raises(ValueError, match=value):
-        timeline_of([HEADER, host_row(value)])
+        parse_timeline([HEADER, host_row(value)])

@@ -19,8 +19,8 @@ import fixture_records as fixture
 import pandas as pd
 from planted import faster, started_again
 
-from stratbench.analysis.records.columns import COLUMNS, row_of_record
-from stratbench.analysis.records.samples import Timeline, timeline_of
+from stratbench.analysis.records.columns import COLUMNS, build_record_row
+from stratbench.analysis.records.samples import Timeline, parse_timeline
 from stratbench.extensions.audit import audit
 from stratbench.extensions.audit.rule import key_of
 
@@ -65,7 +65,7 @@ _PARSED: dict[int, tuple[Rows, Timeline]] = {}
 def parsed(rows: Rows) -> Timeline:
     """The timeline in samples; each list is read once."""
     if id(rows) not in _PARSED:
-        _PARSED[id(rows)] = rows, timeline_of(io.StringIO(fixture.timeline_text(rows)))
+        _PARSED[id(rows)] = rows, parse_timeline(io.StringIO(fixture.timeline_text(rows)))
     return _PARSED[id(rows)][1]
 
 
@@ -73,7 +73,7 @@ def findings(study: Study) -> list[dict[str, Any]]:
     """What the audit finds, but notes."""
     rows, timelines = [], {}
     for place, record in study.records.items():
-        row = record["cell"] | row_of_record(record, Path("no timeline"))
+        row = record["cell"] | build_record_row(record, Path("no timeline"))
         if study.samples[place] is not None:
             timelines[key_of(record["cell"])] = parsed(study.samples[place])
         rows.append(row)

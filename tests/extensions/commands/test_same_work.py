@@ -11,7 +11,7 @@ import pytest
 from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.columns import COLUMNS
-from stratbench.analysis.records.measures import status_label
+from stratbench.analysis.records.measures import format_status
 from stratbench.extensions.audit.audit import audit
 from stratbench.extensions.commands.same_work import INCOMPARABLE, judge_same_work, notice_commands
 
@@ -86,7 +86,7 @@ def test_other_work_stands_with_its_reason_and_is_not_ranked(change, words):
     assert mine["status"] == INCOMPARABLE
     assert words in mine["same_work"]
     assert words in mine["reason"]
-    assert status_label(mine["status"], None) == "other work"
+    assert format_status(mine["status"], None) == "other work"
     frame = pd.DataFrame(table, columns=list(COLUMNS))
     found = {c.strategy: c for c in candidates_among(frame, [], Constraints()) if c.gpus == 2}
     assert found["mine"].kind == "other work"

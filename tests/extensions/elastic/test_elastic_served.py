@@ -17,7 +17,7 @@ from test_elastic_split import found_in, jobs
 
 import invariants
 from launching import WORKFLOW, LaunchedCell, settings, until
-from stratbench.analysis.records.columns import COLUMNS, row_of_record
+from stratbench.analysis.records.columns import COLUMNS, build_record_row
 from stratbench.cell import record
 from stratbench.extensions.audit.audit import RULES
 from stratbench.extensions.audit.rule import AuditData
@@ -49,7 +49,7 @@ def wait_for(launched: LaunchedCell, kind: str, count: int) -> list[dict[str, An
 
 def said_of(found: dict[str, Any]) -> list[str]:
     """What the audit says of a record, for a failed test."""
-    row = found["cell"] | row_of_record(found, Path("no timeline"))
+    row = found["cell"] | build_record_row(found, Path("no timeline"))
     evidence = AuditData(pd.DataFrame([row], columns=list(COLUMNS)), [found])
     return [f"{rule.id}: {each.figures}" for rule in RULES for each in rule.check(evidence)]
 

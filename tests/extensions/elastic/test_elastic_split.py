@@ -20,7 +20,7 @@ from process_groups import forking
 
 import invariants
 from launching import FOREVER, LIMIT_S, OF_THE_MACHINE, LaunchedCell, settings, until
-from stratbench.analysis.records.columns import COLUMNS, row_of_record
+from stratbench.analysis.records.columns import COLUMNS, build_record_row
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.audit.audit import RULES
@@ -63,7 +63,7 @@ def losses(launched: LaunchedCell) -> list[float]:
 
 def found_in(record_: dict[str, Any]) -> set[str]:
     """The rules of the audit that find something in a record by itself."""
-    row = record_["cell"] | row_of_record(record_, Path("no timeline"))
+    row = record_["cell"] | build_record_row(record_, Path("no timeline"))
     evidence = AuditData(pd.DataFrame([row], columns=list(COLUMNS)), [record_])
     return {rule.id for rule in RULES if any(rule.check(evidence))} - OF_THE_MACHINE
 

@@ -16,7 +16,7 @@ import pytest
 
 from stratbench.analysis.records.columns import BY_NAME, EPOCH_BY_NAME
 from stratbench.cell.files import MARK
-from stratbench.cell.options import rules_of
+from stratbench.cell.options import build_field_rules
 from stratbench.extensions.sets.__main__ import main
 from stratbench.extensions.sets.export import EXPORTS, REQUIREMENTS, export_set
 from stratbench.extensions.sets.export.runs import runs_of
@@ -48,7 +48,7 @@ def nothing_of_this_machine(folder: Path) -> None:
 
 
 def test_the_config_names_the_formats_that_there_are():
-    assert rules_of(Sets)["export"]["items"]["enum"] == list(EXPORTS)
+    assert build_field_rules(Sets)["export"]["items"]["enum"] == list(EXPORTS)
 
 
 def test_a_format_without_its_package_is_one_sentence_and_writes_nothing(

@@ -15,7 +15,9 @@ from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
 from stratbench.cell.files import read_json
 
 
-def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> Iterator[Path]:
+def iter_records_by_status(
+    results: Path, statuses: Iterable[str], study: str = "*"
+) -> Iterator[Path]:
     """Yield the records below `results` whose status is one of `statuses`, sorted.
 
     Read nothing but the status.
@@ -40,7 +42,7 @@ def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> It
             yield path
 
 
-def _statuses(text: str) -> list[str]:
+def parse_statuses(text: str) -> list[str]:
     statuses = [status.strip() for status in text.split(",")]
     for status in statuses:
         if status not in STATUSES:
@@ -53,7 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     """List the records of cells that ended in a given way, for `snakemake --forcerun`."""
     parser = argparse.ArgumentParser(prog="python -m stratbench.cell", description=main.__doc__)
     parser.add_argument(
-        "--status", type=_statuses, required=True, help=f"of {', '.join(STATUSES)}; several: a,b"
+        "--status",
+        type=parse_statuses,
+        required=True,
+        help=f"of {', '.join(STATUSES)}; several: a,b",
     )
     parser.add_argument("--study", default="*", help="only of this study")
     parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
@@ -63,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.results.is_dir():
         parser.error(f"{options.results} is not a folder; name yours with --results")
     try:
-        for path in records_with(options.results, options.status, options.study):
+        for path in iter_records_by_status(options.results, options.status, options.study):
             print(path)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)

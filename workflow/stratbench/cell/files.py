@@ -166,27 +166,27 @@ def parse_json(text: str) -> Any:
     try:
         value = json.loads(
             text,
-            parse_constant=_refuse_constant,
-            parse_int=_whole,
-            object_pairs_hook=_without_repeats,
+            parse_constant=reject_constant,
+            parse_int=parse_whole_number,
+            object_pairs_hook=reject_repeated_keys,
         )
-        _check_ordinary([value])
+        check_ordinary([value])
     except RecursionError:
         raise ValueError("too many levels") from None
     return value
 
 
-def _refuse_constant(constant: str) -> None:
+def reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON number")
 
 
-def _whole(digits: str) -> int:
+def parse_whole_number(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:  # Python's own refusal of thousands advises to allow them
         raise ValueError("a whole number is too large")
     return int(digits)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -195,7 +195,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _check_ordinary(values: Iterable[Any]) -> None:
+def check_ordinary(values: Iterable[Any]) -> None:
     """Raise ValueError for a value that JSON allows but that no table or page can show."""
     for value in values:  # without a call for each: a record has hundreds
         kind = type(value)
@@ -209,7 +209,7 @@ def _check_ordinary(values: Iterable[Any]) -> None:
             if not -_MAX_WHOLE <= value < _MAX_WHOLE:
                 raise ValueError("a whole number is too large")
         elif kind is dict:
-            _check_ordinary(value)  # its keys
-            _check_ordinary(value.values())
+            check_ordinary(value)  # its keys
+            check_ordinary(value.values())
         elif kind is list:
-            _check_ordinary(value)
+            check_ordinary(value)

@@ -125,8 +125,8 @@ def held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
     """
     for left in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
         with contextlib.suppress(OSError):  # another was quicker, or it is another user's
-            _remove_left(left, prefix, suffix)
-    folder, descriptor = _new_held(parent, prefix, suffix)
+            remove_abandoned_folder(left, prefix, suffix)
+    folder, descriptor = create_locked_folder(parent, prefix, suffix)
     try:
         yield folder
     finally:
@@ -134,7 +134,7 @@ def held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _new_held(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
+def create_locked_folder(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
     """Return a new folder, and the descriptor that holds it."""
     while True:
         folder = Path(tempfile.mkdtemp(suffix, prefix, parent))
@@ -148,7 +148,7 @@ def _new_held(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
             raise
 
 
-def _remove_left(left: Path, prefix: str, suffix: str) -> None:
+def remove_abandoned_folder(left: Path, prefix: str, suffix: str) -> None:
     descriptor = try_lock(left / _HELD_BY)
     if descriptor is None:
         return

@@ -57,26 +57,26 @@ class Options:
         types = _types(type(self))
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if not _fits(value, types[spec.name]):
+            if not matches_type(value, types[spec.name]):
                 raise ValueError(
-                    f"{spec.name} = {repr_of(value)}: must be {spell(types[spec.name])}"
+                    f"{spec.name} = {repr_of(value)}: must be {describe_type(types[spec.name])}"
                 )
-            if not _within(value, spec):
+            if not is_within_limits(value, spec):
                 raise ValueError(
-                    f"{spec.name} = {repr_of(value)}: must be {' and '.join(limits(spec))}"
+                    f"{spec.name} = {repr_of(value)}: must be {' and '.join(iter_limits(spec))}"
                 )
 
 
 _types = cache(get_type_hints)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def matches_type(value: Any, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
-        return isinstance(value, list) and all(_fits(v, get_args(hint)[0]) for v in value)
+        return isinstance(value, list) and all(matches_type(v, get_args(hint)[0]) for v in value)
     if get_args(hint):  # a union such as `int | None`
-        return any(_fits(value, part) for part in get_args(hint))
+        return any(matches_type(value, part) for part in get_args(hint))
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:
@@ -84,14 +84,14 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def spell(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Return the values of a type, in words."""
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
     if get_origin(hint) is list:
-        return f"a list ({spell(*get_args(hint))})"
+        return f"a list ({describe_type(*get_args(hint))})"
     if get_args(hint):
-        return " or ".join(map(spell, get_args(hint)))
+        return " or ".join(map(describe_type, get_args(hint)))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return (names | {type(None): "null"}).get(hint, str(hint))
 
@@ -112,7 +112,7 @@ def json_types(hint: Any) -> list[str]:
     return [name for part in get_args(hint) for name in json_types(part)] or [_JSON_TYPES[hint]]
 
 
-def json_rule(hint: Any) -> dict[str, Any]:
+def build_json_rule(hint: Any) -> dict[str, Any]:
     """Return the JSON Schema of a type: the values of a Literal, else its type or types."""
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
@@ -120,10 +120,12 @@ def json_rule(hint: Any) -> dict[str, Any]:
     return {"type": types if len(types) > 1 else types[0]}
 
 
-def rules_of(cls: type) -> dict[str, dict[str, Any]]:
+def build_field_rules(cls: type) -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of each field of a dataclass: its type, and the `rule` of its metadata."""
     hints = get_type_hints(cls)
-    return {spec.name: json_rule(hints[spec.name]) | spec.metadata["rule"] for spec in fields(cls)}
+    return {
+        spec.name: build_json_rule(hints[spec.name]) | spec.metadata["rule"] for spec in fields(cls)
+    }
 
 
 def schema_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def schema_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
 
     Fields without a default are required. If `names` is None, the schema has all fields.
     """
-    rules = rules_of(cls)
+    rules = build_field_rules(cls)
     known: dict[str, dict[str, Any]] = {}
     for f in fields(cls):
         if f.default is not MISSING:
@@ -145,14 +147,14 @@ def schema_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
     }
 
 
-def _within(value: Any, spec: Field) -> bool:
+def is_within_limits(value: Any, spec: Field) -> bool:
     least, below = spec.metadata.get("least"), spec.metadata.get("below")
     if isinstance(value, str):  # of a union with numbers
         return True
     return (least is None or value >= least) and (below is None or value < below)
 
 
-def limits(spec: Field) -> Iterator[str]:
+def iter_limits(spec: Field) -> Iterator[str]:
     """Yield the limits of an option's numbers, as text."""
     least, below = spec.metadata.get("least"), spec.metadata.get("below")
     if least is not None:
@@ -170,14 +172,16 @@ def disown(cls: type, claims: tuple[str, ...]) -> None:
     A class with a `summary` is complete. It has the claims that it declares itself, and those of bases
     without a `summary`. A claim must be made for the class of which it is true.
     """
-    if not is_whole(cls) or not any(map(is_whole, cls.__mro__[1:])):
+    if not has_own_summary(cls) or not any(map(has_own_summary, cls.__mro__[1:])):
         return
     for claim in claims:
         if claim not in vars(cls):
-            declared = (vars(c)[claim] for c in cls.__mro__ if claim in vars(c) and not is_whole(c))
+            declared = (
+                vars(c)[claim] for c in cls.__mro__ if claim in vars(c) and not has_own_summary(c)
+            )
             setattr(cls, claim, next(declared))
 
 
-def is_whole(cls: type) -> bool:
+def has_own_summary(cls: type) -> bool:
     """Return whether the class has a `summary` of its own, as each in a registry has."""
     return "summary" in vars(cls)

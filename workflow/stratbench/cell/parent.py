@@ -14,11 +14,11 @@ POLL_S = 0.5
 
 def end_with(ancestor: int) -> None:
     """Send this process SIGTERM as soon as process `ancestor`, which it descends from, has ended."""
-    line = line_to(ancestor)
+    line = list_ancestors(ancestor)
 
     def watch() -> None:
         while (
-            line and os.getppid() == line[0] and all(parent_of(p) == q for p, q in pairwise(line))
+            line and os.getppid() == line[0] and all(find_parent(p) == q for p, q in pairwise(line))
         ):
             time.sleep(POLL_S)
         try:
@@ -29,7 +29,7 @@ def end_with(ancestor: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def line_to(ancestor: int) -> list[int | None]:
+def list_ancestors(ancestor: int) -> list[int | None]:
     """Return the processes from the parent of this one up to `ancestor`.
 
     None where that has ended.
@@ -38,13 +38,13 @@ def line_to(ancestor: int) -> list[int | None]:
     """
     line = [os.getppid()]
     while line[-1] != ancestor:
-        if not line[-1] or (above := parent_of(line[-1])) is None:
+        if not line[-1] or (above := find_parent(line[-1])) is None:
             return []
         line.append(above)
     return line
 
 
-def parent_of(pid: int) -> int | None:
+def find_parent(pid: int) -> int | None:
     """Return the parent of a process, or None where there is no such process."""
     import psutil  # takes as long as all of Python's start, and few need it
 

@@ -13,7 +13,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.extensions import installed
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import SCHEMAS
-from stratbench.cell.settings import Settings, schema_of_settings
+from stratbench.cell.settings import Settings, build_settings_schema
 from stratbench.cell.text.help_page import help_address
 
 Record = dict[str, Any]
@@ -28,20 +28,20 @@ class RecordError(ValueError):
 
 
 @cache
-def schema() -> dict[str, Any]:
+def load_schema() -> dict[str, Any]:
     """Return the JSON Schema of a record, with that of its settings."""
     whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
-    whole["properties"]["settings"] |= schema_of_settings()
+    whole["properties"]["settings"] |= build_settings_schema()
     return whole
 
 
 @cache
-def _check() -> Callable[[Record], Record] | None:
+def compile_validator() -> Callable[[Record], Record] | None:
     try:
         import fastjsonschema
     except ImportError:
         return None
-    return fastjsonschema.compile(schema())  # a record takes a twentieth of jsonschema's time
+    return fastjsonschema.compile(load_schema())  # a record takes a twentieth of jsonschema's time
 
 
 def can_validate() -> bool:
@@ -49,7 +49,7 @@ def can_validate() -> bool:
 
     Ask before a long training, so that a missing package shows before it and not after it.
     """
-    return _check() is not None
+    return compile_validator() is not None
 
 
 def validate(record: Record, source: str | Path = "record") -> None:
@@ -62,7 +62,7 @@ def validate(record: Record, source: str | Path = "record") -> None:
     from fastjsonschema import JsonSchemaValueException
 
     try:
-        _check()(record)
+        compile_validator()(record)
     except JsonSchemaValueException as e:
         path_text = ".".join(e.path[1:]) or "top level"
         wrong = e.message.removeprefix(e.name).strip()[:200]
@@ -100,7 +100,7 @@ def read_measured(path: str | Path) -> Record:
         RecordError: Also for a record of the tests' software GPU, which measures nothing.
     """
     record = read(path)
-    if software_gpu.trained(record):
+    if software_gpu.has_trained(record):
         raise RecordError(f"{path} was {software_gpu.WHY}")
     return record
 
@@ -153,6 +153,6 @@ def describe_other_settings(record: Record, settings: Settings) -> str | None:
     return f"{text} {help_address('delete it to train its cell again')}"
 
 
-def cell_of(record: Record) -> Cell:
+def get_cell(record: Record) -> Cell:
     """Return the cell that a record belongs to."""
     return Cell(**record["cell"])

@@ -176,7 +176,7 @@ class RunFolder:
 
     def read_unheard(self, number: int) -> dict[str, Any] | None:
         """Return the result stored by `write_unheard`, or None if the launcher received it."""
-        return _read(self.path / f"unheard{number}.json")
+        return read_json_or_none(self.path / f"unheard{number}.json")
 
     def incarnations(self) -> list[Path]:
         """Return the files on the members of an elastic cell, one per launcher, in order."""
@@ -201,7 +201,7 @@ class RunFolder:
 
         Return None until node 0 has written them.
         """
-        endpoint = _read(self._endpoint)
+        endpoint = read_json_or_none(self._endpoint)
         return endpoint and (endpoint["host"], endpoint["port"])
 
     def wait_for_endpoint(self, limit_s: float) -> tuple[str, int]:
@@ -233,7 +233,7 @@ class RunFolder:
 
     def read_worker(self, rank: int) -> dict[str, Any] | None:
         """Return what a worker wrote at its end, or None if it wrote nothing."""
-        return _read(self._worker(rank))
+        return read_json_or_none(self._worker(rank))
 
     def read_workers(self, world_size: int) -> dict[int, dict[str, Any]]:
         """Return what each worker wrote, by rank; workers that wrote nothing are absent."""
@@ -252,7 +252,7 @@ class RunFolder:
 
         Return None if it has not reached its end.
         """
-        return _read(self.server_statistics(server))
+        return read_json_or_none(self.server_statistics(server))
 
     def read_servers(self, n_servers: int) -> list[dict[str, Any]]:
         """Return the statistics of the parameter servers that reached their end, by number."""
@@ -302,7 +302,7 @@ class RunFolder:
 
     def _by_node(self, name: str) -> dict[str, Any]:
         paths = sorted(self.path.glob(f"{name}*.json"))
-        return {path.stem.removeprefix(name): _read(path) for path in paths}
+        return {path.stem.removeprefix(name): read_json_or_none(path) for path in paths}
 
     def write_standing(self, node: int, standing: dict[str, Any]) -> None:
         """Store the state of a node's workers at the cell's end, by name (`train.standing`)."""
@@ -310,7 +310,7 @@ class RunFolder:
 
     def read_standing(self) -> dict[str, dict[str, Any]]:
         """Return the same of all nodes."""
-        return _read_all(self.path.glob("standing*.json"))
+        return read_merged_json(self.path.glob("standing*.json"))
 
     def write_places(self, node: int, places: dict[str, Any]) -> None:
         """Store where a node's processes run, by name: host, and a worker's GPU."""
@@ -318,15 +318,17 @@ class RunFolder:
 
     def read_places(self) -> dict[str, dict[str, Any]]:
         """Return the same of all nodes."""
-        return _read_all(self.path.glob("places*.json"))
+        return read_merged_json(self.path.glob("places*.json"))
 
 
-def _read_all(paths: Iterable[Path]) -> dict[str, Any]:
+def read_merged_json(paths: Iterable[Path]) -> dict[str, Any]:
     """Return the entries of several JSON files of ours, by the files' names."""
-    return {name: entry for path in sorted(paths) for name, entry in _read(path).items()}
+    return {
+        name: entry for path in sorted(paths) for name, entry in read_json_or_none(path).items()
+    }
 
 
-def _read(path: Path) -> Any:
+def read_json_or_none(path: Path) -> Any:
     """Return the value in a JSON file of ours.
 
     Return None where there is no file.

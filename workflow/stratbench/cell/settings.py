@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from stratbench.cell.extensions import keys_of
 from stratbench.cell.learning_rate import Schedule, share_of_lr
-from stratbench.cell.options import rules_of, schema_of
+from stratbench.cell.options import build_field_rules, schema_of
 
 #: `planned` of a setting whose every value has a footprint of its own.
 EACH = "each value"
@@ -295,18 +295,18 @@ OF_A_VARIANT = (
 )
 
 
-def schema_of_settings() -> dict[str, Any]:
+def build_settings_schema() -> dict[str, Any]:
     """Return the JSON Schema of a record's settings.
 
     A record has all settings of the core, and those of extensions that were set.
     """
-    rules = rules_of(Settings)
+    rules = build_field_rules(Settings)
     more = {
         name: {
             "type": "object",
             "description": f"Of the extension {name}.",
             "additionalProperties": False,
-            "properties": rules_of(keys),
+            "properties": build_field_rules(keys),
         }
         for name, keys in keys_of("experiment")
     }

@@ -22,7 +22,7 @@ def is_here() -> bool:
     return Path(sys.prefix, FOLDER).is_dir()
 
 
-def trained(record: Mapping[str, Any]) -> bool:
+def has_trained(record: Mapping[str, Any]) -> bool:
     """Return whether a record's cell was trained on the software GPU.
 
     Its launcher states so, or a GPU's UUID.

@@ -14,7 +14,7 @@ from stratbench import __version__
 from stratbench.cell.extensions import at
 from stratbench.cell.files import reason_of
 from stratbench.command import CommandError
-from stratbench.command.init import lay_down
+from stratbench.command.init import create_study
 from stratbench.command.subcommands import Adder, add_training, answer_by_rule, refuse
 
 DESCRIPTION = """\
@@ -27,7 +27,7 @@ options to Snakemake: `stratbench plan --config 'cluster={gpu: A100 40GB}'`.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 2 if it fails with a message."""
-    args, others = parser().parse_known_args(argv)
+    args, others = build_parser().parse_known_args(argv)
     try:
         return args.run(args, others)
     except (CommandError, OSError) as error:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands: those of the core, then those of extensions."""
     whole = argparse.ArgumentParser(
         prog="stratbench",
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 def run_init(args: argparse.Namespace, others: list[str]) -> int:
     """`stratbench init FOLDER`."""
     refuse(others)
-    for path in lay_down(args.folder):
+    for path in create_study(args.folder):
         print(path)
     print(f"\nNext: cd {args.folder} && stratbench run")
     return 0

@@ -20,13 +20,13 @@ QUIET = "stratbench.command.quietly"
 def require(*modules: str) -> None:
     """Raise CommandError with installation instructions if a package is missing."""
     for module in modules:
-        if module_is_missing(module):
+        if is_module_missing(module):
             raise CommandError(
                 f"needs the package {module}: pip install {NEEDED.get(module, module)}"
             )
 
 
-def module_is_missing(name: str) -> bool:
+def is_module_missing(name: str) -> bool:
     """Return whether a module is missing, without importing it."""
     try:
         return find_spec(name) is None

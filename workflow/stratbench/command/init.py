@@ -14,7 +14,7 @@ TEMPLATES = Path(__file__).parent / "templates" / "study"
 FROM_WHEEL = ("from stratbench.cell.installation import SNAKEFILE", "str(SNAKEFILE)")
 
 
-def lay_down(folder: Path) -> list[Path]:
+def create_study(folder: Path) -> list[Path]:
     """Writes the study's files and returns their paths.
 
     CommandError if `folder` is not empty, or cannot be written to: then it is as before.

@@ -114,14 +114,14 @@ def changed(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise CommandError(f"--config {pair}: {text} is not YAML") from error
-        merge(result, {key: value})
+        merge_config(result, {key: value})
     return result
 
 
-def merge(config: dict[str, Any], values: Mapping[str, Any]) -> None:
+def merge_config(config: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Merge `values` into `config`, mappings key by key."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
-            merge(config[key], value)
+            merge_config(config[key], value)
         else:
             config[key] = value

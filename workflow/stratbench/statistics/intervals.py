@@ -33,7 +33,7 @@ class IntervalEstimate(NamedTuple):
         """Return whether there is an interval and `value` is not in it."""
         return self.low is not None and not self.low <= value <= self.high
 
-    def mapped(self, change: Callable[[float], float]) -> IntervalEstimate:
+    def map_values(self, change: Callable[[float], float]) -> IntervalEstimate:
         """Return the estimate with an increasing function, such as exp, applied to value and ends."""
         return IntervalEstimate(*(None if x is None else change(x) for x in self))
 
@@ -48,7 +48,7 @@ class IntervalEstimate(NamedTuple):
         return f"{shown(self.value)} [{low}, {high}]"
 
 
-def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
+def compute_median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
     """Return the median of `values`, the ends of their spread, and its kind.
 
     The kind is `quartiles` (first and third, with linear interpolation), or with fewer than QUARTILES_FROM

@@ -63,7 +63,7 @@ class Prior(NamedTuple):
     variance: np.ndarray
 
 
-def variance_prior(
+def estimate_variance_prior(
     variances: np.ndarray,
     dof: np.ndarray,
     known: np.ndarray,
@@ -141,11 +141,11 @@ def moderated_variances(
     """
     own_dof = np.maximum(differences.dof, 0)
     known = (own_dof > 0) & (np.nan_to_num(differences.variance) > 0)
-    prior = prior_of_kind(differences.variance, own_dof, known, kinds)
-    return drawn_to(prior._replace(dof=np.minimum(prior.dof, 2 * own_dof + 4)), differences)
+    prior = estimate_prior_by_kind(differences.variance, own_dof, known, kinds)
+    return shrink_variances(prior._replace(dof=np.minimum(prior.dof, 2 * own_dof + 4)), differences)
 
 
-def prior_of_kind(
+def estimate_prior_by_kind(
     variances: np.ndarray, dof: np.ndarray, known: np.ndarray, kinds: np.ndarray, **few: Any
 ) -> Prior:
     """Return the prior of each variance, from those of its kind, else of all kinds.
@@ -157,20 +157,20 @@ def prior_of_kind(
         dof: Their degrees of freedom.
         known: Mask of the variances to use.
         kinds: Kind of each variance.
-        few: Passed on to `variance_prior`.
+        few: Passed on to `estimate_variance_prior`.
     """
     kinds = np.broadcast_to(kinds, known.shape)
     d0, s0 = np.zeros(known.shape), np.zeros(known.shape)
     for kind in np.unique(kinds):
         same_kind = known & (kinds == kind)
         enough = same_kind.sum(-1, keepdims=True) >= ENOUGH_VARIANCES
-        prior = variance_prior(variances, dof, np.where(enough, same_kind, known), **few)
+        prior = estimate_variance_prior(variances, dof, np.where(enough, same_kind, known), **few)
         d0 = np.where(kinds == kind, prior.dof[..., None], d0)
         s0 = np.where(kinds == kind, prior.variance[..., None], s0)
     return Prior(d0, s0)
 
 
-def drawn_to(prior: Prior, differences: Differences) -> tuple[np.ndarray, np.ndarray]:
+def shrink_variances(prior: Prior, differences: Differences) -> tuple[np.ndarray, np.ndarray]:
     """Variances drawn towards their `prior`, and their degrees of freedom: 0, and NaN, without repeats."""
     own_dof = np.maximum(differences.dof, 0)
     dof = np.where(own_dof > 0, prior.dof + own_dof, 0.0)
@@ -179,21 +179,21 @@ def drawn_to(prior: Prior, differences: Differences) -> tuple[np.ndarray, np.nda
     return variance, dof
 
 
-class Scatter(NamedTuple):
+class GroupScatter(NamedTuple):
     """The variance of each group of repeats, and its degrees of freedom, which may be fractional."""
 
     variance: np.ndarray
     dof: np.ndarray
 
     @property
-    def pooled(self) -> np.ndarray:
+    def pooled_variance(self) -> np.ndarray:
         """The mean variance by degrees of freedom, shape [...], or NaN without any."""
         with np.errstate(invalid="ignore", divide="ignore"):
             squares = np.where(self.dof > 0, self.variance * self.dof, 0.0).sum(-1)
             return squares / self.dof.sum(-1)
 
 
-def scatter_of_groups(logs: np.ndarray) -> Scatter:
+def compute_group_scatter(logs: np.ndarray) -> GroupScatter:
     """Return the variance of each group of repeats around its mean, shape [..., groups].
 
     It does not depend on what the group is compared with. Effects that a repeat has in common (an allocation,
@@ -208,15 +208,15 @@ def scatter_of_groups(logs: np.ndarray) -> Scatter:
 
     with np.errstate(invalid="ignore", divide="ignore"):
         apart = centred(logs)
-        common = np.median(apart, -2) if is_present.all() else _median_of_known(apart)
+        common = np.median(apart, -2) if is_present.all() else nanmedian_or_zero(apart)
         rest = centred(apart - common[..., None, :])
         squares = np.where(is_present, rest**2, 0.0).sum(-1)
         share = np.where(is_present, (1 - 1 / groups)[..., None, :], 0.0).sum(-1)
         dof = np.where(n > 1, share * (n - 1) / n, 0.0)
-        return Scatter(squares / dof, dof)
+        return GroupScatter(squares / dof, dof)
 
 
-def _median_of_known(values: np.ndarray) -> np.ndarray:
+def nanmedian_or_zero(values: np.ndarray) -> np.ndarray:
     """Return the median over the last axis but one, without NaN.
 
     Return 0 where all are.
@@ -225,8 +225,8 @@ def _median_of_known(values: np.ndarray) -> np.ndarray:
     return np.nanmedian(np.where(known | known.any(-2, keepdims=True), values, 0.0), -2)
 
 
-def moderated_by_groups(
-    differences: Differences, groups: Scatter, served: np.ndarray, first: np.ndarray
+def moderate_variances_by_groups(
+    differences: Differences, groups: GroupScatter, served: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return variances of differences shrunk towards those of the groups, and their degrees of freedom.
 
@@ -240,14 +240,14 @@ def moderated_by_groups(
         first: Index of the other group, on the last axis.
     """
     known = (groups.dof > 0) & (np.nan_to_num(groups.variance) > 0)
-    prior = prior_of_kind(
+    prior = estimate_prior_by_kind(
         groups.variance, groups.dof, known, served, fewest=MIN_GROUPS, few_dof=FEW_DOF_OF_GROUPS
     )
     d0, s0 = (np.stack([part, np.take_along_axis(part, first, -1)]) for part in prior)
     own_dof = np.maximum(differences.dof, 0)
     others = np.maximum(groups.dof.sum(-1, keepdims=True) - own_dof, 0.0)
     most = np.minimum(others, np.maximum(0, 4 * own_dof - 2))
-    return drawn_to(Prior(np.minimum(d0.min(0), most), s0.sum(0)), differences)
+    return shrink_variances(Prior(np.minimum(d0.min(0), most), s0.sum(0)), differences)
 
 
 def half_widths(
@@ -284,7 +284,7 @@ def tail_of(rivals: int | np.ndarray) -> np.ndarray:
     return ALPHA / (REPEATED_LOOKS * np.maximum(2, rivals))
 
 
-def tail_among(candidates: int | np.ndarray, looks: float = 1.0) -> np.ndarray:
+def compute_decision_tail(candidates: int | np.ndarray, looks: float = 1.0) -> np.ndarray:
     """Return the tail probability of an interval in a decision among candidates.
 
     The repeats that decide chose the candidate to compare with as well, so every pair counts, at either end,

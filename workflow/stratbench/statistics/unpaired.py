@@ -27,12 +27,12 @@ def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> IntervalEstima
     There is no interval if either side has fewer than two repeats, or if neither scatters.
     """
     logs = np.log(np.asarray(new, dtype=float)), np.log(np.asarray(old, dtype=float))
-    return _difference(*logs).mapped(math.exp)
+    return estimate_difference(*logs).map_values(math.exp)
 
 
 def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
     """Return the difference of means, with its interval as in `ratio_of_times`."""
-    return _difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
+    return estimate_difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
 
 
 def mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
@@ -41,7 +41,7 @@ def mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
     There is none of a single one, or where none differ. Of ratios by model it shows how far models differ.
     """
     values = np.asarray(logs, dtype=float)
-    return _estimate(float(values.mean()), [values]).mapped(math.exp)
+    return estimate_interval(float(values.mean()), [values]).map_values(math.exp)
 
 
 def slowdown_over_cells(
@@ -56,14 +56,14 @@ def slowdown_over_cells(
     logs = [tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in pairs]
     mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))
     sides = [side for pair in logs for side in pair]
-    return _estimate(mean, sides, alpha, len(logs)).mapped(math.expm1)
+    return estimate_interval(mean, sides, alpha, len(logs)).map_values(math.expm1)
 
 
-def _difference(new: np.ndarray, old: np.ndarray) -> IntervalEstimate:
-    return _estimate(float(new.mean() - old.mean()), [new, old])
+def estimate_difference(new: np.ndarray, old: np.ndarray) -> IntervalEstimate:
+    return estimate_interval(float(new.mean() - old.mean()), [new, old])
 
 
-def _estimate(
+def estimate_interval(
     value: float, sides: Sequence[np.ndarray], alpha: float = ALPHA / 2, cells: int = 1
 ) -> IntervalEstimate:
     """Return `value` with its interval, which leaves out `alpha` on each side.
@@ -76,11 +76,11 @@ def _estimate(
     parts = [(float(side.var(ddof=1)) / len(side), len(side) - 1) for side in sides]
     if not any(variance for variance, _ in parts):
         return IntervalEstimate(value)
-    half = _half_width(parts, alpha) / cells
+    half = compute_half_width(parts, alpha) / cells
     return IntervalEstimate(value, value - half, value + half)
 
 
-def _half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
+def compute_half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
     """Return the half-width of the interval of a sum of independent means.
 
     `parts`: the variance of each mean and its degrees of freedom; those of the sum are Satterthwaite's

@@ -13,7 +13,7 @@ from stratbench.analysis.decision.candidate import DIVERGED, EXCLUDED, Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence
 from stratbench.analysis.decision.tolerance import UNUSABLE, judge_scores
-from stratbench.analysis.records.groups import Group, Repeats, findings_by_group
+from stratbench.analysis.records.groups import Group, Repeats, iter_findings_by_group
 from stratbench.analysis.records.score import score_of
 from stratbench.cell.text.words import GIB, unit_for
 from stratbench.strategies.base import Traits
@@ -44,7 +44,7 @@ def candidates_among(
     """
     groups = Repeats(rows)
     candidates = []
-    for key, on_it in findings_by_group(findings, groups.all):
+    for key, on_it in iter_findings_by_group(findings, groups.all):
         candidate = build_measured_candidate(groups, key, constraints)
         for one in evidence:
             one.measure(candidate, groups, key)

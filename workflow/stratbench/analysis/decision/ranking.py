@@ -143,7 +143,7 @@ class RankingNoise:
         dof = (
             n - 1 + np.minimum(moderated.FEW_DOF_OF_GROUPS, self.prior_dof_per_repeat * (n - 1)) / 2
         )
-        needed = -stdtrit(dof, float(moderated.tail_among(self.n_candidates)))
+        needed = -stdtrit(dof, float(moderated.compute_decision_tail(self.n_candidates)))
         apart = np.log1p(difference) / np.sqrt(2 * self.log_time_sd**2 / n)
         enough = n[nctdtr(dof, apart, needed) <= MISSED]
         return int(enough[0]) if len(enough) else None
@@ -210,7 +210,7 @@ def rank_comparisons(studied: Sequence[Sequence[Candidate]], margin: float) -> l
     comparisons = [RankedGroup.from_candidates(differences, margin) for differences in studied]
     if not any(comparison.remaining for comparison in comparisons):
         return [None] * len(comparisons)
-    groups = moderated.Scatter(
+    groups = moderated.GroupScatter(
         *map(np.concatenate, zip(*(b.scatter for b in comparisons), strict=True))
     )
     differences = moderated.Differences(
@@ -222,7 +222,7 @@ def rank_comparisons(studied: Sequence[Sequence[Candidate]], margin: float) -> l
     sizes = [len(comparison.candidates) for comparison in comparisons]
     starts = np.cumsum([0, *sizes[:-1]])
     first = np.repeat(starts + [comparison.chosen for comparison in comparisons], sizes)
-    variance, dof = moderated.moderated_by_groups(differences, groups, served, first)
+    variance, dof = moderated.moderate_variances_by_groups(differences, groups, served, first)
     return [
         comparison.build_ranking(variance[start:][:size], dof[start:][:size], margin)
         if comparison.remaining
@@ -242,7 +242,7 @@ class RankedGroup:
     chosen: int
     #: Differences of the remaining candidates from the chosen one.
     differences: moderated.Differences
-    scatter: moderated.Scatter
+    scatter: moderated.GroupScatter
 
     @classmethod
     def from_candidates(cls, candidates: Sequence[Candidate], margin: float) -> RankedGroup:
@@ -263,7 +263,7 @@ class RankedGroup:
         differences = compute_differences_from_choice(logs, np.array(chosen))
         out = np.array([bool(c.kind) for c in candidates], dtype=bool)
         differences = differences._replace(repeats=np.where(out, 0, differences.repeats))
-        return cls(candidates, left, chosen, differences, moderated.scatter_of_groups(logs))
+        return cls(candidates, left, chosen, differences, moderated.compute_group_scatter(logs))
 
     def build_ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
         """Return the ranking, from moderated variances of the differences.
@@ -281,7 +281,9 @@ class RankedGroup:
             compute_log_objectives(comparison),
             variance[self.remaining],
             dof[self.remaining],
-            moderated.tail_among(len(comparison), 1.0 if fixed else moderated.REPEATED_LOOKS),
+            moderated.compute_decision_tail(
+                len(comparison), 1.0 if fixed else moderated.REPEATED_LOOKS
+            ),
             margin,
         )
         return Ranking(
@@ -295,11 +297,13 @@ class RankedGroup:
     @property
     def noise(self) -> RankingNoise | None:
         """The noise of the group's repeats, or None if every candidate has one repeat."""
-        groups = moderated.Scatter(*(part[self.remaining] for part in self.scatter))
-        if not groups.pooled > 0:  # nan without repeats
+        groups = moderated.GroupScatter(*(part[self.remaining] for part in self.scatter))
+        if not groups.pooled_variance > 0:  # nan without repeats
             return None
         others = float(groups.dof.sum()) / (max(len(c.times) for c in self.candidates) - 1) - 1
-        return RankingNoise(math.sqrt(groups.pooled), len(self.remaining), max(0.0, others))
+        return RankingNoise(
+            math.sqrt(groups.pooled_variance), len(self.remaining), max(0.0, others)
+        )
 
 
 def compute_log_objectives(comparison: Sequence[Candidate]) -> np.ndarray:
@@ -360,7 +364,7 @@ def comparisons(
         log = IntervalEstimate(
             standings.mean[i], *((standings.low[i], standings.high[i]) if known else ())
         )
-        ratio = log.mapped(lambda x: float(np.exp(x)))
+        ratio = log.map_values(lambda x: float(np.exp(x)))
         yield RivalComparison(comparison[i], ratio, int(standings.repeats[i]), stand)
 
 

@@ -134,9 +134,11 @@ def compute_loss_half_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray
     itself = np.arange(values.shape[-2]) == best[..., None]
     differences = moderated.paired_differences(values, first)
     differences = differences._replace(repeats=np.where(itself, 0, differences.repeats))
-    groups = moderated.scatter_of_groups(values)
+    groups = moderated.compute_group_scatter(values)
     against = best[..., None] + np.zeros(itself.shape, dtype=int)
-    variance, dof = moderated.moderated_by_groups(differences, groups, np.array(False), against)
+    variance, dof = moderated.moderate_variances_by_groups(
+        differences, groups, np.array(False), against
+    )
     tail = moderated.ALPHA / max(1, values.shape[-2] - 1)
     half = moderated.half_widths(variance, dof, differences.repeats, tail)
     return np.where(itself, 0.0, half)

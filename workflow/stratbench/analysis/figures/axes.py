@@ -1,4 +1,4 @@
-"""Common parts of figures on matplotlib's axes: size, round ticks, names next to them, and marks."""
+"""Common parts of figures on matplotlib axes: size, round ticks, names next to the axes, and marks."""
 
 from __future__ import annotations
 
@@ -17,55 +17,61 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Transform, offset_copy
 
 from stratbench.analysis.figures.marks import Mark
-from stratbench.analysis.figures.sheet import INK, MARKERS, PAPER, PX, WIDTH, colour_of
+from stratbench.analysis.figures.sheet import INK, MARKERS, PAPER, PX, WIDTH, choose_colour
 
-#: How wide a letter is reckoned, in pixels, where the layout is not made yet.
+#: Assumed width of a letter in pixels, for estimates before the layout is computed.
 LETTER = 7.2
-#: The most letters of a strategy's name.
+#: Maximum number of shown letters of a strategy's name.
 MAX_LETTERS = 20
-#: The first digits of ticks on a logarithmic scale: the first row that gives three is taken.
+#: Leading digits of ticks on a logarithmic scale: the first row that gives three ticks is used.
 FIRST_DIGITS = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
-#: The share of an axis that a tick's text needs, and each letter of it.
+#: The fraction of an axis that a tick's text needs as margin, and per letter.
 TICK_SHARE, LETTER_SHARE = 0.02, 0.045
-#: Shapes that look small for their size are drawn larger.
+#: Factors on the size of shapes that look small.
 _LARGER = {"star": 1.5, "circle": 1.05, "hexagon": 1.15, "diamond": 0.95}
 
 
 def new_axes(height: float) -> Axes:
-    """The axes of a figure that is WIDTH pixels wide and `height` high."""
+    """Return the axes of a new figure, WIDTH pixels wide and `height` pixels high."""
     return plt.subplots(figsize=(WIDTH / 96, height / 96))[1]
 
 
-def figure_of(axes: Axes) -> Figure:
-    """The figure that the axes are in."""
+def find_root_figure(axes: Axes) -> Figure:
+    """Return the figure that contains the axes."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     return figure
 
 
-def settle(axes: Axes) -> Figure:
-    """Make the layout, so that all texts have room: from now on pixels are known. Returns the figure."""
-    figure = figure_of(axes)
+def apply_layout(axes: Axes) -> Figure:
+    """Compute the layout with room for all texts, which makes pixel positions final; return the figure."""
+    figure = find_root_figure(axes)
     for drawn in (*axes.lines, *axes.patches, *axes.collections):
-        drawn.set_in_layout(False)  # texts alone need room beside the axes
+        drawn.set_in_layout(False)  # only texts need room next to the axes
     ConstrainedLayoutEngine(h_pad=2 / 96, w_pad=2 / 96).execute(figure)
     return figure
 
 
-def limits_of(values: Iterable[float], margin: float, log: bool) -> tuple[float, float]:
-    """The ends of an axis that holds these values, with a share `margin` of room; linear ones begin at 0."""
+def compute_limits(values: Iterable[float], margin: float, log: bool) -> tuple[float, float]:
+    """Return the ends of an axis for these values.
+
+    Args:
+        values: Values to show; infinite ones are ignored.
+        margin: Extra room as a fraction of the axis.
+        log: Whether the axis is logarithmic; linear axes begin at 0.
+    """
     known = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
     if not log:
         return 0.0, (max([*known, 0.0]) or 1.0) * (1 + margin)
     low, high = min(known, default=1.0), max(known, default=10.0)
-    if high / low < 1.2:  # a few percent would look like a lot
+    if high / low < 1.2:  # a difference of a few percent must not fill the axis
         low, high = low / 1.1, high * 1.1
     room = (high / low) ** margin
     return low / room, high * room
 
 
-def within_reach(values: list[float], ends: Iterable[float]) -> list[float]:
-    """Values, and the ends of their intervals as far as they leave room for the values."""
+def add_near_interval_ends(values: list[float], ends: Iterable[float]) -> list[float]:
+    """Return the values plus the ends of their intervals, clipped so that long intervals hide no value."""
     if not values:
         return values
     low, high = min(values), max(values)
@@ -73,14 +79,14 @@ def within_reach(values: list[float], ends: Iterable[float]) -> list[float]:
     return [*values, *(min(max(end, low), high) for end in ends)]
 
 
-def share_of(value: float, limits: tuple[float, float], log: bool) -> float:
-    """The share of an axis that is below a value: 0 to 1."""
+def compute_axis_fraction(value: float, limits: tuple[float, float], log: bool) -> float:
+    """Return the position of a value on an axis as a fraction, 0 at the low end and 1 at the high end."""
     low, high, at = (math.log(v) if log else v for v in (*limits, value))
     return (at - low) / (high - low)
 
 
-def round_ticks(limits: tuple[float, float], log: bool, whole: bool = False) -> list[float]:
-    """About four round values between the ends of an axis."""
+def compute_round_ticks(limits: tuple[float, float], log: bool, whole: bool = False) -> list[float]:
+    """Return about four round values between the ends of an axis."""
     low, high = limits
     ticks: list[float] = []
     for digits in FIRST_DIGITS if log else ():
@@ -105,18 +111,30 @@ def set_ticks(
     whole: bool = False,
     text_of: Callable[[float], str] | None = None,
 ) -> None:
-    """Set the ends of an axis and its ticks: `at` these values, or at round ones, or at `whole` ones.
+    """Set the ends, the ticks and the tick texts of an axis.
 
-    The last tick has the unit. One that has no room for its text beside the next has none.
+    A tick has no text if there is no room for it before the next tick.
+
+    Args:
+        axis: The x or y axis.
+        limits: Ends of the axis.
+        log: Whether the axis is logarithmic.
+        at: Values of the ticks; round values if empty.
+        unit: Unit, which is written at the last tick.
+        whole: Whether ticks are at integers only.
+        text_of: Formats a tick; `format_tick` if None.
     """
     name = "x" if axis is axis.axes.xaxis else "y"
     axis.axes.set(**{f"{name}scale": "log" if log else "linear", f"{name}lim": limits})
-    ticks = list(at) or round_ticks(limits, log, whole)
-    texts = [(text_of or tick_text)(tick) for tick in ticks]
+    ticks = list(at) or compute_round_ticks(limits, log, whole)
+    texts = [(text_of or format_tick)(tick) for tick in ticks]
     texts[-1] += f" {unit}" if unit else ""
     taken_from = 2.0
     for i in reversed(range(len(ticks) if name == "x" else 0)):
-        place, half = share_of(ticks[i], limits, log), TICK_SHARE + LETTER_SHARE * len(texts[i]) / 2
+        place, half = (
+            compute_axis_fraction(ticks[i], limits, log),
+            TICK_SHARE + LETTER_SHARE * len(texts[i]) / 2,
+        )
         if place + half > taken_from:
             texts[i] = ""
         else:
@@ -125,20 +143,31 @@ def set_ticks(
     axis.set_minor_locator(NullLocator())
 
 
-def tick_text(value: float) -> str:
-    """A round number as text; thousands from ten thousand on with a k."""
+def format_tick(value: float) -> str:
+    """Return a round number as text, from ten thousand on as thousands with a k."""
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def shifted(axes: Axes, right: float, up: float = 0, of: Transform | None = None) -> Transform:
-    """Where so many pixels are from a place: a share of the width and a value, unless `of` says else."""
+def offset_transform(
+    axes: Axes, right: float, up: float = 0, of: Transform | None = None
+) -> Transform:
+    """Return a transform that is shifted by some pixels.
+
+    Args:
+        axes: The axes.
+        right: Shift to the right in pixels.
+        up: Shift upwards in pixels.
+        of: The transform to shift; by default x is a fraction of the width and y is a value.
+    """
     given = of or axes.get_yaxis_transform()
-    return offset_copy(given, figure_of(axes), x=right * PX, y=up * PX, units="points")
+    return offset_copy(given, find_root_figure(axes), x=right * PX, y=up * PX, units="points")
 
 
-def put_mark(axes: Axes, x: Any, y: Any, mark: Mark, full: bool, size: float, **style: Any) -> None:
-    """Draw a strategy's mark, `size` pixels wide."""
-    colour = style.pop("color", None) or colour_of(mark, full)
+def draw_mark(
+    axes: Axes, x: Any, y: Any, mark: Mark, full: bool, size: float, **style: Any
+) -> None:
+    """Draw a strategy's mark, `size` pixels wide, at one or several points."""
+    colour = style.pop("color", None) or choose_colour(mark, full)
     axes.plot(
         np.atleast_1d(x), np.atleast_1d(y), linestyle="none", marker=MARKERS[mark.shape], clip_on=False,
         markersize=size * _LARGER.get(mark.shape, 1.0) * PX, markeredgewidth=1.5 * PX,
@@ -148,29 +177,46 @@ def put_mark(axes: Axes, x: Any, y: Any, mark: Mark, full: bool, size: float, **
     )  # fmt: skip
 
 
-def put_row_name(axes: Axes, y: float, name: str, mark: Mark, chosen: bool) -> None:
-    """Write a strategy's name and its mark left of the axes."""
-    put_mark(axes, 0, y, mark, chosen, 8.5, transform=shifted(axes, -10))
-    write(axes, 0, y, shortened(name), ha="right", bold=chosen, transform=shifted(axes, -20))
+def draw_row_name(axes: Axes, y: float, name: str, mark: Mark, chosen: bool) -> None:
+    """Draw a strategy's name and its mark to the left of the axes."""
+    draw_mark(axes, 0, y, mark, chosen, 8.5, transform=offset_transform(axes, -10))
+    write_text(
+        axes,
+        0,
+        y,
+        shorten_name(name),
+        ha="right",
+        bold=chosen,
+        transform=offset_transform(axes, -20),
+    )
 
 
-def write(axes: Axes, x: float, y: float, text: str, colour: str = INK, **style: Any) -> Text:
-    """Write text with its middle at height `y`."""
+def write_text(axes: Axes, x: float, y: float, text: str, colour: str = INK, **style: Any) -> Text:
+    """Write a text that is vertically centred at height `y`."""
     weight = "bold" if style.pop("bold", False) else "normal"
     return axes.text(x, y, text, color=colour, weight=weight, **({"va": "center_baseline"} | style))
 
 
-def shortened(name: str, letters: int = MAX_LETTERS) -> str:
-    """`name`, cut in its middle to so many letters."""
+def shorten_name(name: str, letters: int = MAX_LETTERS) -> str:
+    """Return a name with at most `letters` letters, shortened in its middle."""
     tail = letters // 2
     return name if len(name) <= letters else f"{name[: letters - tail - 1]}…{name[-tail:]}"
 
 
-def spread(wanted: Sequence[float], low: float, high: float, apart: float) -> list[float]:
-    """Places at least `apart` from each other between `low` and `high`, in sum nearest to the wanted ones."""
+def spread_positions(wanted: Sequence[float], low: float, high: float, apart: float) -> list[float]:
+    """Return positions that keep a minimum distance and are as near as possible to the wanted positions.
+
+    Args:
+        wanted: Wanted positions.
+        low: Lowest position.
+        high: Highest position.
+        apart: Minimum distance of two positions.
+    """
     order = np.argsort(wanted, kind="stable")
     groups: list[list[float]] = []
-    for i, k in enumerate(order):  # groups of names that touch are centred on what they want
+    for i, k in enumerate(
+        order
+    ):  # touching names form a group at the mean of their wanted positions
         groups.append([wanted[k] - apart * i])
         while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
             groups[-2:] = [groups[-2] + groups[-1]]

@@ -1,4 +1,4 @@
-"""Figures of lines with their names beside their ends: over worker counts, epochs, time or staleness."""
+"""Draws line charts with names next to the lines' ends: over worker counts, epochs, time or staleness."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.axes import (
     LETTER,
-    figure_of,
-    limits_of,
+    add_near_interval_ends,
+    apply_layout,
+    compute_limits,
+    draw_mark,
+    find_root_figure,
     new_axes,
-    put_mark,
+    offset_transform,
     set_ticks,
-    settle,
-    shifted,
-    shortened,
-    spread,
-    within_reach,
-    write,
+    shorten_name,
+    spread_positions,
+    write_text,
 )
 from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.sheet import (
@@ -34,28 +34,28 @@ from stratbench.analysis.figures.sheet import (
     PX,
     RULE,
     WIDTH,
-    colour_of,
+    choose_colour,
 )  # fmt: skip
 
-#: Room for ticks and the axis' name below, and above the highest point.
+#: Height in pixels below the plot for ticks and the axis label, including room above the highest point.
 BELOW = 50
-#: The least height of a plot; further names make it higher.
+#: Minimum height of a plot in pixels; many names make it higher.
 MIN_HEIGHT = 160
-#: The distance of two names beside lines, and of names from the plot.
+#: Distance in pixels between two names of lines, and between names and the plot.
 APART, NAMES_FROM = 14, 18
-#: The most lines of words below a figure.
+#: Maximum number of notes below a figure, each a line.
 MAX_NOTES = 6
-#: The width of a mark on a line, of the chosen one's and of the others'.
+#: Width in pixels of a mark on the chosen strategy's line, and on other lines.
 CHOSEN_MARK, MARK = 9, 6
-#: The most marks on a line.
+#: Maximum number of marks on a line.
 MAX_MARKS = 10
-#: The room beyond points, as a share of an axis.
+#: The room beyond the points, as a fraction of an axis.
 ROOM = 0.03
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The line of a strategy: its points in order, with the ends of their intervals if they have any."""
+    """The line of a strategy: its points in order, and the ends of their intervals, if any."""
 
     strategy: str
     x: Sequence[float]
@@ -63,149 +63,164 @@ class Curve:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     chosen: bool = False
-    #: What is written after the name.
-    suffix: str = ""
-    joined: bool = True
+    #: Text after the strategy's name.
+    name_suffix: str = ""
+    is_line: bool = True
 
 
 @dataclass(frozen=True)
-class Curves:
-    """What a figure of lines shows, and how."""
+class CurveChart:
+    """Content and style of a line chart."""
 
-    curves: Sequence[Curve]
+    lines: Sequence[Curve]
     marks: Mapping[str, Mark]
-    x_name: str
+    x_label: str
     x_unit: str = ""
-    #: Where the horizontal axis has ticks; empty: at round numbers.
+    #: Ticks of the horizontal axis; round numbers if empty.
     x_ticks: Sequence[float] = ()
-    x_log: bool = False
-    x_whole: bool = False
-    y_log: bool = False
+    has_log_x: bool = False
+    has_whole_x_ticks: bool = False
+    has_log_y: bool = False
     #: Whether the vertical axis begins at 0.
     from_zero: bool = True
-    #: Whether to draw the line on which y is x, as far as the data go.
-    ideal: bool = False
-    #: A value of y with a word at its line.
+    #: Whether to draw the line y = x, up to the largest value.
+    draws_ideal_line: bool = False
+    #: A value of y at which a horizontal line is drawn, and the line's label.
     level: tuple[float, str] | None = None
-    #: What is said of cells without points, a line each.
+    #: Notes on cells without points, each a line below the chart.
     notes: Sequence[str] = ()
 
 
-def draw_curves(shown: Curves) -> Figure:
-    """The figure, high enough for the names of all lines."""
-    height = max(MIN_HEIGHT, APART * (len(shown.curves) + 1))
-    notes = noted(shown.notes)
+def draw_curves(shown: CurveChart) -> Figure:
+    """Draw a line chart that is high enough for the names of all lines."""
+    height = max(MIN_HEIGHT, APART * (len(shown.lines) + 1))
+    notes = limit_notes(shown.notes)
     axes = new_axes(height + BELOW + LINE_HEIGHT * len(notes))
-    set_ticks(axes.yaxis, y_limits(shown), shown.y_log)
-    x, at = x_limits(shown), shown.x_ticks
-    set_ticks(axes.xaxis, x, shown.x_log, at=at, unit=shown.x_unit, whole=shown.x_whole)
-    axes.set_xlabel(shown.x_name)
+    set_ticks(axes.yaxis, compute_y_limits(shown), shown.has_log_y)
+    x, at = compute_x_limits(shown), shown.x_ticks
+    set_ticks(
+        axes.xaxis, x, shown.has_log_x, at=at, unit=shown.x_unit, whole=shown.has_whole_x_ticks
+    )
+    axes.set_xlabel(shown.x_label)
     if notes:
         below = {"x": 0, "ha": "left", "color": BAD, "size": axes.xaxis.label.get_fontsize()}
         most = int(WIDTH / LETTER)
-        figure_of(axes).supxlabel("\n".join(shortened(note, most) for note in notes), **below)
-    if shown.ideal:
+        find_root_figure(axes).supxlabel(
+            "\n".join(shorten_name(note, most) for note in notes), **below
+        )
+    if shown.draws_ideal_line:
         draw_ideal(axes, shown)
     if shown.level:
-        axes.axhline(shown.level[0], color=MUTED, linestyle=dashes("2 2.5"), zorder=1.5)
-        write(axes, 0, *shown.level, MUTED, va="bottom", transform=shifted(axes, 4))
+        axes.axhline(shown.level[0], color=MUTED, linestyle=dash_style("2 2.5"), zorder=1.5)
+        write_text(axes, 0, *shown.level, MUTED, va="bottom", transform=offset_transform(axes, 4))
     names = []
-    for curve in shown.curves:
-        mark, text = shown.marks[curve.strategy], shortened(curve.strategy) + curve.suffix
+    for curve in shown.lines:
+        mark, text = shown.marks[curve.strategy], shorten_name(curve.strategy) + curve.name_suffix
         draw_curve(axes, curve, mark)
         if known := [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y == y]:
-            colour = colour_of(mark, True) if curve.chosen else INK
+            colour = choose_colour(mark, True) if curve.chosen else INK
             names.append((text, colour, curve.chosen, known[-1]))
-    put_names(axes, names)
-    return figure_of(axes)
+    write_line_names(axes, names)
+    return find_root_figure(axes)
 
 
-def bars_show(shown: Curves) -> bool:
-    """Whether any interval is longer than the mark on it."""
-    low_end, high_end = (math.log(v) if shown.y_log else v for v in y_limits(shown))
+def has_visible_intervals(shown: CurveChart) -> bool:
+    """Return whether any interval is longer than the mark on it."""
+    low_end, high_end = (math.log(v) if shown.has_log_y else v for v in compute_y_limits(shown))
     ends = (
         (low, high, CHOSEN_MARK if curve.chosen else MARK)
-        for curve in shown.curves
+        for curve in shown.lines
         for low, high in zip(curve.low, curve.high, strict=True)
         if low == low
     )
-    share = ((math.log(h / low) if shown.y_log else h - low, mark) for low, h, mark in ends)
+    share = ((math.log(h / low) if shown.has_log_y else h - low, mark) for low, h, mark in ends)
     return any(MIN_HEIGHT * part / (high_end - low_end) > mark for part, mark in share)
 
 
-def noted(notes: Sequence[str]) -> list[str]:
-    """The lines of words that have room."""
+def limit_notes(notes: Sequence[str]) -> list[str]:
+    """Return at most MAX_NOTES notes; the last one then counts the omitted ones."""
     if len(notes) <= MAX_NOTES:
         return list(notes)
     return [*notes[: MAX_NOTES - 1], f"and {len(notes) - MAX_NOTES + 1} more: see the table"]
 
 
-def x_limits(shown: Curves) -> tuple[float, float]:
-    """The ends of the horizontal axis: it holds all points, and no more."""
-    known = [*(v for c in shown.curves for v in c.x), *shown.x_ticks] or [0.0, 1.0]
+def compute_x_limits(shown: CurveChart) -> tuple[float, float]:
+    """Return the ends of the horizontal axis, which spans exactly the points and ticks."""
+    known = [*(v for c in shown.lines for v in c.x), *shown.x_ticks] or [0.0, 1.0]
     low, high = min(known), max(known)
     if low == high:
-        return (low / 2, high * 2) if shown.x_log else (low - 1, high + 1)
-    if shown.x_log:
+        return (low / 2, high * 2) if shown.has_log_x else (low - 1, high + 1)
+    if shown.has_log_x:
         return low / (high / low) ** ROOM, high
     return low - ROOM * (high - low), high
 
 
-def y_limits(shown: Curves) -> tuple[float, float]:
-    """The ends of the vertical axis: from 0, or from below the lowest point."""
-    values = [v for c in shown.curves for v in c.y if v == v]
-    known = within_reach(values, [v for c in shown.curves for v in (*c.low, *c.high) if v == v])
+def compute_y_limits(shown: CurveChart) -> tuple[float, float]:
+    """Return the ends of the vertical axis, which begins at 0 or below the lowest point."""
+    values = [v for c in shown.lines for v in c.y if v == v]
+    known = add_near_interval_ends(
+        values, [v for c in shown.lines for v in (*c.low, *c.high) if v == v]
+    )
     known += [shown.level[0]] if shown.level else []
-    if shown.from_zero or shown.y_log:
-        return limits_of(known, ROOM, shown.y_log)
+    if shown.from_zero or shown.has_log_y:
+        return compute_limits(known, ROOM, shown.has_log_y)
     low, high = min(known, default=0.0), max(known, default=1.0)
     room = 2 * ROOM * (high - low) or 0.5 * abs(high) or 0.5
     return low - room, high + room
 
 
-def draw_ideal(axes: Axes, shown: Curves) -> None:
-    """Draw the line on which a speed-up is the number of workers, and end it where the data end."""
-    known = [v for c in shown.curves for v in c.y if v == v]
+def draw_ideal(axes: Axes, shown: CurveChart) -> None:
+    """Draw the line on which a speedup equals the number of workers, up to the largest value."""
+    known = [v for c in shown.lines for v in c.y if v == v]
     first, last = min(shown.x_ticks), min(max(shown.x_ticks), max(known, default=0))
     if last > 1.5 * first:
         axes.plot([first, last], [first, last], color=RULE, zorder=1.4)
-        # Left of the line, where only what is better than ideal could lie.
-        place = shifted(axes, -8, of=axes.transData)
-        write(axes, last, last, "ideal", MUTED, ha="right", transform=place)
+        # The label is left of the line, where only points better than ideal could be.
+        place = offset_transform(axes, -8, of=axes.transData)
+        write_text(axes, last, last, "ideal", MUTED, ha="right", transform=place)
 
 
-def dashes(lengths: str) -> Any:
-    """Matplotlib's style of a line with dashes and gaps as SVG takes them."""
+def dash_style(lengths: str) -> Any:
+    """Return matplotlib's line style for lengths of dashes and gaps in SVG's notation."""
     return (0, [float(part) * PX for part in lengths.split()]) if lengths else "-"
 
 
 def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
-    """Draw a strategy's line, its marks and intervals."""
-    colour, over = colour_of(mark, curve.chosen), 2 if curve.chosen else 0
-    if curve.joined:
+    """Draw a strategy's line with its marks and intervals."""
+    colour, over = choose_colour(mark, curve.chosen), 2 if curve.chosen else 0
+    if curve.is_line:
         width = 2.75 if curve.chosen else 1.25
-        line = {"color": colour, "linewidth": width * PX, "linestyle": dashes(mark.dash)}
+        line = {"color": colour, "linewidth": width * PX, "linestyle": dash_style(mark.dash)}
         axes.plot(curve.x, curve.y, zorder=3 + over, **line)
     for x, low, high in zip(curve.x, curve.low, curve.high, strict=False):
         if low == low:
             axes.plot([x, x], [low, high], color=colour, linewidth=1.5 * PX, zorder=3 + over)
     step = max(1, -(-len(curve.x) // MAX_MARKS))
-    put_mark(
+    draw_mark(
         axes, curve.x, curve.y, mark, curve.chosen, CHOSEN_MARK if curve.chosen else MARK,
         zorder=3.5 + over, markevery=step,
     )  # fmt: skip
 
 
-def put_names(axes: Axes, names: Sequence[tuple[str, str, bool, tuple[float, float]]]) -> None:
-    """Write names beside the ends of their lines, apart from each other: text, colour, whether bold, end."""
+def write_line_names(
+    axes: Axes, names: Sequence[tuple[str, str, bool, tuple[float, float]]]
+) -> None:
+    """Write names next to the ends of their lines without overlaps.
+
+    Args:
+        axes: The axes.
+        names: For each line its name, colour, whether the name is bold, and the line's last point.
+    """
     written = [
-        write(axes, 1, end[1], text, colour, bold=bold, transform=shifted(axes, NAMES_FROM))
+        write_text(
+            axes, 1, end[1], text, colour, bold=bold, transform=offset_transform(axes, NAMES_FROM)
+        )
         for text, colour, bold, end in names
     ]
-    settle(axes)
+    apply_layout(axes)
     box, to_values = axes.bbox, axes.transData.inverted().transform
     wanted = [box.y1 - axes.transData.transform(end)[1] for *_, end in names]
-    places = spread(wanted, 3, box.height, APART)
+    places = spread_positions(wanted, 3, box.height, APART)
     for name, (*_, (x, y)), place in zip(written, names, places, strict=True):
         line = to_values([(box.x1 + NAMES_FROM - left, box.y1 - place) for left in (10, 3)])
         name.set_y(line[0][1])

@@ -1,4 +1,4 @@
-"""The data of one experiment and model, from which its figures are drawn."""
+"""The data from which the figures of one experiment and model are drawn."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import pandas as pd
 
 from stratbench.analysis.figures.marks import Mark, marks_by_strategy
 from stratbench.analysis.records.groups import bases_by_strategy
-from stratbench.analysis.records.measures import DOUBT, Measure, measures_of
+from stratbench.analysis.records.measures import DOUBT, Measure, list_measures
 from stratbench.analysis.records.score import Score, score_of
-from stratbench.analysis.tables.tables import rules_by_severity
+from stratbench.analysis.tables.tables import group_rules_by_severity
 from stratbench.cell.text.words import counted, worker_noun
 
 
 @dataclass(frozen=True)
 class FigureData:
-    """The data of a model's figures in an experiment: its rows of the three tables, and its marks."""
+    """The data of a model's figures in an experiment: its rows of three tables, and the marks."""
 
     cells: pd.DataFrame
     epochs: pd.DataFrame
     summary: pd.DataFrame
     marks: Mapping[str, Mark]
-    #: The strategy and the number of workers that the decision chose; None: nothing.
+    #: The chosen strategy and number of workers; None without a choice.
     choice: tuple[str, int] | None = None
-    #: The share of a time within which strategies count as equal.
+    #: The fraction of a time within which strategies count as equal.
     margin: float = 0.03
-    #: results/<study>, the folder of the timelines; None: draw no timelines.
+    #: results/<study>, the folder of the timelines; None to draw no timelines.
     study_dir: Path | None = None
 
     @property
@@ -47,10 +47,10 @@ class FigureData:
 
     @property
     def measures(self) -> dict[str, Measure]:
-        """The measures, with the names and units that the experiment gives them."""
+        """The measures by name, with the titles and units of the experiment."""
         units = dict(zip(self.summary["measure"], self.summary["unit"], strict=True))
-        found = measures_of(self.cells)
-        return {name: m.in_unit(units.get(name, m.unit)) for name, m in found.items()}
+        found = list_measures(self.cells)
+        return {name: m.with_unit(units.get(name, m.unit)) for name, m in found.items()}
 
     @property
     def on_cpu(self) -> bool:
@@ -64,49 +64,54 @@ class FigureData:
 
     @property
     def counts(self) -> list[int]:
-        """The worker counts, ascending."""
+        """The numbers of workers, ascending."""
         return sorted(int(n) for n in self.cells["gpus"].unique())
 
     @property
-    def shown_count(self) -> int:
-        """The worker count of a figure that shows one alone: the choice's, or else the largest."""
+    def shown_worker_count(self) -> int:
+        """The number of workers in figures that show only one: the choice's, else the largest."""
         several = self.choice and self.choice[1] in self.counts and self.choice[1] > 1
         return self.choice[1] if several and self.choice else self.counts[-1]
 
     def is_chosen(self, strategy: str) -> bool:
-        """Whether this is the strategy that the decision chose."""
+        """Return whether the decision chose this strategy."""
         return self.choice is not None and strategy == self.choice[0]
 
     def workers(self, count: int) -> str:
-        """A number of workers with its noun: `4 GPUs`."""
+        """Return a number of workers with its noun: `4 GPUs`."""
         return counted(count, worker_noun(self.cells["device_kind"]))
 
-    def doubt_note(self, flags: Iterable[str]) -> Iterator[str]:
-        """The meaning of a dagger, if any of these flags of the audit has one."""
-        if told := rules_by_severity(flags):
+    def iter_mark_notes(self, flags: Iterable[str]) -> Iterator[str]:
+        """Yield a sentence on the dagger if any of the audit's flags causes one."""
+        if told := group_rules_by_severity(flags):
             yield f"{DOUBT}: the audit has a finding on the value ({' or '.join(told)})."
 
     def rows(self, measure: str) -> pd.DataFrame:
-        """The summary rows of a measure, in the order of the config."""
+        """Return the rows of summary.csv of a measure, in the order of the config."""
         return self.summary[self.summary["measure"] == measure]
 
 
 def marks_of(cells: pd.DataFrame, also: Iterable[str] = ()) -> dict[str, Mark]:
-    """The mark of every strategy in rows of cells.csv, and of those in `also`."""
+    """Return the mark of every strategy in rows of cells.csv, and of the strategies in `also`."""
     bases = bases_by_strategy(cells)
     return marks_by_strategy((name, bases.get(name)) for name in {*cells["strategy"], *also})
 
 
-def figure_data_of(
+def build_figure_data(
     cells: pd.DataFrame,
     epochs: pd.DataFrame,
     summary: pd.DataFrame,
     decided: Mapping[str, Any] | None = None,
     study_dir: Path | None = None,
 ) -> list[FigureData]:
-    """The data of each experiment and model of a study; a strategy has the same mark in all.
+    """Return the figure data of each experiment and model; a strategy has the same mark in all.
 
-    `decided`: answers.json, for the choices; None: nothing is chosen.
+    Args:
+        cells: Rows of cells.csv.
+        epochs: Rows of epochs.csv.
+        summary: Rows of summary.csv.
+        decided: Content of answers.json, for the choices; None without choices.
+        study_dir: The folder results/<study>; None to draw no timelines.
     """
     marks = marks_of(cells)
     answers = decided["answers"] if decided else []

@@ -1,4 +1,4 @@
-"""Every figure of an experiment and model: its title, and which data it needs."""
+"""The list of figures of an experiment and model: their titles, and the data that they need."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.records.score import Score
 
-#: The file, in the folder of the figures, that says what each shows.
+#: The file in the folder of the figures that lists their titles and captions.
 INDEX = "figures.json"
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of every experiment and model. One with the name of a measure shows that measure."""
+    """A figure of every experiment and model; if its name is a measure's, it shows that measure."""
 
     name: str
-    #: The kind of chart, for a reader who cannot see it.
-    chart: str
-    #: Empty: the measure's title. `score` and `counts` stand for the experiment's.
+    #: The kind of chart, for screen readers.
+    chart_kind: str
+    #: The title, in which `score` and `counts` stand for the experiment's names. Empty: the measure's title.
     own_title: str = ""
-    #: A column of cells.csv; without values in it there is nothing to draw.
+    #: The column of cells.csv without whose values there is nothing to draw.
     needs: str = "status"
-    #: Whether the report shows it at once, not folded.
-    primary: bool = False
-    #: Whether there is one for each number of workers.
-    by_count: bool = False
+    #: Whether the report shows the figure without unfolding.
+    is_unfolded: bool = False
+    #: Whether there is one figure per number of workers.
+    is_per_worker_count: bool = False
 
-    def title_of(self, score: Score) -> str:
-        """Its title in an experiment with this score."""
+    def format_title(self, score: Score) -> str:
+        """Return the figure's title in an experiment with this score."""
         named = self.own_title.replace("score", score.name).replace("counts", score.counts)
         named = named or MEASURES[self.name].named(score).title
         return f"{named[0].upper()}{named[1:]}"
@@ -39,11 +39,11 @@ class Plot:
 PLOTS: dict[str, Plot] = {
     p.name: p
     for p in (
-        Plot("training_time", "Dot chart", primary=True),
-        Plot("speedup_vs_single", "Line chart", primary=True),
-        Plot("memory", "Dot chart", "Peak memory of a worker", primary=True),
-        Plot("breakdown", "Bar chart", "Where a step's time goes", "breakdown_ms", primary=True),
-        Plot("tradeoff", "Scatter chart", "score against training time", "epochs", primary=True),
+        Plot("training_time", "Dot chart", is_unfolded=True),
+        Plot("speedup_vs_single", "Line chart", is_unfolded=True),
+        Plot("memory", "Dot chart", "Peak memory of a worker", is_unfolded=True),
+        Plot("breakdown", "Bar chart", "Time of a step by phase", "breakdown_ms", is_unfolded=True),
+        Plot("tradeoff", "Scatter chart", "score against training time", "epochs", is_unfolded=True),
         Plot("throughput", "Line chart", "Training throughput (counts/s)"),
         Plot("speedup", "Line chart"),
         Plot("score_over_time", "Line chart by time", "score over training time", "epochs"),
@@ -53,7 +53,8 @@ PLOTS: dict[str, Plot] = {
             "utilisation_pct"),
         Plot("memory_timelines", "Line charts by time", "Memory of each worker over time",
             "utilisation_pct"),
-        Plot("score", "Line chart by epoch", "score by epoch", "epochs", primary=True, by_count=True),
+        Plot("score", "Line chart by epoch", "score by epoch", "epochs", is_unfolded=True,
+            is_per_worker_count=True),
     )
 }
 # fmt: on

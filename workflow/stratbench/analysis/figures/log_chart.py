@@ -1,4 +1,4 @@
-"""A small chart on logarithmic axes as an image in a page: lines, fans and marks, with names beside them."""
+"""Renders a small chart with logarithmic axes as an image element of a page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ HEIGHT, SIZE = 270, 8
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """What is drawn of one name; all values above zero. `fan`: (x, low, high), in the order of x.
+    """A series of a chart; all values are above 0.
 
-    `colour`: of a figure, by its variable without dashes before it. `mark` None: small dots.
+    Attributes:
+        name: Name next to the series; empty for none.
+        colour: CSS variable of a figure's colour, without leading dashes.
+        dots: Points that are drawn as marks.
+        full: Points of a solid line.
+        dashed: Points of a dashed line.
+        interval_band: (x, low, high) of a shaded band, in the order of x.
+        mark: Mark of the points; small dots if None.
     """
 
     name: str
@@ -26,7 +33,7 @@ class ChartSeries:
     dots: Sequence[tuple[float, float]] = ()
     full: Sequence[tuple[float, float]] = ()
     dashed: Sequence[tuple[float, float]] = ()
-    fan: Sequence[tuple[float, float, float]] = ()
+    interval_band: Sequence[tuple[float, float, float]] = ()
     mark: Mark | None = None
 
 
@@ -39,8 +46,18 @@ def log_chart(
     text_of_y: Callable[[float], str],
     label: str,
 ) -> Markup:
-    """The chart as an image element. `label`: what it shows, for readers who cannot see it."""
-    # Here, so that a report without such a chart needs no time for it.
+    """Return the chart as an HTML image element.
+
+    Args:
+        series: Series to draw.
+        x_title: Label of the horizontal axis.
+        y_title: Label of the vertical axis.
+        x_ticks: Ticks of the horizontal axis.
+        text_of_x: Formats a tick of the horizontal axis.
+        text_of_y: Formats a tick of the vertical axis.
+        label: Description for screen readers.
+    """
+    # These imports are slow, and reports without such a chart do not need them.
     import matplotlib.pyplot as plt
     import numpy as np
 
@@ -50,30 +67,30 @@ def log_chart(
     with plt.rc_context(sheet.RC):
         axes = shared.new_axes(HEIGHT)
         points = [p for s in series for p in (*s.dots, *s.full, *s.dashed)]
-        points += [(x, y) for s in series for x, *ends in s.fan for y in ends]
+        points += [(x, y) for s in series for x, *ends in s.interval_band for y in ends]
         across, up = np.array(points).T
-        x_limits = shared.limits_of([*across, *x_ticks], curves.ROOM, True)
+        x_limits = shared.compute_limits([*across, *x_ticks], curves.ROOM, True)
         shared.set_ticks(axes.xaxis, x_limits, True, at=x_ticks, text_of=text_of_x)
-        y_limits = shared.limits_of(up, curves.ROOM, True)
+        y_limits = shared.compute_limits(up, curves.ROOM, True)
         shared.set_ticks(axes.yaxis, y_limits, True, text_of=text_of_y)
         axes.set(xlabel=x_title, ylabel=y_title)
-        colours = {name: light for light, (name, _) in sheet.both_themes().items()}
+        colours = {name: light for light, (name, _) in sheet.map_theme_colours().items()}
         names = []
         for s in series:
             colour = colours[s.colour]
-            x, low, high = np.array(s.fan).reshape(-1, 3).T
+            x, low, high = np.array(s.interval_band).reshape(-1, 3).T
             axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
             for line, dash in ((s.full, ""), (s.dashed, "5 4")):
-                style = {"linewidth": 1.6 * sheet.PX, "linestyle": curves.dashes(dash)}
+                style = {"linewidth": 1.6 * sheet.PX, "linestyle": curves.dash_style(dash)}
                 axes.plot(*np.array(line).reshape(-1, 2).T, color=colour, **style)
             dots = np.array(s.dots).reshape(-1, 2).T
             if s.mark:
-                shared.put_mark(axes, dots[0], dots[1], s.mark, True, SIZE)
+                shared.draw_mark(axes, dots[0], dots[1], s.mark, True, SIZE)
             else:
                 axes.plot(*dots, ".", color=colour, markersize=SIZE * sheet.PX, zorder=3)
             if ends := [*s.dots, *s.full, *s.dashed] if s.name else []:
-                names.append((shared.shortened(s.name), colour, True, max(ends)))
-        curves.put_names(axes, names)
-        svg = base64.b64encode(sheet.svg_of(shared.figure_of(axes)).encode()).decode()
+                names.append((shared.shorten_name(s.name), colour, True, max(ends)))
+        curves.write_line_names(axes, names)
+        svg = base64.b64encode(sheet.svg_of(shared.find_root_figure(axes)).encode()).decode()
     image = '<img src="data:image/svg+xml;base64,{}" alt="{}">'
     return Markup(image).format(svg, label)

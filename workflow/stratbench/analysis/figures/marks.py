@@ -1,8 +1,8 @@
-"""The mark of each strategy: a family has a hue and a shape, its members differ by filling and dash.
+"""Marks of strategies: a family has a hue and a shape, and its members differ by filling and dashes.
 
-`full` is for the chosen strategy and for names, `quiet` for all others: the same hue at half its chroma.
-A test computes that full colours have a contrast of 4.5 : 1 with the paper and quiet ones 3 : 1, in both
-themes, and that readers with colour-blindness can tell the families' hues apart.
+The `full` colour is for the chosen strategy and for names. The `quiet` colour of all others has the same hue
+at half the chroma. A test checks that the contrast with the background is at least 4.5 : 1 for full colours
+and 3 : 1 for quiet ones, in both themes. It also checks that colour-blind readers can distinguish the hues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stratbench.strategies import REGISTRY, strategy_class
 
 @dataclass(frozen=True)
 class Hue:
-    """A family's shape and colours (hex): (full, quiet) on light paper and on dark paper."""
+    """A family's shape, and its (full, quiet) hex colours on a light and on a dark background."""
 
     shape: str
     light: tuple[str, str]
@@ -26,7 +26,7 @@ class Hue:
 
 @dataclass(frozen=True)
 class Mark:
-    """How a strategy is drawn: its family's hue and shape, and by its number in it its filling and dash."""
+    """A strategy's mark: its family gives hue and shape, its number in the family filling and dashes."""
 
     family: str
     index: int
@@ -37,26 +37,26 @@ class Mark:
 
     @property
     def fill(self) -> str:
-        """`full`, `open` or `half`, for figures, in which dashes and names tell, too."""
+        """`full`, `open` or `half`, for figures, where dashes and names distinguish lines as well."""
         return list(FILLS)[self.index % 3]
 
     @property
     def dash(self) -> str:
-        """Lengths of dashes and gaps, as SVG takes them; empty: a full line."""
+        """Lengths of dashes and gaps in SVG's notation; empty for a solid line."""
         return DASHES[self.index % len(DASHES)]
 
     @property
     def alone(self) -> str:
-        """Shape and filling, one of FILLS, for where a mark is all that there is of a strategy."""
+        """Shape and one of all FILLS, for marks without a name or a line."""
         return f"{self.shape} {list(FILLS)[self.index % len(FILLS)]}"
 
     @property
     def variable(self) -> str:
-        """The name of the family's colour in a page's style, without dashes before it."""
+        """The CSS variable of the family's colour, without leading dashes."""
         return self.family.replace(" ", "-")
 
 
-#: The papers that the colours are made for.
+#: Background colours of the light and the dark theme.
 LIGHT_PAPER, DARK_PAPER = "#ffffff", "#15181d"
 FAMILIES = {
     "alone": Hue("circle", ("#71777e", "#8a8e91"), ("#9e9e9e", "#6b6b6a")),
@@ -69,7 +69,7 @@ FAMILIES = {
     "engines": Hue("star", ("#185451", "#789290"), ("#8dcecf", "#537070")),
     "other": Hue("cross", ("#272622", "#8e8d8b"), ("#eae8e2", "#6b6b68")),
 }
-#: Fillings: the boxes (left, top, width, height; of a mark of radius 1 around 0) that are painted of a shape.
+#: Boxes (left, top, width, height) of a shape that are filled, for a mark of radius 1 around 0.
 FILLS = {
     "full": ((-2, -2, 4, 4),),
     "open": (),
@@ -81,44 +81,49 @@ FILLS = {
     "lower": ((-2, 0, 4, 2),),
     "dot": ((-0.4, -0.4, 0.8, 0.8),),
 }
-#: Member i of a family has in figures filling i % 3 and DASHES[i % 5]: fifteen differ.
+#: Dashes of lines. Member i of a family has filling i % 3 and DASHES[i % 5], so fifteen members differ.
 DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 4")
 
 
 def mark_of(family: str, index: int) -> Mark:
-    """The mark of the `index`-th strategy of a family; an unknown family is drawn as `other`."""
+    """Return the mark of the `index`-th strategy of a family; an unknown family becomes `other`."""
     known = family if family in FAMILIES else "other"
     return Mark(known, index)
 
 
 @cache
-def _members() -> dict[str, dict[str, int]]:
-    """The numbers of registered strategies in each family: stated ones, then the next that are free."""
+def number_family_members() -> dict[str, dict[str, int]]:
+    """Return the number of each registered strategy in its family: the declared or the next free number."""
     members: dict[str, dict[str, int]] = {}
     for name in sorted(REGISTRY, key=lambda name: strategy_class(name).mark is None):
         kind = strategy_class(name)
         family = members.setdefault(kind.family, {})
-        family[name] = _next_free(family) if kind.mark is None else kind.mark
+        family[name] = next_free_number(family) if kind.mark is None else kind.mark
     return members
 
 
-def _next_free(family: dict[str, int]) -> int:
-    """Return the first number behind those of a family."""
+def next_free_number(family: dict[str, int]) -> int:
+    """Return the smallest number above all numbers of a family."""
     return max(family.values(), default=-1) + 1
 
 
 def marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Mark]:
-    """The mark of every strategy of a study, from pairs of its name and its base strategy.
+    """Return the mark of every strategy of a study.
 
-    Registered strategies look the same in every study. Variants are further members of their strategy's
-    family (`other` if that is unknown), in alphabetical order.
+    Registered strategies have the same mark in every study. Variants are further members of their base
+    strategy's family, in alphabetical order, or of `other` if the base strategy is unknown.
+
+    Args:
+        names: Pairs of a strategy or variant and its base strategy.
     """
-    taken = {family: _next_free(members) for family, members in _members().items()}
+    taken = {
+        family: next_free_number(members) for family, members in number_family_members().items()
+    }
     marks = {}
     for name, base in sorted(dict(names).items()):
         if name in REGISTRY:
             family = strategy_class(name).family
-            marks[name] = mark_of(family, _members()[family][name])
+            marks[name] = mark_of(family, number_family_members()[family][name])
         else:
             family = strategy_class(base).family if base in REGISTRY else "other"
             marks[name] = mark_of(family, taken.get(family, 0))
@@ -126,7 +131,7 @@ def marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Mark
     return marks
 
 
-#: Corners of each shape, for a mark of radius 1 around 0; a circle and the rings have none.
+#: Corners of each polygon of radius 1 around 0.
 _CORNERS = {
     "square": ((-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)),
     "diamond": ((0, -1.2), (1.1, 0), (0, 1.2), (-1.1, 0)),
@@ -134,12 +139,12 @@ _CORNERS = {
     "down": ((0, 1.1), (1.1, -0.85), (-1.1, -0.85)),
     "right": ((1.2, 0), (-0.8, 1.1), (-0.8, -1.1)),
 }
-#: Corners on a ring: how many, and their distances from the middle, in turn.
+#: Shapes with corners on a ring: the number of corners, and their alternating distances from the centre.
 _RINGS = {"hexagon": (6, (1.1, 1.1)), "star": (10, (1.35, 0.58)), "cross": (8, (1.25, 0.55))}
 
 
 def corners(shape: str) -> list[tuple[float, float]]:
-    """The corners of a shape of radius 1 around 0, y downwards; none for a circle."""
+    """Return the corners of a shape of radius 1 around 0, with y downwards; none for a circle."""
     if shape in _RINGS:
         count, far = _RINGS[shape]
         turn = math.pi / 4 if shape == "cross" else 0.0
@@ -151,8 +156,8 @@ def corners(shape: str) -> list[tuple[float, float]]:
     return list(_CORNERS.get(shape, ()))
 
 
-def outline(shape: str, x: float, y: float, radius: float) -> str:
-    """The `d` of an SVG path that draws a shape around (x, y)."""
+def svg_outline_path(shape: str, x: float, y: float, radius: float) -> str:
+    """Return the `d` attribute of an SVG path that draws a shape around (x, y)."""
     if shape == "circle":
         r, across = f"{radius:.1f}", f"{2 * radius:.1f}"
         return f"M{x - radius:.1f},{y:.1f}a{r},{r} 0 1,0 {across},0a{r},{r} 0 1,0 -{across},0Z"
@@ -161,9 +166,10 @@ def outline(shape: str, x: float, y: float, radius: float) -> str:
 
 
 def css_variables(dark: bool) -> str:
-    """The colours of all families as CSS variables: `--replicas` (full) and `--replicas-q` (quiet)."""
-    return " ".join(
-        f"--{name.replace(' ', '-')}: {full}; --{name.replace(' ', '-')}-q: {quiet};"
-        for name, hue in FAMILIES.items()
-        for full, quiet in (hue.dark if dark else hue.light,)
-    )
+    """Return the colours of all families as CSS variables: `--replicas` (full) and `--replicas-q` (quiet)."""
+    declarations = []
+    for name, hue in FAMILIES.items():
+        variable = f"--{name.replace(' ', '-')}"
+        full, quiet = hue.dark if dark else hue.light
+        declarations += [f"{variable}: {full};", f"{variable}-q: {quiet};"]
+    return " ".join(declarations)

@@ -1,4 +1,4 @@
-"""The figures of one measure: times and memory as rows, speed-ups and scores as lines."""
+"""Draws figures of a single measure: times and memory as rows, speedups and scores as lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from stratbench.analysis.figures.curves import Curve, Curves, bars_show, draw_curves
+from stratbench.analysis.figures.curves import Curve, CurveChart, draw_curves, has_visible_intervals
 from stratbench.analysis.figures.figure_data import FigureData
 from stratbench.analysis.figures.rows import (
     FigureRow,
@@ -24,17 +24,17 @@ from stratbench.cell.text.words import GIB, plural, worker_noun
 
 #: Worker counts above this are drawn on logarithmic axes.
 LINEAR_UP_TO = 8
-#: From so many seconds on times are drawn in hours.
+#: Number of seconds from which times are drawn in hours.
 HOURS_FROM_S = 7200
-#: A card of more than so many times the highest peak is told in words, and not drawn.
+#: The GPU's memory is drawn if it is at most this multiple of the highest peak; else the caption has it.
 FARTHEST_CARD = 4
-#: The most epochs at which the spread of repeats is drawn.
+#: Maximum number of epochs for which the spread of repeats is drawn.
 MAX_SPREAD = 20
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A figure and what its reader must know of it, made of what is drawn."""
+class CaptionedFigure:
+    """A figure and its caption, which describes the drawn data."""
 
     figure: Figure
     caption: str
@@ -43,33 +43,33 @@ class Drawn:
 # ---------------------------------------------------------------- rows
 
 
-def rows_figure(data: FigureData, measure: Measure) -> Drawn:
-    """A row for each strategy with its value on each number of workers; times on a logarithmic scale."""
+def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
+    """Draw a row per strategy with its values by number of workers, and times on a logarithmic scale."""
     rows = data.rows(measure.name)
-    if measure.name == "utilisation":  # nearly the same on any count
-        rows = rows[rows["gpus"] == data.shown_count]
-    unit, factor = unit_of(measure, rows["value"])
+    if measure.name == "utilisation":  # it is nearly the same for any number of workers
+        rows = rows[rows["gpus"] == data.shown_worker_count]
+    unit, factor = choose_axis_unit(measure, rows["value"])
     of_time = measure.name == "training_time"
-    reference = chosen_value(data, rows)
+    reference = find_chosen_value(data, rows)
     several = rows["gpus"].nunique() > 1
     points = {
-        str(name): list(points_of(data, str(name), found, factor, several))
+        str(name): list(iter_points(data, str(name), found, factor, several))
         for name, found in rows.groupby("strategy", sort=False)
     }
     if measure.name == "memory" and not data.on_cpu:
-        points = {name: with_states(data, name, p, factor) for name, p in points.items()}
+        points = {name: add_model_states(data, name, p, factor) for name, p in points.items()}
     lines = [
         FigureRow(
             name,
             points[name],
-            words_of(found, several),
-            told_of(data, measure, found, unit, factor, reference if of_time else None),
+            describe_missing_values(found, several),
+            format_row_value(data, measure, found, unit, factor, reference if of_time else None),
             chosen=data.is_chosen(name),
         )
         for name, found in rows.groupby("strategy", sort=False)
     ]
-    lines.sort(key=lambda row: rank_of(row, measure))
-    card = card_of(data, measure, points, factor)
+    lines.sort(key=lambda row: row_sort_key(row, measure))
+    card = find_gpu_memory(data, measure, points, factor)
     band = None
     if of_time and reference:
         ends = reference / (1 + data.margin), reference * (1 + data.margin)
@@ -77,34 +77,36 @@ def rows_figure(data: FigureData, measure: Measure) -> Drawn:
     shown = Rows(
         lines,
         data.marks,
-        log=of_time,
+        has_log_scale=of_time,
         unit=unit,
-        band=band,
-        limit=(card, "the card") if card else None,
-        head=("best" if of_time else f"on {data.shown_count}") if several else "",
+        equality_band=band,
+        labelled_limit=(card, "the card") if card else None,
+        value_heading=("best" if of_time else f"on {data.shown_worker_count}") if several else "",
     )
-    return Drawn(draw_rows(shown), " ".join(rows_caption(data, measure, rows, shown)))
+    return CaptionedFigure(
+        draw_rows(shown), " ".join(iter_rows_caption(data, measure, rows, shown))
+    )
 
 
-def unit_of(measure: Measure, values: pd.Series) -> tuple[str, float]:
-    """The unit of an axis and the factor to it from the summary's."""
+def choose_axis_unit(measure: Measure, values: pd.Series) -> tuple[str, float]:
+    """Return the unit of an axis, and the factor from the summary's unit to it."""
     if measure.unit == "s" and values.min() >= HOURS_FROM_S:
         return "h", 1 / 3600
     return measure.unit, 1.0
 
 
-def chosen_value(data: FigureData, rows: pd.DataFrame) -> float | None:
-    """The value of the chosen strategy on the chosen number of workers, in the summary's unit."""
+def find_chosen_value(data: FigureData, rows: pd.DataFrame) -> float | None:
+    """Return the value of the chosen strategy and number of workers in the summary's unit, or None."""
     if data.choice is None:
         return None
     found = rows[(rows["strategy"] == data.choice[0]) & (rows["gpus"] == data.choice[1])]["value"]
     return float(found.iloc[0]) if len(found) and found.notna().all() else None
 
 
-def points_of(
+def iter_points(
     data: FigureData, strategy: str, rows: pd.DataFrame, factor: float, several: bool
 ) -> Iterator[Point]:
-    """The points of a strategy, in the order of worker counts."""
+    """Yield the points of a strategy, in the order of worker counts."""
     known = rows[rows["value"].notna()].sort_values("gpus")
     for gpus, *values in known[["gpus", "value", "low", "high"]].to_numpy(dtype=float):
         value, low, high = (None if v != v else float(v) * factor for v in values)
@@ -112,32 +114,32 @@ def points_of(
         yield Point(value or 0.0, low, high, f"{gpus:.0f}" if several else "", chosen)
 
 
-def with_states(
+def add_model_states(
     data: FigureData, strategy: str, points: Sequence[Point], factor: float
 ) -> list[Point]:
-    """The points of a peak on GPUs, each with the part that model states take."""
+    """Return the points of a peak memory on GPUs, each with the part that model states take."""
     states = data.rows("model_states")
     states = states[(states["strategy"] == strategy) & states["value"].notna()]
     by_count = dict(zip(states["gpus"].astype(str), states["value"] * factor, strict=True))
     only = next(iter(by_count.values()), None)
     return [
-        Point(p.value, p.low, p.high, p.number, p.chosen, by_count.get(p.number, only))
+        Point(p.value, p.low, p.high, p.workers_text, p.chosen, by_count.get(p.workers_text, only))
         for p in points
     ]
 
 
-def outcome_of(text: str) -> str:
-    """Why a summary row has no value, in a few words."""
+def shorten_outcome(text: str) -> str:
+    """Return a few words on why a summary row has no value, from its text."""
     return text[5:-1] if text.startswith("n/a (") else text.partition(" (")[0]
 
 
-def words_of(rows: pd.DataFrame, several: bool) -> str:
-    """How the cells of a strategy ended that have no value: `OOM on 2, 4`."""
+def describe_missing_values(rows: pd.DataFrame, several: bool) -> str:
+    """Return the outcomes of a strategy's cells without a value: `OOM on 2, 4`."""
     outcomes: dict[str, list[str]] = {}
     lost = rows[rows["value"].isna() | (rows["ok"] < rows["cells"])].sort_values("gpus")
     for row in lost.to_dict("records") if len(lost) else ():
         if row["value"] != row["value"]:
-            outcome = outcome_of(row["text"])
+            outcome = shorten_outcome(row["text"])
         else:
             outcome = (
                 f"{row['cells'] - row['ok']} of {row['cells']} {row['outcome'].split(' × ')[-1]}"
@@ -148,14 +150,14 @@ def words_of(rows: pd.DataFrame, several: bool) -> str:
     return "; ".join(f"{what} on {', '.join(counts)}" for what, counts in outcomes.items())
 
 
-def notes_of(rows: pd.DataFrame) -> Iterator[str]:
-    """A line for each strategy of which some repeats have no value, on one number of workers."""
+def iter_missing_value_notes(rows: pd.DataFrame) -> Iterator[str]:
+    """Yield a note per strategy with repeats that have no value, for one number of workers."""
     for name, found in rows.groupby("strategy", sort=False):
-        if words := words_of(found, False):
+        if words := describe_missing_values(found, False):
             yield f"{name}: {words}"
 
 
-def told_of(
+def format_row_value(
     data: FigureData,
     measure: Measure,
     rows: pd.DataFrame,
@@ -163,13 +165,13 @@ def told_of(
     factor: float,
     reference: float | None,
 ) -> str:
-    """A strategy's value in words: the chosen one's with its unit, others' as multiples of `reference`.
+    """Return a strategy's value as text: with its unit for the choice, else as a multiple of `reference`.
 
-    Without a reference it is the value on the count that the figure shows.
+    Without a reference it is the value on the number of workers that the figure shows.
     """
     known = rows[rows["value"].notna()]
     if reference is None:
-        on_shown = known[known["gpus"] == data.shown_count]
+        on_shown = known[known["gpus"] == data.shown_worker_count]
         best = on_shown if measure.name != "training_time" else known
     else:
         chosen = data.choice is not None and data.is_chosen(str(rows["strategy"].iloc[0]))
@@ -183,16 +185,16 @@ def told_of(
     return f"{row['value'] / reference:.2f}×{mark}"
 
 
-def rank_of(row: FigureRow, measure: Measure) -> tuple[bool, float]:
-    """Where a row stands: the best first, those without a value last."""
+def row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]:
+    """Return the sort key of a row: the best value first, rows without values last."""
     sign = -1 if measure.better == "higher" else 1
     return not row.points, min((sign * p.value for p in row.points), default=0.0)
 
 
-def card_of(
+def find_gpu_memory(
     data: FigureData, measure: Measure, points: dict[str, list[Point]], factor: float
 ) -> float | None:
-    """The card's memory in the axis' unit, if peaks come near enough to it to be drawn beside it."""
+    """Return the GPU's memory in the axis' unit if it is near enough to the peaks to be drawn, else None."""
     cards = data.cells["device_memory_bytes"].dropna()
     if measure.name != "memory" or data.on_cpu or cards.empty:
         return None
@@ -201,10 +203,10 @@ def card_of(
     return card if card <= FARTHEST_CARD * highest else None
 
 
-def rows_caption(
+def iter_rows_caption(
     data: FigureData, measure: Measure, rows: pd.DataFrame, shown: Rows
 ) -> Iterator[str]:
-    """What the figure of rows shows."""
+    """Yield the sentences of the caption of a figure of rows."""
     noun = plural(worker_noun(data.cells["device_kind"]))
     if not has_points(shown):
         yield f"No strategy has a value; the figure shows how its cells ended, by number of {noun}."
@@ -220,20 +222,20 @@ def rows_caption(
         yield "Logarithmic."
         if (rows["cells"] > 1).any():
             yield "Markers are medians of the repeats; the answer compares geometric means."
-    if shown.band and data.choice:
+    if shown.equality_band and data.choice:
         yield f"The shaded band is within {100 * data.margin:g} % of {data.choice[0]} × {data.choice[1]}."
-    if any(p.part is not None for row in shown.rows for p in row.points):
+    if any(p.part_value is not None for row in shown.rows for p in row.points):
         yield "Strokes show the part of the memory that model states take."
     cards = data.cells["device_memory_bytes"].dropna()
     if measure.name == "memory" and not data.on_cpu and len(cards):
         yield f"The GPU has {cards.min() / GIB:.0f} GiB of memory."
     if shows_intervals(shown):
-        yield from spread_words(rows, "Lines")
-    yield from data.doubt_note(rows.loc[rows["value"].notna(), "flags"])
+        yield from describe_spread(rows, "Lines")
+    yield from data.iter_mark_notes(rows.loc[rows["value"].notna(), "flags"])
 
 
-def spread_words(rows: pd.DataFrame, drawn: str) -> Iterator[str]:
-    """What is `drawn` through points: `Lines`, or `Bars` where strategies are lines."""
+def describe_spread(rows: pd.DataFrame, drawn: str) -> Iterator[str]:
+    """Yield a sentence on the meaning of the intervals, which are drawn as `Lines` or `Bars`."""
     kinds = {
         "interval": "95 % intervals",
         "range": "from the lowest to the highest repeat",
@@ -246,8 +248,8 @@ def spread_words(rows: pd.DataFrame, drawn: str) -> Iterator[str]:
 # ---------------------------------------------------------------- lines
 
 
-def scaling_figure(data: FigureData, measure: Measure) -> Drawn:
-    """Lines over the number of workers; a speed-up has the ideal line, as far as the data go."""
+def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
+    """Draw lines over the number of workers; a speedup also has the ideal line."""
     rows = data.rows(measure.name)
     is_ratio = measure.baseline is not None
     curves, notes = [], []
@@ -255,7 +257,7 @@ def scaling_figure(data: FigureData, measure: Measure) -> Drawn:
         if is_ratio and set(found["gpus"]) == {1}:
             continue
         found = found.sort_values("gpus")
-        if without := words_of(found, True):
+        if without := describe_missing_values(found, True):
             notes.append(f"{name}: {without}")
         if found["value"].notna().any():
             curves.append(
@@ -270,38 +272,44 @@ def scaling_figure(data: FigureData, measure: Measure) -> Drawn:
                 )
             )
     log = data.counts[-1] > LINEAR_UP_TO
-    shown = Curves(
+    shown = CurveChart(
         curves,
         data.marks,
         plural(worker_noun(data.cells["device_kind"])),
         x_ticks=data.counts,
-        x_log=log,
-        y_log=log,
-        ideal=is_ratio,
+        has_log_x=log,
+        has_log_y=log,
+        draws_ideal_line=is_ratio,
         notes=notes,
     )
     drawn = rows[rows["strategy"].isin([c.strategy for c in curves])]
-    caption = [*scaling_caption(measure, drawn, shown), *data.doubt_note(drawn["flags"])]
-    return Drawn(draw_curves(shown), " ".join(caption))
+    caption = [*iter_scaling_caption(measure, drawn, shown), *data.iter_mark_notes(drawn["flags"])]
+    return CaptionedFigure(draw_curves(shown), " ".join(caption))
 
 
-def scaling_caption(measure: Measure, drawn: pd.DataFrame, shown: Curves) -> Iterator[str]:
-    """What the figure of lines over worker counts shows; `drawn`: the summary rows behind the lines."""
+def iter_scaling_caption(measure: Measure, drawn: pd.DataFrame, shown: CurveChart) -> Iterator[str]:
+    """Yield the sentences of the caption of a chart over worker counts.
+
+    Args:
+        measure: The metric.
+        drawn: Rows of summary.csv behind the lines.
+        shown: The chart.
+    """
     if measure.baseline:
         against = (
             "the same strategy on one worker" if measure.baseline == "self" else measure.baseline
         )
         yield f"Training throughput divided by the throughput of {against}."
-        best = max(shown.curves, key=lambda c: max(v for v in c.y if v == v), default=None)
+        best = max(shown.lines, key=lambda c: max(v for v in c.y if v == v), default=None)
         if best is not None:
             value, count = max((b, a) for a, b in zip(best.x, best.y, strict=True) if b == b)
             yield f"The maximum is {value:.2f}, by {best.strategy} × {count}."
-    if bars_show(shown):
-        yield from spread_words(drawn, "Bars")
+    if has_visible_intervals(shown):
+        yield from describe_spread(drawn, "Bars")
 
 
-def score_figure(data: FigureData, measure: Measure, count: int) -> Drawn:
-    """The score of each strategy after each epoch, on one number of workers."""
+def draw_score_figure(data: FigureData, measure: Measure, count: int) -> CaptionedFigure:
+    """Draw the score of each strategy after each epoch, on one number of workers."""
     score = data.score
     epochs = data.epochs[data.epochs["gpus"] == count]
     rows = data.rows(measure.name)
@@ -329,25 +337,33 @@ def score_figure(data: FigureData, measure: Measure, count: int) -> Drawn:
         sentences.append(
             f"Lines are medians of the repeats; bars are the range of {data.choice[0]}'s repeats."
         )
-    sentences += data.doubt_note(flags.values())
-    return score_curves(data, curves, count, sentences, x_name="epoch", x_whole=True)
+    sentences += data.iter_mark_notes(flags.values())
+    return draw_score_curves(data, curves, count, sentences, x_label="epoch", has_whole_x_ticks=True)
 
 
-def score_curves(
+def draw_score_curves(
     data: FigureData,
     curves: Sequence[Curve],
     count: int,
     sentences: Sequence[str],
     **axis: Any,
-) -> Drawn:
-    """A figure of scores on `count` workers, with the least possible one; `axis`: the horizontal one."""
+) -> CaptionedFigure:
+    """Draw a line chart of scores on `count` workers, with the lowest possible score.
+
+    Args:
+        data: Data of the figure.
+        curves: Lines of the strategies.
+        count: Number of workers.
+        sentences: Sentences of the caption.
+        axis: Fields of CurveChart for the horizontal axis.
+    """
     least, rows = data.score.least_possible, data.rows("score")
-    shown = Curves(
+    shown = CurveChart(
         curves,
         data.marks,
         from_zero=False,
         level=None if least is None else (least, f"least possible: {least:.3g}"),
-        notes=list(notes_of(rows[rows["gpus"] == count])),
+        notes=list(iter_missing_value_notes(rows[rows["gpus"] == count])),
         **axis,
     )
-    return Drawn(draw_curves(shown), " ".join(sentences))
+    return CaptionedFigure(draw_curves(shown), " ".join(sentences))

@@ -1,6 +1,6 @@
-"""Draws the figures of a study: one SVG, PNG and PDF for each experiment, model and figure.
+"""Draws the figures of a study as SVG, PNG and PDF, for each experiment and model.
 
-`figures.json` beside them says what each shows: the report, which shows them, draws nothing.
+`figures.json` lists their titles and captions for the report, which draws nothing itself.
 """
 
 from __future__ import annotations
@@ -17,16 +17,25 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from stratbench.analysis.figures.figure_data import FigureData, figure_data_of
+from stratbench.analysis.figures.figure_data import FigureData, build_figure_data
 from stratbench.analysis.figures.figure_list import INDEX, PLOTS
-from stratbench.analysis.figures.measured import Drawn, rows_figure, scaling_figure, score_figure
+from stratbench.analysis.figures.measured import (
+    CaptionedFigure,
+    draw_rows_figure,
+    draw_scaling_figure,
+    draw_score_figure,
+)
 from stratbench.analysis.figures.sheet import RC, save_figure
-from stratbench.analysis.figures.timelines import has_timelines, memory_figure, utilisation_figure
+from stratbench.analysis.figures.timelines import (
+    draw_memory_figure,
+    draw_utilisation_figure,
+    has_timelines,
+)
 from stratbench.analysis.figures.tradeoffs import (
-    breakdown_figure,
-    score_over_time_figure,
-    staleness_figure,
-    tradeoff_figure,
+    draw_breakdown_figure,
+    draw_score_over_time_figure,
+    draw_staleness_figure,
+    draw_tradeoff_figure,
 )
 from stratbench.analysis.records.columns import read_cells, read_epochs
 from stratbench.analysis.records.measures import MEASURES, Measure
@@ -34,37 +43,43 @@ from stratbench.analysis.tables.summary import read_summary
 from stratbench.cell.files import write_atomic
 from stratbench.telemetry.machine.cores import usable_cores
 
-#: The function that draws a measure, by the chart that PLOTS gives it.
-CHARTS: dict[str, Callable[[FigureData, Measure], Drawn]] = {
-    "Dot chart": rows_figure,
-    "Line chart": scaling_figure,
+#: The function that draws a measure, by the kind of chart in PLOTS.
+CHARTS: dict[str, Callable[[FigureData, Measure], CaptionedFigure]] = {
+    "Dot chart": draw_rows_figure,
+    "Line chart": draw_scaling_figure,
 }
-#: The functions of figures that show something else than one measure.
-OTHERS: dict[str, Callable[[FigureData], Drawn]] = {
-    "breakdown": breakdown_figure,
-    "score_over_time": score_over_time_figure,
-    "tradeoff": tradeoff_figure,
-    "staleness": staleness_figure,
-    "utilisation_timelines": utilisation_figure,
-    "memory_timelines": memory_figure,
+#: The functions that draw figures of something other than one measure.
+OTHERS: dict[str, Callable[[FigureData], CaptionedFigure]] = {
+    "breakdown": draw_breakdown_figure,
+    "score_over_time": draw_score_over_time_figure,
+    "tradeoff": draw_tradeoff_figure,
+    "staleness": draw_staleness_figure,
+    "utilisation_timelines": draw_utilisation_figure,
+    "memory_timelines": draw_memory_figure,
 }
 
 
-def draw_figure(name: str, data: FigureData, count: int | None = None) -> Drawn:
-    """The figure of an experiment and model that has this `name` in PLOTS, on `count` workers if asked."""
+def draw_figure(name: str, data: FigureData, count: int | None = None) -> CaptionedFigure:
+    """Draw the figure with a name in PLOTS for an experiment and model.
+
+    Args:
+        name: Name in PLOTS.
+        data: Data of the figure.
+        count: Number of workers, for figures per number of workers.
+    """
     if count is not None:
-        return score_figure(data, data.measures[name], count)
+        return draw_score_figure(data, data.measures[name], count)
     if name in OTHERS:
         return OTHERS[name](data)
-    return CHARTS[PLOTS[name].chart](data, data.measures[name])
+    return CHARTS[PLOTS[name].chart_kind](data, data.measures[name])
 
 
-def figures_of(data: FigureData) -> Iterator[tuple[str, int | None]]:
-    """The names of the figures that a model's records have data for, each with a count of workers or None."""
+def iter_figure_names(data: FigureData) -> Iterator[tuple[str, int | None]]:
+    """Yield the name of each figure that has data, with a number of workers or None."""
     for name, plot in PLOTS.items():
         if not has_data(name, data):
             continue
-        if not plot.by_count:
+        if not plot.is_per_worker_count:
             yield name, None
             continue
         scored = set(data.epochs["gpus"])
@@ -72,40 +87,40 @@ def figures_of(data: FigureData) -> Iterator[tuple[str, int | None]]:
 
 
 def has_data(name: str, data: FigureData) -> bool:
-    """Whether any record has data for the figure."""
+    """Return whether any record has data for the figure."""
     if data.cells[PLOTS[name].needs].isna().all():
         return False
     if name in FURTHER:
         return bool(FURTHER[name](data))
     rows = data.rows(name)
-    if CHARTS.get(PLOTS[name].chart) is scaling_figure:
+    if CHARTS.get(PLOTS[name].chart_kind) is draw_scaling_figure:
         several = rows if MEASURES[name].baseline is None else rows[rows["gpus"] > 1]
         return len(data.counts) > 1 and bool(several["value"].notna().any())
-    # Without any value a time lists how the cells ended.
+    # Without values, the figure of the training time still lists the outcomes of the cells.
     return bool(rows["value"].notna().any()) or name == "training_time"
 
 
-def on_shown_count(column: str) -> Callable[[FigureData], bool]:
-    """Whether a column has a value on the count of workers that a figure of one count shows."""
+def has_column_on_shown_count(column: str) -> Callable[[FigureData], bool]:
+    """Return a function that checks whether a column has a value on the shown number of workers."""
     return lambda data: bool(
-        data.cells.loc[data.cells["gpus"] == data.shown_count, column].notna().any()
+        data.cells.loc[data.cells["gpus"] == data.shown_worker_count, column].notna().any()
     )
 
 
-#: Whether there is anything to draw in a figure that needs more than a column.
+#: Checks whether a figure that needs more than one column has anything to draw.
 FURTHER: dict[str, Callable[[FigureData], bool]] = {
-    "breakdown": on_shown_count("breakdown_ms"),
-    "staleness": on_shown_count("staleness"),
-    "score_over_time": lambda data: data.shown_count in set(data.epochs["gpus"]),
-    "tradeoff": lambda data: len(both_known(data)) > 1,
+    "breakdown": has_column_on_shown_count("breakdown_ms"),
+    "staleness": has_column_on_shown_count("staleness"),
+    "score_over_time": lambda data: data.shown_worker_count in set(data.epochs["gpus"]),
+    "tradeoff": lambda data: len(find_timed_and_scored(data)) > 1,
     "utilisation_timelines": has_timelines,
     "memory_timelines": has_timelines,
-    "utilisation": on_shown_count("utilisation_pct"),
+    "utilisation": has_column_on_shown_count("utilisation_pct"),
 }
 
 
-def both_known(data: FigureData) -> set[Any]:
-    """The strategies and counts with a time and a score."""
+def find_timed_and_scored(data: FigureData) -> set[Any]:
+    """Return the (strategy, number of workers) pairs that have a time and a score."""
     known = [
         set(zip(rows["strategy"], rows["gpus"], strict=True))
         for rows in (data.rows(name).dropna(subset=["value"]) for name in ("training_time", "score"))
@@ -116,33 +131,40 @@ def both_known(data: FigureData) -> set[Any]:
 def read_figure_data(
     cells: Path, epochs: Path, summary: Path, answers: Path | None, study_dir: Path | None
 ) -> list[FigureData]:
-    """The data of each experiment and model in the three tables."""
+    """Read the figure data of each experiment and model from files."""
     decided = json.loads(answers.read_text(encoding="utf-8")) if answers else None
-    return figure_data_of(
+    return build_figure_data(
         read_cells(cells), read_epochs(epochs), read_summary(summary), decided, study_dir
     )
 
 
-#: A process of the pool is worth its start if it has this many figures to draw.
+#: Number of figures that justify the start of another process.
 FIGURES_A_PROCESS = 8
 _loaded: list[FigureData] = []
 
 
-def begin_process(*tables: Path | None) -> None:
-    """Read the tables in a new process of the pool, unless it was forked and has them."""
+def initialize_process(*tables: Path | None) -> None:
+    """Read the tables in a new process of the pool, unless a fork already has them."""
     if not _loaded:
         _loaded.extend(read_figure_data(*tables))
 
 
 def write_figure(place: int, name: str, count: int | None, out_dir: Path) -> dict[str, Any]:
-    """Draw and save a figure of PLOTS for one experiment and model; returns what INDEX says of it."""
+    """Draw and save a figure, and return its entry in INDEX.
+
+    Args:
+        place: Index of the experiment and model in the loaded data.
+        name: Name of the figure in PLOTS.
+        count: Number of workers, for figures per number of workers.
+        out_dir: Folder of the figures.
+    """
     data, plot = _loaded[place], PLOTS[name]
     file = name if count is None else f"{name}_on_{count}"
     stem = out_dir / data.experiment / data.model / file
     with plt.rc_context(RC):
         drawn = draw_figure(name, data, count)
         save_figure(drawn.figure, stem)
-    title = plot.title_of(data.score)
+    title = plot.format_title(data.score)
     if count is not None:
         title += f", {data.workers(count)}"
     return {
@@ -151,13 +173,18 @@ def write_figure(place: int, name: str, count: int | None, out_dir: Path) -> dic
         "file": stem.with_suffix(".svg").relative_to(out_dir).as_posix(),
         "title": title,
         "caption": drawn.caption,
-        "alt": f"{plot.chart} of the strategies {', '.join(data.strategies)} for {data.model}: {title}.",
-        "primary": plot.primary and (count is None or count == data.shown_count),
+        "alt": f"{plot.chart_kind} of the strategies {', '.join(data.strategies)} for {data.model}: {title}.",
+        "primary": plot.is_unfolded and (count is None or count == data.shown_worker_count),
     }
 
 
 def remove_old_figures(out_dir: Path, drawn: Sequence[dict[str, Any]]) -> None:
-    """Remove the figures of an earlier run that are not `drawn` now, because they have lost their data."""
+    """Remove figures of an earlier run whose data no longer exist.
+
+    Args:
+        out_dir: Folder of the figures.
+        drawn: Entries of the figures that were drawn now.
+    """
     kept = {out_dir / Path(figure["file"]).with_suffix("") for figure in drawn}
     for path in out_dir.rglob("*"):
         ours = path.stem.partition("_on_")[0] in PLOTS
@@ -179,7 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = read_figure_data(*tables)
     _loaded[:] = found
     asked = [
-        (place, name, count) for place, data in enumerate(found) for name, count in figures_of(data)
+        (place, name, count)
+        for place, data in enumerate(found)
+        for name, count in iter_figure_names(data)
     ]
     n_processes = min(len(usable_cores()), 1 + len(asked) // FIGURES_A_PROCESS)
     with ExitStack() as stack:
@@ -188,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # On other systems, a fork of a process that has used system libraries may crash.
             context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
             pool = ProcessPoolExecutor(
-                n_processes, context, initializer=begin_process, initargs=tables
+                n_processes, context, initializer=initialize_process, initargs=tables
             )
             drawing = stack.enter_context(pool).map
         columns = list(zip(*asked, strict=True)) or [(), (), ()]

@@ -1,4 +1,4 @@
-"""Figures with a row for each strategy: its mark and name, its values on one scale, its best in words."""
+"""Draws charts with a row per strategy: its mark and name, its values on a common scale, its best as text."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from matplotlib.patches import BoxStyle
 from stratbench.analysis.figures.axes import (
     LETTER,
     MAX_LETTERS,
-    limits_of,
+    add_near_interval_ends,
+    apply_layout,
+    compute_axis_fraction,
+    compute_limits,
+    draw_mark,
+    draw_row_name,
     new_axes,
-    put_mark,
-    put_row_name,
+    offset_transform,
     set_ticks,
-    settle,
-    share_of,
-    shifted,
-    within_reach,
-    write,
+    write_text,
 )
 from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.sheet import (
@@ -35,16 +35,16 @@ from stratbench.analysis.figures.sheet import (
     PAPER,
     PX,
     WIDTH,
-    colour_of,
+    choose_colour,
 )  # fmt: skip
 
-#: The height of the axis above, of a row, and of a further lane in it for marks that would overlap.
+#: Heights in pixels of the axis above, of a row, and of a further lane in a row for overlapping marks.
 HEAD, ROW, LANE = 24, 24, 18
-#: What is beside the axes but letters: marks, and room around them.
+#: Width in pixels next to the axes for marks and the room around them.
 MARGINS = 44
-#: The width of a mark with a number in it: of one or two digits, and of more.
+#: Width in pixels of a mark that contains a number of one or two digits, and of more digits.
 DISC, WIDE_DISC = 17, 25
-#: The mark of a number of more than two digits, a round one drawn long.
+#: The rounded mark for a number of more than two digits.
 _WIDE = BoxStyle.Round(pad=0, rounding_size=1)(-WIDE_DISC / DISC, -1, 2 * WIDE_DISC / DISC, 2, 1)
 
 
@@ -55,52 +55,54 @@ class Point:
     value: float
     low: float | None = None
     high: float | None = None
-    #: The number of workers, in the mark; empty: the strategy's own mark is drawn.
-    number: str = ""
+    #: The number of workers, written in the mark; if empty, the strategy's own mark is drawn.
+    workers_text: str = ""
     chosen: bool = False
-    #: A further value that is part of this one, drawn as a stroke.
-    part: float | None = None
+    #: A part of the value that is drawn as a stroke.
+    part_value: float | None = None
 
 
 @dataclass(frozen=True)
 class FigureRow:
-    """A strategy: its points, the outcomes of the rest in words, and its best in words."""
+    """A strategy's row: its points, the outcomes of cells without values, and its best value as text."""
 
     strategy: str
     points: Sequence[Point] = ()
-    #: Cells without a value: `OOM on 2`.
-    words: str = ""
+    #: Outcomes of cells without a value: `OOM on 2`.
+    missing_values_text: str = ""
     told: str = ""
     chosen: bool = False
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a figure of rows shows, and how."""
+    """Content and style of a chart of rows."""
 
     rows: Sequence[FigureRow]
     marks: Mapping[str, Mark]
-    log: bool = False
+    has_log_scale: bool = False
     unit: str = ""
-    #: The values between which all count as equal; None: nothing is shaded.
-    band: tuple[float, float] | None = None
-    #: A value at which a line with a word is drawn, such as the card's memory.
-    limit: tuple[float, str] | None = None
-    #: What stands above the values in words.
-    head: str = ""
+    #: The ends of the shaded band of values that count as equal; None without a band.
+    equality_band: tuple[float, float] | None = None
+    #: A value at which a labelled line is drawn, such as the GPU's memory.
+    labelled_limit: tuple[float, str] | None = None
+    #: Heading above the values that are shown as text.
+    value_heading: str = ""
 
     @classmethod
     def of_ratios(
         cls, rows: Sequence[FigureRow], marks: Mapping[str, Mark], margin: float, head: str = ""
     ) -> Rows:
-        """Rows of ratios; those within `margin` of 1 count as equal."""
+        """Return a chart of ratios, in which values within `margin` of 1 count as equal."""
         band = (1 / (1 + margin), 1 + margin)
-        return cls(rows, marks, log=True, unit="×", band=band, head=head)
+        return cls(
+            rows, marks, has_log_scale=True, unit="×", equality_band=band, value_heading=head
+        )
 
 
 @dataclass(frozen=True)
 class RowScale:
-    """The horizontal axis of a figure of rows: its ends, and its width in pixels, reckoned by letters."""
+    """The horizontal axis of a chart of rows: its ends, and its estimated width in pixels."""
 
     limits: tuple[float, float]
     log: bool
@@ -108,88 +110,113 @@ class RowScale:
 
     @classmethod
     def of(cls, shown: Rows) -> RowScale:
-        """The scale that holds all points and their intervals."""
+        """Return the scale that spans all points and their intervals."""
         letters = max((min(len(row.strategy), MAX_LETTERS) for row in shown.rows), default=0)
         letters += max(
-            (len(text) for text in (shown.head, *(r.told for r in shown.rows))), default=0
+            (len(text) for text in (shown.value_heading, *(r.told for r in shown.rows))),
+            default=0,
         )
         width = WIDTH - MARGINS - LETTER * letters
         points = [p for row in shown.rows for p in row.points]
-        values = [v for p in points for v in (p.value, p.part) if v is not None]
-        values = within_reach(values, [v for p in points for v in (p.low, p.high) if v is not None])
-        values += [*(shown.band or ()), *([shown.limit[0]] if shown.limit else [])]
-        return cls(limits_of(values, (DISC / 2 + 3) / width, shown.log), shown.log, width)
+        values = [v for p in points for v in (p.value, p.part_value) if v is not None]
+        values = add_near_interval_ends(
+            values, [v for p in points for v in (p.low, p.high) if v is not None]
+        )
+        values += [
+            *(shown.equality_band or ()),
+            *([shown.labelled_limit[0]] if shown.labelled_limit else []),
+        ]
+        return cls(
+            compute_limits(values, (DISC / 2 + 3) / width, shown.has_log_scale),
+            shown.has_log_scale,
+            width,
+        )
 
     def at(self, value: float) -> float:
-        """The pixel of a value."""
-        return self.width * share_of(value, self.limits, self.log)
+        """Return the position of a value in pixels."""
+        return self.width * compute_axis_fraction(value, self.limits, self.log)
 
 
 def has_points(shown: Rows) -> bool:
-    """Whether any row has a value; an axis is drawn for values alone."""
+    """Return whether any row has a value, so that an axis is drawn."""
     return any(row.points for row in shown.rows)
 
 
 def shows_intervals(shown: Rows) -> bool:
-    """Whether any interval is wider than the mark on it."""
+    """Return whether any interval is wider than the mark on it."""
     scale = RowScale.of(shown)
     return any(
-        scale.at(p.high) - scale.at(p.low) > width_of(p)
+        scale.at(p.high) - scale.at(p.low) > mark_width_px(p)
         for row in shown.rows
         for p in row.points
         if p.low is not None and p.high is not None
     )
 
 
-def lanes_of(row: FigureRow, scale: RowScale) -> Iterator[int]:
-    """The lane of each point: the first in which it overlaps no earlier one."""
+def assign_lanes(row: FigureRow, scale: RowScale) -> Iterator[int]:
+    """Yield the lane of each point: the first lane in which it overlaps no earlier point."""
     lanes: list[list[tuple[float, float]]] = []
     for point in row.points:
-        at, half = scale.at(point.value), width_of(point) / 2
+        at, half = scale.at(point.value), mark_width_px(point) / 2
         free = [all(abs(at - a) >= half + h for a, h in lane) for lane in lanes]
         chosen = free.index(True) if any(free) else len(lanes)
         lanes[chosen : chosen + 1] = [[*(lanes[chosen] if any(free) else ()), (at, half)]]
         yield chosen
 
 
-def width_of(point: Point) -> float:
-    """The width of a point's mark in pixels."""
-    return WIDE_DISC if len(point.number) > 2 else DISC
+def mark_width_px(point: Point) -> float:
+    """Return the width of a point's mark in pixels."""
+    return WIDE_DISC if len(point.workers_text) > 2 else DISC
 
 
 def draw_rows(shown: Rows) -> Figure:
-    """The figure; rows are drawn in the order given."""
+    """Draw the chart, with its rows in the given order."""
     scale = RowScale.of(shown)
-    lanes = [list(lanes_of(row, scale)) for row in shown.rows]
+    lanes = [list(assign_lanes(row, scale)) for row in shown.rows]
     lowest = [LANE * max(of, default=0) for of in lanes]
     heights = [
-        ROW + low + (LINE_HEIGHT if row.words and row.points else 0)
+        ROW + low + (LINE_HEIGHT if row.missing_values_text and row.points else 0)
         for row, low in zip(shown.rows, lowest, strict=True)
     ]
-    axes = new_axes(HEAD + sum(heights) + (LINE_HEIGHT if shown.limit else 0))
+    axes = new_axes(HEAD + sum(heights) + (LINE_HEIGHT if shown.labelled_limit else 0))
     axes.set_ylim(sum(heights), 0)
     draw_scale(axes, shown, scale)
     for row, of, low, end, height in zip(
         shown.rows, lanes, lowest, accumulate(heights), heights, strict=True
     ):
         middle, mark = end - height + ROW / 2, shown.marks[row.strategy]
-        put_row_name(axes, middle, row.strategy, mark, row.chosen)
+        draw_row_name(axes, middle, row.strategy, mark, row.chosen)
         axes.axhline(middle, color=LINE, zorder=1)
-        full = colour_of(mark, True) if row.chosen else MUTED
-        write(axes, 1, middle, row.told, full, bold=row.chosen, transform=shifted(axes, 6))
+        full = choose_colour(mark, True) if row.chosen else MUTED
+        write_text(
+            axes,
+            1,
+            middle,
+            row.told,
+            full,
+            bold=row.chosen,
+            transform=offset_transform(axes, 6),
+        )
         for point, lane in zip(row.points, of, strict=True):
             draw_point(axes, point, mark, middle + LANE * lane)
-        if row.words:
-            room = int((scale.width + MARGINS) / LETTER)  # the values next to it are in other lines
-            words = row.words if len(row.words) <= room else f"{row.words[: room - 1]}…"
+        if row.missing_values_text:
+            # The text may extend below the values on the right, which are in another line.
+            room = int((scale.width + MARGINS) / LETTER)
+            words = (
+                row.missing_values_text
+                if len(row.missing_values_text) <= room
+                else f"{row.missing_values_text[: room - 1]}…"
+            )
             below = low + (ROW + LINE_HEIGHT) / 2 - 2 if row.points else 0
             paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0}
-            write(axes, 0, middle + below, words, BAD, transform=shifted(axes, 0), bbox=paper)
-    return settle(axes)
+            write_text(
+                axes, 0, middle + below, words, BAD, transform=offset_transform(axes, 0), bbox=paper
+            )
+    return apply_layout(axes)
 
 
 def draw_scale(axes: Axes, shown: Rows, scale: RowScale) -> None:
-    """Draw the band of equals, the ticks above and their lines, and the limit."""
+    """Draw the band of equal values, the ticks with their grid lines, and the labelled limit."""
     axes.spines[:].set_visible(False)
     axes.set_yticks([])
     axes.tick_params("x", top=False, bottom=False, labeltop=True, labelbottom=False, pad=2 * PX)
@@ -197,34 +224,44 @@ def draw_scale(axes: Axes, shown: Rows, scale: RowScale) -> None:
     if not has_points(shown):
         axes.set_xticks([])
         return
-    set_ticks(axes.xaxis, scale.limits, shown.log, unit=shown.unit)
-    if scale.at(axes.get_xticks()[-1]) > scale.width - DISC:  # it would touch the words next to it
+    set_ticks(axes.xaxis, scale.limits, shown.has_log_scale, unit=shown.unit)
+    if (
+        scale.at(axes.get_xticks()[-1]) > scale.width - DISC
+    ):  # the tick's text would touch the text to the right
         axes.get_xticklabels()[-1].set_horizontalalignment("right")
-    if shown.band:
-        axes.axvspan(*shown.band, color=BAND, linewidth=0, zorder=0)
-    if shown.head:
-        write(axes, 1, 0, shown.head, MUTED, va="bottom", transform=shifted(axes, 6, 6))
-    if shown.limit:
-        value, text = shown.limit
+    if shown.equality_band:
+        axes.axvspan(*shown.equality_band, color=BAND, linewidth=0, zorder=0)
+    if shown.value_heading:
+        write_text(
+            axes,
+            1,
+            0,
+            shown.value_heading,
+            MUTED,
+            va="bottom",
+            transform=offset_transform(axes, 6, 6),
+        )
+    if shown.labelled_limit:
+        value, text = shown.labelled_limit
         axes.axvline(value, color=MUTED, linewidth=1.5 * PX, zorder=2)
-        write(axes, value, axes.get_ylim()[0] + LINE_HEIGHT / 2, text, MUTED, ha="right")
+        write_text(axes, value, axes.get_ylim()[0] + LINE_HEIGHT / 2, text, MUTED, ha="right")
 
 
 def draw_point(axes: Axes, point: Point, mark: Mark, y: float) -> None:
-    """Draw a value: its interval, what is part of it, and its mark."""
-    colour, chosen = colour_of(mark, point.chosen), point.chosen
+    """Draw a value with its interval, its stroke and its mark."""
+    colour, chosen = choose_colour(mark, point.chosen), point.chosen
     if point.low is not None and point.high is not None:
         width = (3.5 if chosen else 1.75) * PX
         axes.plot([point.low, point.high], [y, y], color=colour, linewidth=width, zorder=2)
-    if point.part is not None:
-        axes.vlines(point.part, y - 7, y + 7, color=colour, linewidth=2 * PX, zorder=3)
-    if not point.number:
-        put_mark(axes, point.value, y, mark, chosen, 11 if chosen else 7.5)
+    if point.part_value is not None:
+        axes.vlines(point.part_value, y - 7, y + 7, color=colour, linewidth=2 * PX, zorder=3)
+    if not point.workers_text:
+        draw_mark(axes, point.value, y, mark, chosen, 11 if chosen else 7.5)
         return
-    wide = len(point.number) > 2
+    wide = len(point.workers_text) > 2
     axes.plot(
-        [point.value], [y], marker=_WIDE if wide else "o", markersize=(width_of(point) - 1.25) * PX,
+        [point.value], [y], marker=_WIDE if wide else "o", markersize=(mark_width_px(point) - 1.25) * PX,
         color=colour, markerfacecolor=colour if chosen else PAPER, markeredgewidth=1.25 * PX, zorder=5,
     )  # fmt: skip
     text = PAPER if chosen else INK
-    write(axes, point.value, y, point.number, text, ha="center", bold=chosen, zorder=6)
+    write_text(axes, point.value, y, point.workers_text, text, ha="center", bold=chosen, zorder=6)

@@ -1,8 +1,8 @@
-"""The sheet that every figure is drawn on: one width, coordinates in pixels, and both themes in one file.
+"""The common style of all figures: width, fonts and colours, and how figures are saved.
 
-A figure has no title, no legend and no footer: those are the page's, or the paper's. It is drawn in the
-colours of light paper. The SVG names each colour by a variable and holds both values of it, so that one
-file follows the reader's theme; PNG and PDF are for print.
+A figure has no title, legend or footer, which the page or the paper adds. It is drawn in the colours of the
+light theme. The SVG uses a CSS variable with two values per colour, so that the file follows the reader's
+theme. PNG and PDF are for print.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from matplotlib.figure import Figure
 from stratbench.analysis.figures.marks import DARK_PAPER, FAMILIES, LIGHT_PAPER, Mark
 from stratbench.cell.files import replacing
 
-matplotlib.use("Agg")  # draws into files, whatever display is there
-#: The width of every figure, in CSS pixels of 1/96 inch: three stand beside each other in a page.
+# This backend needs no display.
+matplotlib.use("Agg")
+#: The width of every figure in CSS pixels of 1/96 inch; a page shows three in a row.
 WIDTH = 372
-#: A pixel in points.
+#: The size of a CSS pixel in points.
 PX = 72 / 96
-#: Height of text, and of a line of it.
+#: Font size and line height in pixels.
 TEXT, LINE_HEIGHT = 12, 15
 
-#: The colours of texts and lines: by name, on light and on dark paper.
+#: The colours of texts and lines by name, in the light and in the dark theme.
 THEME = {
     "paper": (LIGHT_PAPER, DARK_PAPER),
     "ink": ("#17191c", "#e8eaed"),
@@ -36,7 +37,7 @@ THEME = {
     "rule": ("#c9ced4", "#454d57"),
     "band": ("#dfe8f3", "#24344a"),
     "bad": ("#b3261e", "#f28b82"),
-    # The phases of a step: computing is grey, sending blue, waiting amber, a slowdown `bad`.
+    # Colours of the phases of a step; a deliberate slowdown has the colour `bad`.
     "work-1": ("#8a9199", "#727a82"),
     "work-2": ("#565f68", "#a2aab2"),
     "send": ("#1966c1", "#528be6"),
@@ -46,15 +47,15 @@ INK, MUTED, LINE, RULE, BAND, BAD, PAPER = (
     THEME[name][0] for name in ("ink", "muted", "line", "rule", "band", "bad", "paper")
 )
 
-#: The style of every figure. With a fixed salt of ids and no date, the same records give the same file.
+#: The style of every figure. A fixed salt for ids and no date make files reproducible.
 RC: Any = {
     "svg.hashsalt": "stratbench",
-    "svg.fonttype": "none",  # text stays text, in the reader's font
-    "pdf.fonttype": 42,  # as publishers ask
+    "svg.fonttype": "none",  # keeps text as text, shown in the reader's font
+    "pdf.fonttype": 42,  # embeds TrueType fonts, which publishers require
     "font.family": "DejaVu Sans",
     "font.size": TEXT * PX,
     "text.color": INK,
-    "text.parse_math": False,  # names in records are not formulas
+    "text.parse_math": False,  # a `$` in a name must not start a formula
     "lines.scale_dashes": False,
     "lines.solid_capstyle": "butt",
     "lines.solid_joinstyle": "round",
@@ -94,20 +95,20 @@ RC: Any = {
     "legend.handletextpad": 0.4,
     "legend.labelspacing": 0.25,
 }
-#: Matplotlib's markers of the families' shapes.
+#: Matplotlib markers by the shape of a family.
 MARKERS = {
     "circle": "o", "square": "s", "diamond": "D", "up": "^", "down": "v", "right": ">",
     "hexagon": "h", "star": "*", "cross": "X",
 }  # fmt: skip
 
 
-def colour_of(mark: Mark, full: bool) -> str:
-    """A strategy's colour: full for the chosen one, quiet for all others."""
+def choose_colour(mark: Mark, full: bool) -> str:
+    """Return a strategy's colour: full for the chosen strategy, quiet for the others."""
     return FAMILIES[mark.family].light[0 if full else 1]
 
 
-def both_themes() -> dict[str, tuple[str, str]]:
-    """Every colour that a figure may have on light paper, to its variable's name and its dark value."""
+def map_theme_colours() -> dict[str, tuple[str, str]]:
+    """Return the CSS variable and the dark value of every light colour that a figure may use."""
     known = {light: (name, dark) for name, (light, dark) in THEME.items()}
     for name, hue in FAMILIES.items():
         variable = name.replace(" ", "-")
@@ -116,11 +117,11 @@ def both_themes() -> dict[str, tuple[str, str]]:
     return known
 
 
-def themed(svg: str) -> str:
-    """An SVG of light colours as one that follows the theme of its page, with sizes in pixels."""
-    known = both_themes()
+def apply_theme_variables(svg: str) -> str:
+    """Return an SVG whose light colours are CSS variables that follow the page's theme, sized in pixels."""
+    known = map_theme_colours()
     used = sorted({c for c in re.findall(r"#[0-9a-f]{6}\b", svg) if c in known})
-    svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: variable_of(m[0], known), svg)
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: css_variable_for(m[0], known), svg)
     svg = re.sub(
         r'(width|height)="([\d.]+)pt"', lambda m: f'{m[1]}="{float(m[2]) / PX:g}"', svg, count=2
     )
@@ -134,12 +135,12 @@ def themed(svg: str) -> str:
     return re.sub(r"(<svg[^>]*>)", lambda m: m[1] + style, svg, count=1)
 
 
-def variable_of(colour: str, known: dict[str, tuple[str, str]]) -> str:
-    """The variable of a colour; one that is no figure's stays as it is."""
+def css_variable_for(colour: str, known: dict[str, tuple[str, str]]) -> str:
+    """Return the CSS variable of a colour, or the colour itself if figures do not use it."""
     return f"var(--{known[colour][0]})" if colour in known else colour
 
 
-#: The files of each figure, without dates and program names: the same figure has the same bytes.
+#: File formats of a figure, with metadata to omit so that equal figures have equal bytes.
 FORMATS: dict[str, dict[str, None]] = {
     ".svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
     ".png": {"Software": None},
@@ -148,7 +149,7 @@ FORMATS: dict[str, dict[str, None]] = {
 
 
 def save_figure(figure: Figure, stem: Path) -> None:
-    """Write the figure in all FORMATS, and close it: the SVG for both themes, the others on white."""
+    """Save the figure in all FORMATS and close it; the SVG has both themes, the others are white."""
     for suffix, metadata in FORMATS.items():
         with replacing(stem.with_suffix(suffix)) as unfinished:
             if suffix == ".svg":
@@ -159,15 +160,15 @@ def save_figure(figure: Figure, stem: Path) -> None:
 
 
 def svg_of(figure: Figure) -> str:
-    """The figure as an SVG without a paper of its own, which follows the reader's theme."""
+    """Return the figure as a transparent SVG that follows the reader's theme; close the figure."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata=FORMATS[".svg"], transparent=True)
     plt.close(figure)
-    return compact(themed(out.getvalue()))
+    return compact_svg(apply_theme_variables(out.getvalue()))
 
 
-def compact(svg: str) -> str:
-    """An SVG without comments, with the numbers of its tags cut to what can be seen; texts stay."""
+def compact_svg(svg: str) -> str:
+    """Return an SVG without comments and with coordinates of two decimals; texts are unchanged."""
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<[^>]+>", lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
     return re.sub(r"\s+", " ", svg)

@@ -1,4 +1,4 @@
-"""Figures of samples over time: the utilisation and memory of each worker while a cell ran."""
+"""Draws samples over time: the utilisation and memory of each worker while a cell ran."""
 
 from __future__ import annotations
 
@@ -10,52 +10,60 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.axes import (
+    apply_layout,
+    draw_row_name,
     new_axes,
-    put_row_name,
+    offset_transform,
     set_ticks,
-    settle,
-    shifted,
-    write,
+    write_text,
 )
-from stratbench.analysis.figures.curves import dashes
+from stratbench.analysis.figures.curves import dash_style
 from stratbench.analysis.figures.figure_data import FigureData
-from stratbench.analysis.figures.measured import Drawn, outcome_of
-from stratbench.analysis.figures.sheet import BAD, BAND, LINE, MUTED, PX, RULE, colour_of
+from stratbench.analysis.figures.measured import CaptionedFigure, shorten_outcome
+from stratbench.analysis.figures.sheet import BAD, BAND, LINE, MUTED, PX, RULE, choose_colour
 from stratbench.cell.text.words import MIB, bytes_text
 
-#: The most points in a line; longer ones are thinned out, since a panel shows no more.
+#: Maximum number of points in a line; longer lines are averaged, since a panel is small.
 MAX_POINTS = 80
-#: The height of a strategy's panel, of the space between two, and of the axis below all.
+#: Heights in pixels of a strategy's panel, of the space between two panels, and of the axis below.
 PANEL, BETWEEN, AXIS = 34, 10, 34
-#: The column of a timeline and its factor, for a GPU and for a process.
+#: Column of the timeline and factor to the shown unit, for a GPU and for a process.
 UTILISATION_COLUMNS = {"gpu": ("gpu_util_pct", 1.0), "process": ("cpu_pct", 1.0)}
 MEMORY_COLUMNS = {"gpu": ("mem_used_bytes", 1 / MIB), "process": ("rss_bytes", 1 / MIB)}
-#: The line of a worker: its name, times and values; and a cell with its timeline and its lines.
+#: The line of a worker: its name, times and values. A panel: a cell, its timeline and its lines.
 Line = tuple[str, np.ndarray, np.ndarray]
 Panel = tuple[pd.Series, pd.DataFrame | None, list[Line]]
 
 
-def utilisation_figure(data: FigureData) -> Drawn:
-    """The utilisation of each worker over time; a panel per strategy."""
-    return timeline_figure(data, UTILISATION_COLUMNS, "%")
+def draw_utilisation_figure(data: FigureData) -> CaptionedFigure:
+    """Draw the utilisation of each worker over time, with a panel per strategy."""
+    return draw_timeline_figure(data, UTILISATION_COLUMNS, "%")
 
 
-def memory_figure(data: FigureData) -> Drawn:
-    """The memory of each worker over time; a panel per strategy."""
-    return timeline_figure(data, MEMORY_COLUMNS, "MiB")
+def draw_memory_figure(data: FigureData) -> CaptionedFigure:
+    """Draw the memory of each worker over time, with a panel per strategy."""
+    return draw_timeline_figure(data, MEMORY_COLUMNS, "MiB")
 
 
 def has_timelines(data: FigureData) -> bool:
-    """Whether the figures have a timeline to draw."""
-    cells = (cell_of(data, name) for name in data.strategies)
+    """Return whether any strategy has a timeline to draw."""
+    cells = (find_largest_cell(data, name) for name in data.strategies)
     return any(read_timeline(data.study_dir, cell) is not None for cell in cells)
 
 
-def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: str) -> Drawn:
-    """A small panel per strategy: its first repeat on its most workers; all share the axes."""
-    cells = [cell_of(data, name) for name in data.strategies]
+def draw_timeline_figure(
+    data: FigureData, what: dict[str, tuple[str, float]], unit: str
+) -> CaptionedFigure:
+    """Draw a panel per strategy with common axes: its first repeat on its largest number of workers.
+
+    Args:
+        data: Data of the figure.
+        what: Column and factor by kind of sample.
+        unit: Unit of the values.
+    """
+    cells = [find_largest_cell(data, name) for name in data.strategies]
     timelines = [read_timeline(data.study_dir, cell) for cell in cells]
-    lines = [[] if t is None else list(worker_lines(t, what)) for t in timelines]
+    lines = [[] if t is None else list(iter_worker_lines(t, what)) for t in timelines]
     panels = list(zip(cells, timelines, lines, strict=True))
     workers = ", ".join(dict.fromkeys(data.workers(int(cell["gpus"])) for cell in cells))
     caption = [f"First repeat of the cell with the most workers ({workers}).", "Shaded: training."]
@@ -65,11 +73,11 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
     if unit == "MiB":
         caption += ["Memory in use on the GPU, in total."] * ("gpu" in kinds)
         caption += ["Resident set size of the process."] * ("process" in kinds)
-    return Drawn(draw_timelines(data, panels, unit), " ".join(caption))
+    return CaptionedFigure(draw_timelines(data, panels, unit), " ".join(caption))
 
 
 def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figure:
-    """Draw the panels of all cells, one below the other, each from 0 to the highest value of all."""
+    """Draw the panels one below the other, each from 0 to the highest value of all panels."""
     lines = [line for _, _, of in panels for line in of]
     end = max([t.max() for _, t, _ in lines], default=0) or 1e-3
     highest = max([v.max() for _, _, v in lines], default=0) or 1e-3
@@ -84,12 +92,14 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
     for i, (cell, timeline, of) in enumerate(panels):
         bottom, strategy = i + used, str(cell["strategy"])
         mark, chosen = data.marks[strategy], data.is_chosen(strategy)
-        put_row_name(axes, i + used / 2, strategy, mark, chosen)
+        draw_row_name(axes, i + used / 2, strategy, mark, chosen)
         axes.axhline(i, color=LINE, zorder=1)
         axes.axhline(bottom, color=RULE, zorder=1.5)
         if timeline is None:
-            reason = "no timeline" if cell["status"] == "ok" else outcome_of(str(cell["status"]))
-            write(axes, 0, i + used / 2, reason, BAD, transform=shifted(axes, 4))
+            reason = (
+                "no timeline" if cell["status"] == "ok" else shorten_outcome(str(cell["status"]))
+            )
+            write_text(axes, 0, i + used / 2, reason, BAD, transform=offset_transform(axes, 4))
             continue
         if "phase" in timeline:
             training = timeline.loc[timeline["phase"] == "train", "t_s"]
@@ -97,26 +107,37 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
                 [training.min(), training.max()], i, bottom, color=BAND, linewidth=0, zorder=0
             )
         for name, t, v in of:
-            style = {"linestyle": dashes("3 2" if name.startswith("server") else ""), "zorder": 3}
-            style |= {"color": colour_of(mark, chosen), "linewidth": 1.25 * PX}
+            style = {
+                "linestyle": dash_style("3 2" if name.startswith("server") else ""),
+                "zorder": 3,
+            }
+            style |= {"color": choose_colour(mark, chosen), "linewidth": 1.25 * PX}
             axes.plot(t, bottom - used * v / highest, **style)
-    write(axes, 1, 0, highest_text(highest, unit), MUTED, va="top", transform=shifted(axes, 4))
-    return settle(axes)
+    write_text(
+        axes,
+        1,
+        0,
+        format_highest(highest, unit),
+        MUTED,
+        va="top",
+        transform=offset_transform(axes, 4),
+    )
+    return apply_layout(axes)
 
 
-def highest_text(value: float, unit: str) -> str:
-    """The end of the vertical axes with its unit."""
+def format_highest(value: float, unit: str) -> str:
+    """Return the highest value of the vertical axes with its unit."""
     return bytes_text(value * MIB) if unit == "MiB" else f"{value:.3g} {unit}"
 
 
-def cell_of(data: FigureData, strategy: str) -> pd.Series:
-    """The first repeat of a strategy on its most workers."""
+def find_largest_cell(data: FigureData, strategy: str) -> pd.Series:
+    """Return a strategy's first repeat on its largest number of workers."""
     cells = data.cells[data.cells["strategy"] == strategy]
     return cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
 
 
 def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
-    """The timeline of a cell; None without one, or where its record cannot be used."""
+    """Return the timeline of a cell, or None if it has none or its record is unusable."""
     if study_dir is None or not isinstance(cell["record_path"], str) or cell["status"] == "error":
         return None
     path = (study_dir / cell["record_path"]).with_name("timeline.csv")
@@ -135,8 +156,8 @@ def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | Non
     return timeline.replace([np.inf, -np.inf], np.nan).dropna(subset=["t_s"])
 
 
-def worker_lines(timeline: pd.DataFrame, what: dict[str, tuple[str, float]]) -> Iterator[Line]:
-    """Name, times (s) and values of each GPU; without GPUs, of each worker and server process."""
+def iter_worker_lines(timeline: pd.DataFrame, what: dict[str, tuple[str, float]]) -> Iterator[Line]:
+    """Yield name, times in s and values of each GPU, or of each process if there are no GPUs."""
     kind = "gpu" if (timeline["kind"] == "gpu").any() else "process"
     column, scale = what[kind]
     if column not in timeline:
@@ -145,11 +166,11 @@ def worker_lines(timeline: pd.DataFrame, what: dict[str, tuple[str, float]]) -> 
         known = rows.dropna(subset=[column])
         if len(known):
             times, values = known["t_s"].to_numpy(), known[column].to_numpy(dtype=float) * scale
-            yield str(name), *thinned(times, values)
+            yield str(name), *average_runs(times, values)
 
 
-def thinned(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The samples averaged over equal runs, so that at most MAX_POINTS are left."""
+def average_runs(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return times and values averaged over runs of equal length, at most MAX_POINTS of them."""
     run = -(-len(times) // MAX_POINTS)
     if run == 1:
         return times, values

@@ -1,4 +1,4 @@
-"""Figures that combine measures: time and score, the phases of a step, staleness of pushes."""
+"""Draws figures that combine measures: time and score, phases of a step, staleness of pushes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox, BboxBase
 
 from stratbench.analysis.figures.axes import (
-    figure_of,
-    limits_of,
+    apply_layout,
+    compute_limits,
+    draw_mark,
+    draw_row_name,
+    find_root_figure,
     new_axes,
-    put_mark,
-    put_row_name,
+    offset_transform,
     set_ticks,
-    settle,
-    shifted,
-    shortened,
-    write,
+    shorten_name,
+    write_text,
 )
-from stratbench.analysis.figures.curves import Curve, Curves, draw_curves
+from stratbench.analysis.figures.curves import Curve, CurveChart, draw_curves
 from stratbench.analysis.figures.figure_data import FigureData
-from stratbench.analysis.figures.measured import Drawn, score_curves
+from stratbench.analysis.figures.measured import CaptionedFigure, draw_score_curves
 from stratbench.analysis.figures.rows import ROW
 from stratbench.analysis.figures.sheet import (
     INK,
@@ -35,12 +35,12 @@ from stratbench.analysis.figures.sheet import (
     PX,
     RULE,
     THEME,
-    colour_of,
+    choose_colour,
 )  # fmt: skip
 from stratbench.analysis.records.measures import ALONE, DOUBT, format_number
 from stratbench.cell.text.words import names_text
 
-#: What is drawn of a step, in order of time: words, the colour, whether filled, and the phases in it.
+#: The drawn parts of a step in order of time: label, colour, whether filled, and the included phases.
 PARTS = (
     ("forward", "work-1", True, ("forward",)),
     ("backward", "work-2", True, ("backward",)),
@@ -48,35 +48,37 @@ PARTS = (
     ("waiting", "wait", False, ("server_wait", "bubble")),
     ("slowed on purpose", "bad", True, ("slowdown",)),
 )
-#: What no other part has.
+#: The label, colour and filling of the time in no other part.
 REST = ("rest", "muted", False)
-#: The most points of a scatter chart that are named.
+#: Maximum number of named points in a scatter chart.
 MAX_NAMED = 7
-#: The columns of the key above the bars.
+#: Number of columns in the legend above the bars.
 KEY_COLUMNS = 3
-#: The height of the scatter chart.
+#: Height of the scatter chart in pixels.
 SCATTER = 258
-#: The distance of the middle of a name from its point, and a name's height.
+#: Distance in pixels between a point and the middle of its name, and the name's height.
 ABOVE, NAME = 13, 12
 
 
-def breakdown_figure(data: FigureData) -> Drawn:
-    """A bar for each strategy: the mean step by its phases, on one number of workers."""
+def draw_breakdown_figure(data: FigureData) -> CaptionedFigure:
+    """Draw a bar per strategy: the mean step time by phase, on one number of workers."""
     known = data.cells[data.cells["breakdown_ms"].notna()]
-    known = known[known["gpus"] == data.shown_count]
+    known = known[known["gpus"] == data.shown_worker_count]
     phases = pd.DataFrame([json.loads(t) for t in known["breakdown_ms"]], index=known.index)
     steps = phases.groupby(known["strategy"]).median().fillna(0.0).clip(lower=0.0)
-    parts = parts_of(steps)
+    parts = sum_step_parts(steps)
     parts = parts.loc[parts.sum(axis=1).sort_values().index]
-    return Drawn(draw_breakdown(data, parts), " ".join(breakdown_caption(data, parts)))
+    return CaptionedFigure(
+        draw_breakdown(data, parts), " ".join(iter_breakdown_caption(data, parts))
+    )
 
 
 def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
-    """Bars of the milliseconds of each part, by strategy, with their sums at their ends."""
+    """Draw stacked bars of the time of each part in ms, by strategy, with sums at their ends."""
     drawn = [part for part in (*(p[:3] for p in PARTS), REST) if parts[part[0]].gt(0).any()]
     axes = new_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
     axes.set_axis_off()
-    axes.set(ylim=(len(parts) - 0.5, -0.5), xlim=limits_of(parts.sum(axis=1), 0, False))
+    axes.set(ylim=(len(parts) - 0.5, -0.5), xlim=compute_limits(parts.sum(axis=1), 0, False))
     done = pd.Series(0.0, index=parts.index)
     for part, name, filled in drawn:
         colour = THEME[name][0]
@@ -88,19 +90,19 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
         done += parts[part]
     for y, (name, width) in enumerate(done.items()):
         chosen, mark = data.is_chosen(str(name)), data.marks[str(name)]
-        put_row_name(axes, y, str(name), mark, chosen)
-        full = colour_of(mark, True) if chosen else MUTED
-        place = shifted(axes, 6, of=axes.transData)
+        draw_row_name(axes, y, str(name), mark, chosen)
+        full = choose_colour(mark, True) if chosen else MUTED
+        place = offset_transform(axes, 6, of=axes.transData)
         text = f"{format_number(width, None)} ms"
-        write(axes, width, y, text, full, bold=chosen, transform=place)
+        write_text(axes, width, y, text, full, bold=chosen, transform=place)
     bars = axes.get_legend_handles_labels()[0]
     key = [bar for column in range(KEY_COLUMNS) for bar in bars[column::KEY_COLUMNS]]
-    figure_of(axes).legend(handles=key, loc="outside upper left", ncols=KEY_COLUMNS)
-    return settle(axes)
+    find_root_figure(axes).legend(handles=key, loc="outside upper left", ncols=KEY_COLUMNS)
+    return apply_layout(axes)
 
 
-def parts_of(steps: pd.DataFrame) -> pd.DataFrame:
-    """The milliseconds of each part of PARTS and of the rest, by strategy."""
+def sum_step_parts(steps: pd.DataFrame) -> pd.DataFrame:
+    """Return the time in ms of each part of PARTS and of the rest, by strategy."""
     named = {
         part: steps[[phase for phase in phases if phase in steps]].sum(axis=1)
         for part, _, _, phases in PARTS
@@ -109,18 +111,18 @@ def parts_of(steps: pd.DataFrame) -> pd.DataFrame:
     return parts.assign(rest=steps.sum(axis=1) - parts.sum(axis=1)).clip(lower=0.0)
 
 
-def breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[str]:
-    """What the bars are, and whose communication they cannot show."""
-    yield f"Mean duration of a step over all workers, on {data.workers(data.shown_count)}."
+def iter_breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[str]:
+    """Yield sentences on the bars, and on strategies whose communication is not separate."""
+    yield f"Mean duration of a step over all workers, on {data.workers(data.shown_worker_count)}."
     hidden = [str(name) for name in parts.index if parts.loc[name, "communication"] == 0]
-    if data.shown_count > 1 and hidden:
+    if data.shown_worker_count > 1 and hidden:
         sent = names_text(hidden, 3)
         yield f"Forward and backward include the communication of {sent}."
 
 
-def score_over_time_figure(data: FigureData) -> Drawn:
-    """The score after each epoch over the training time so far, on one number of workers."""
-    epochs, score, count = data.epochs, data.score, data.shown_count
+def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
+    """Draw the score after each epoch over the training time so far, on one number of workers."""
+    epochs, score, count = data.epochs, data.score, data.shown_worker_count
     rows = epochs[epochs["gpus"] == count]
     alone = epochs[(epochs["strategy"] == ALONE) & (epochs["gpus"] != count)]
     curves = []
@@ -134,48 +136,52 @@ def score_over_time_figure(data: FigureData) -> Drawn:
         sentences.append(f"{ALONE} is on one.")
     if (rows.groupby(["strategy", "epoch"]).size() > 1).any():
         sentences.append("Medians of the repeats.")
-    return score_curves(data, curves, count, sentences, x_name="training time", x_unit="s")
+    return draw_score_curves(data, curves, count, sentences, x_label="training time", x_unit="s")
 
 
-def tradeoff_figure(data: FigureData) -> Drawn:
-    """Every strategy and number of workers by time and score, and a line of those that none beats in both."""
+def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
+    """Draw every strategy and number of workers by time and score, and the Pareto front."""
     measured = [
         data.rows(name).set_index(["strategy", "gpus"])["value"].rename(name)
         for name in ("training_time", "score")
     ]
     points = pd.concat(measured, axis=1).dropna()
-    # What rounding makes equal beats nothing.
+    # Scores that are equal after rounding count as equal.
     points["score"] = points["score"].round(data.score.decimals)
-    points["unbeaten"] = are_unbeaten(*points.to_numpy(dtype=float).T * [[1], [data.score.sign]])
+    points["unbeaten"] = are_pareto_optimal(
+        *points.to_numpy(dtype=float).T * [[1], [data.score.sign]]
+    )
     flags = data.rows("score").set_index(["strategy", "gpus"])["flags"].to_dict()
     unit = data.score.shown_unit
     caption = [
         f"{data.score.name.capitalize()} after the last epoch, {unit}, against the training time.",
         "The line joins the Pareto-optimal points: no other point is better in time and score.",
-        *data.doubt_note(flags.values()),
+        *data.iter_mark_notes(flags.values()),
     ]
-    return Drawn(draw_tradeoff(data, points.sort_values("training_time"), flags), " ".join(caption))
+    return CaptionedFigure(
+        draw_tradeoff(data, points.sort_values("training_time"), flags), " ".join(caption)
+    )
 
 
 def draw_tradeoff(
     data: FigureData, points: pd.DataFrame, flags: Mapping[tuple[str, int], str]
 ) -> Figure:
-    """Draw times and scores of strategies and counts, with the names of the chosen and of unbeaten ones."""
+    """Draw a scatter chart of times and scores, with names of the choice and of Pareto-optimal points."""
     axes = new_axes(SCATTER)
     scores = points["score"]
-    # Differences far below the tolerance would look like a lot.
+    # The axis spans at least the tolerance, so that tiny differences do not fill it.
     room = max(0.06 * np.ptp(scores) if len(scores) else 0.0, data.score.tolerance / 2)
     low, high = scores.min(), scores.max()
     set_ticks(axes.yaxis, (low - room, high + room) if len(scores) else (-room, 1 + room), False)
-    set_ticks(axes.xaxis, limits_of(points["training_time"], 0.04, True), True, unit="s")
+    set_ticks(axes.xaxis, compute_limits(points["training_time"], 0.04, True), True, unit="s")
     axes.set_xlabel("training time")
     front = points[points["unbeaten"]]
     axes.plot(front["training_time"], front["score"], color=RULE, linewidth=1.5 * PX, zorder=2)
     for key, (time, score, _) in points.iterrows():
         chosen = data.choice == key
         size, over = (11, 5) if chosen else (7, 4)
-        put_mark(axes, time, score, data.marks[key[0]], chosen, size, zorder=over)
-    settle(axes)
+        draw_mark(axes, time, score, data.marks[key[0]], chosen, size, zorder=over)
+    apply_layout(axes)
     to_values = axes.transData.inverted().transform
     at = axes.transData.transform(points[["training_time", "score"]].to_numpy(float))
     places = dict(zip(points.index, at, strict=True))
@@ -183,11 +189,11 @@ def draw_tradeoff(
     rivals = [key for key in front.index if key != data.choice][:MAX_NAMED]
     for key in [*([data.choice] if data.choice in places else []), *rivals]:
         chosen, doubt = key == data.choice, DOUBT if flags.get(key) else ""
-        colour = colour_of(data.marks[key[0]], True) if chosen else INK
-        text = f"{shortened(key[0])} × {key[1]}{doubt}"
-        name = write(axes, 0, 0, text, colour, bold=chosen, zorder=6)
-        box = free_place(
-            places[key], name.get_window_extent().width + 6, taken, figure_of(axes).bbox
+        colour = choose_colour(data.marks[key[0]], True) if chosen else INK
+        text = f"{shorten_name(key[0])} × {key[1]}{doubt}"
+        name = write_text(axes, 0, 0, text, colour, bold=chosen, zorder=6)
+        box = find_free_box(
+            places[key], name.get_window_extent().width + 6, taken, find_root_figure(axes).bbox
         )
         taken.append(box)
         x, y = places[key]
@@ -196,11 +202,18 @@ def draw_tradeoff(
         if abs((box.y0 + box.y1) / 2 - y) > ABOVE + 1:
             leader = to_values([(x, y), (x, box.y0 if box.y0 > y else box.y1)])
             axes.plot(*leader.T, color=RULE, zorder=3)
-    return figure_of(axes)
+    return find_root_figure(axes)
 
 
-def free_place(at: Sequence[float], width: float, taken: Sequence[Bbox], page: BboxBase) -> Bbox:
-    """The place of a name near its point that lies over nothing, or else over the least. All in pixels."""
+def find_free_box(at: Sequence[float], width: float, taken: Sequence[Bbox], page: BboxBase) -> Bbox:
+    """Return the box of a name near its point that overlaps least with other boxes, in pixels.
+
+    Args:
+        at: Position of the point.
+        width: Width of the name.
+        taken: Boxes that should not be covered.
+        page: Box in which the name must be.
+    """
     places: list[tuple[float, int, Bbox]] = []
     for step, side, left in product(range(1, 5), (1, -1), (at[0] - 4, at[0] + 4 - width)):
         bottom = at[1] + side * step * ABOVE - NAME / 2
@@ -211,8 +224,11 @@ def free_place(at: Sequence[float], width: float, taken: Sequence[Bbox], page: B
     return min(places)[2]
 
 
-def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """The mask of unbeaten points: a point beats another if it is no worse in both and better in one."""
+def are_pareto_optimal(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Return the mask of Pareto-optimal points.
+
+    A point is beaten by another that is no worse in time and score, and better in one of them.
+    """
     beaten = [
         np.any((times <= t) & (scores >= s) & ((times < t) | (scores > s)))
         for t, s in zip(times, scores, strict=True)
@@ -220,28 +236,32 @@ def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
     return ~np.array(beaten, dtype=bool)
 
 
-def staleness_figure(data: FigureData) -> Drawn:
-    """The share of pushes by staleness, on one number of workers, over all repeats."""
+def draw_staleness_figure(data: FigureData) -> CaptionedFigure:
+    """Draw the share of pushes by staleness on one number of workers, over all repeats."""
     known = data.cells[data.cells["staleness"].notna()]
-    rows = known[known["gpus"] == data.shown_count]
+    rows = known[known["gpus"] == data.shown_worker_count]
     curves = []
     for name, found in rows.groupby("strategy", sort=False):
-        shares = shares_by_value([json.loads(text) for text in found["staleness"]])
+        shares = compute_shares_by_value([json.loads(text) for text in found["staleness"]])
         places = [float(i) for i in range(len(shares))]
         chosen = data.is_chosen(str(name))
         curves.append(Curve(str(name), places, (100 * shares).tolist(), chosen=chosen))
-    shown = Curves(
+    shown = CurveChart(
         curves,
         data.marks,
         "updates that a push is behind",
-        x_whole=True,
+        has_whole_x_ticks=True,
     )
-    caption = f"Share of the pushes with each staleness, in %, on {data.workers(data.shown_count)}."
-    return Drawn(draw_curves(shown), caption)
+    caption = f"Share of the pushes with each staleness, in %, on {data.workers(data.shown_worker_count)}."
+    return CaptionedFigure(draw_curves(shown), caption)
 
 
-def shares_by_value(counts: list[list[int]]) -> np.ndarray:
-    """Shares by value, from the sum of all counts; cut off where less than 0.1 % is left."""
+def compute_shares_by_value(counts: list[list[int]]) -> np.ndarray:
+    """Return the share of each value from summed counts, without the tail of 0.1 %.
+
+    Args:
+        counts: Lists of counts; the index is the value.
+    """
     total = np.zeros(max(len(c) for c in counts))
     for c in counts:
         total[: len(c)] += c

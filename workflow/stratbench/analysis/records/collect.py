@@ -21,8 +21,8 @@ from stratbench.analysis.records.columns import (
     COORDINATES,
     EPOCH_COLUMNS,
     Row,
-    on_one_line,
-    row_of_record,
+    build_record_row,
+    join_lines,
 )
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
@@ -63,7 +63,7 @@ def expected_of(args: argparse.Namespace) -> Expected:
     return Expected(json.loads(args.skipped), json.loads(args.targets), study)
 
 
-def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
+def find_time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
     """Return training time at the end of the first epoch that reached `target`, or None.
 
     Args:
@@ -82,15 +82,15 @@ def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> 
     return next(reached, None)
 
 
-def status_without_record(log_dir: Path) -> Row:
+def describe_missing_record(log_dir: Path) -> Row:
     """Return status and reason without a record: `error` if there is evidence, else `missing`."""
     reason = record.failure_reason(log_dir)
     if reason is None:
         return {"status": "missing", "reason": "no record yet"}
-    return {"status": "error", "reason": on_one_line(reason)}
+    return {"status": "error", "reason": join_lines(reason)}
 
 
-def rows_of_cell(
+def build_cell_rows(
     cell: Cell,
     study_dir: Path,
     expected: Expected,
@@ -119,40 +119,40 @@ def rows_of_cell(
         return row | (
             {"status": "infeasible", "reason": skip_reason}
             if skip_reason
-            else status_without_record(log_dir)
+            else describe_missing_record(log_dir)
         ), []
     row["record_path"] = str(path.relative_to(study_dir))
     try:
         rec = read(path)
         if rec["cell"] != coordinates:
             raise record.RecordError(
-                f"{path} holds the record of another cell: {record.cell_of(rec)}"
+                f"{path} holds the record of another cell: {record.get_cell(rec)}"
             )
         if expected.study is not None and (
             other := record.describe_other_settings(rec, expected.study.settings(cell))
         ):
             raise record.RecordError(f"{path} {other}")
-        measured = row_of_record(rec, path.with_name("timeline.csv"))
+        measured = build_record_row(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
         # The record's path is next to it; without it equal reasons of many cells are one.
         reason = str(e).replace(str(path), path.name, 1)
-        return row | {"status": "error", "reason": on_one_line(reason)}, []
+        return row | {"status": "error", "reason": join_lines(reason)}, []
     except Exception as e:  # one odd record must not stop the others
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
-        return row | {"status": "error", "reason": on_one_line(reason)}, []
+        return row | {"status": "error", "reason": join_lines(reason)}, []
     row |= measured
     row["target_score"] = target = expected.targets.get(cell.experiment)
-    row["time_to_target_s"] = time_to_score_s(
+    row["time_to_target_s"] = find_time_to_score_s(
         rec["score"]["per_epoch"], target, rec["task"]["better"]
     )
     epochs = [coordinates | epoch for epoch in rec["score"]["per_epoch"]]
     return row, epochs
 
 
-def rows_of_cells(
+def iter_cell_rows(
     cells: Sequence[Cell], study_dir: Path, expected: Expected, read: Callable[[Path], Record]
 ) -> Iterator[tuple[Row, list[Row]]]:
-    """Yield the results of `rows_of_cell` for all cells; print progress every few seconds.
+    """Yield the results of `build_cell_rows` for all cells; print progress every few seconds.
 
     Args:
         cells: The cells.
@@ -165,10 +165,10 @@ def rows_of_cells(
         if time.monotonic() > next_line_s:
             print(f"read {done} of {len(cells)} records", file=sys.stderr, flush=True)
             next_line_s += 3
-        yield rows_of_cell(cell, study_dir, expected, read)
+        yield build_cell_rows(cell, study_dir, expected, read)
 
 
-def read_expected(path: Path) -> list[Cell]:
+def read_expected_cells(path: Path) -> list[Cell]:
     """Return the cells of the study's config, from a JSON list of their coordinates."""
     cells = [Cell(**coordinates) for coordinates in json.loads(path.read_text(encoding="utf-8"))]
     if not cells:
@@ -196,7 +196,7 @@ def collect(
         expected: Expectations of the config.
         read: Reads a record.
     """
-    listed = list(rows_of_cells(cells, study_dir, expected or Expected(), read))
+    listed = list(iter_cell_rows(cells, study_dir, expected or Expected(), read))
     rows = [row for row, _ in listed]
     for extension in installed().values():
         if extension.judge is not None:
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_options(parser)
     args = parser.parse_args(argv)
-    cells = read_expected(args.expected)
+    cells = read_expected_cells(args.expected)
     study_dir = args.records_root.parent
     without = collect(cells, study_dir, args.out, args.epochs_out, expected_of(args))
     if without:

@@ -16,7 +16,7 @@ from stratbench.analysis.records import derived
 from stratbench.analysis.records.derived import value_at
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.extensions import at
-from stratbench.cell.record import Record, RecordError, schema
+from stratbench.cell.record import Record, RecordError, load_schema
 from stratbench.strategies.base import Traits
 
 Row = dict[str, Any]
@@ -45,7 +45,7 @@ class Column:
         """The meaning of the column, in a sentence."""
         if self.own_definition or not isinstance(self.source, str):
             return self.own_definition
-        return described_in_schema(self.source)
+        return find_schema_description(self.source)
 
     @property
     def is_whole(self) -> bool:
@@ -54,7 +54,7 @@ class Column:
             return get_type_hints(Cell).get(self.name) is int
         if callable(self.source):
             return set(get_args(get_type_hints(self.source)["return"])) == {int, type(None)}
-        return "integer" in types_in_schema(self.source)
+        return "integer" in find_schema_types(self.source)
 
     @property
     def is_text(self) -> bool:
@@ -238,15 +238,15 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("staleness", "json", "", derived.staleness,
            "Number of pushes by staleness, which is the index in the list. The staleness of a push is the "
            "number of updates since the weights that it was computed from."),
-    Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
-    Column("processes", "number", "", derived.processes,
+    Column("servers", "number", "", derived.count_servers, "Number of parameter servers."),
+    Column("processes", "number", "", derived.count_processes,
            "Number of workers plus parameter servers. GPU-hours, worker-hours and costs count only the "
            "workers."),
-    Column("server_bytes", "number", "bytes", derived.server_bytes,
+    Column("server_bytes", "number", "bytes", derived.sum_server_bytes,
            "Bytes that all parameter servers received and sent."),
     Column("server_wait_s", "number", "s", derived.server_wait_s,
            "Time that servers made workers wait for other workers, summed over servers and workers."),
-    Column("server_lost", "number", "", derived.server_lost,
+    Column("server_lost", "number", "", derived.count_lost_workers,
            "Number of workers that disconnected from a server before they finished."),
     *(Column(*values) for _, columns in at("columns") for values in columns),
     Column("record_path", "text", "", None, "Path of the record below results/<study>."),
@@ -279,21 +279,21 @@ EPOCH_BY_NAME = {name: BY_NAME[name] for name in COORDINATES} | {c.name: c for c
 EPOCH_COLUMNS = tuple(EPOCH_BY_NAME)
 
 
-def described_in_schema(path: str) -> str:
+def find_schema_description(path: str) -> str:
     """The schema's description of the record's field at a dotted path.
 
     Raises:
         KeyError: If there is no such field.
     """
-    node = schema()
+    node = load_schema()
     for key in path.split("."):
         node = node.get("items", node)["properties"][key]
     return node["description"]
 
 
-def types_in_schema(path: str) -> list[str]:
+def find_schema_types(path: str) -> list[str]:
     """Return the types of the record's field at a dotted path in the schema, empty if undeclared."""
-    node = schema()
+    node = load_schema()
     for key in path.split("."):
         node = node.get("items", node)
         options = [node, *node.get("anyOf", ()), *node.get("oneOf", ())]
@@ -302,7 +302,7 @@ def types_in_schema(path: str) -> list[str]:
     return [types] if isinstance(types, str) else types
 
 
-# The table sorted by source, prepared once: `row_of_record` runs for every record.
+# The table sorted by source, prepared once: `build_record_row` runs for every record.
 _FIELDS = [
     (column.name, column.source)
     for column in CELL_COLUMNS
@@ -316,27 +316,27 @@ _OF_TIMELINE = [
 ]
 
 
-def row_of_record(record: Record, timeline: Path) -> Row:
+def build_record_row(record: Record, timeline: Path) -> Row:
     """Return the columns that a record and its timeline fill, by name.
 
     RecordError if a column of numbers or flags would hold a value that is not a finite number.
     """
     row: Row = {name: value_at(record, path) for name, path in _FIELDS}
     row |= {name: function(record) for name, function in _FUNCTIONS}
-    figures = derived.timeline_figures(timeline, row["device_kind"])
+    figures = derived.compute_timeline_figures(timeline, row["device_kind"])
     row |= {name: figures.get(figure) for name, figure in _OF_TIMELINE}
     for name, value in row.items():
         if value is None:
             continue
         kind = BY_NAME[name].kind
         if kind == "text":
-            row[name] = on_one_line(str(value))
+            row[name] = join_lines(str(value))
         elif kind != "json" and not (isinstance(value, int | float) and math.isfinite(value)):
             raise RecordError(f"{timeline.parent}/record.json: {name} is {str(value)[:80]!r}")
     return row
 
 
-def on_one_line(text: str) -> str:
+def join_lines(text: str) -> str:
     """`text` without control characters and line ends, cut to MAXIMUM characters."""
     line = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= MAXIMUM else line[: MAXIMUM - 1] + "…"

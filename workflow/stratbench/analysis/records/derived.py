@@ -59,52 +59,52 @@ def perplexity(record: Record) -> float | None:
 # ---------------------------------------------------------------- the machine
 
 
-def texts_of_workers(record: Record, path: str) -> list[str]:
+def list_worker_values(record: Record, path: str) -> list[str]:
     """Return the distinct values of a field of the workers' provenance, as sorted texts."""
     values = (value_at(worker["provenance"], path) for worker in record["workers"])
     return sorted({str(value) for value in values if value is not None})
 
 
-def joined_or_none(texts: list[str]) -> str | None:
+def join_or_none(texts: list[str]) -> str | None:
     """`a; b`; None if there are no texts."""
     return "; ".join(texts) or None
 
 
 def device_kind(record: Record) -> str | None:
     """`cuda` or `cpu`; from the launcher if no worker lived to record it."""
-    kinds = {device.partition(":")[0] for device in texts_of_workers(record, "device")}
-    return joined_or_none(sorted(kinds)) or value_at(record, "provenance.device")
+    kinds = {device.partition(":")[0] for device in list_worker_values(record, "device")}
+    return join_or_none(sorted(kinds)) or value_at(record, "provenance.device")
 
 
 def device_name(record: Record) -> str | None:
     """Return names of the GPUs; if there are none, of the processors."""
-    return joined_or_none(texts_of_workers(record, "gpu.name")) or cpu_models(record)
+    return join_or_none(list_worker_values(record, "gpu.name")) or cpu_models(record)
 
 
 def device_memory_bytes(record: Record) -> float | None:
     """Memory of the smallest GPU of the workers, or None without one."""
-    sizes = texts_of_workers(record, "gpu.memory_bytes")
+    sizes = list_worker_values(record, "gpu.memory_bytes")
     return min(map(float, sizes), default=None)
 
 
 def hosts(record: Record) -> str | None:
     """Return names of the hosts on which workers ran."""
-    return joined_or_none(texts_of_workers(record, "host.name"))
+    return join_or_none(list_worker_values(record, "host.name"))
 
 
 def cpu_models(record: Record) -> str | None:
     """Processors of the hosts."""
-    return joined_or_none(texts_of_workers(record, "host.cpu_model"))
+    return join_or_none(list_worker_values(record, "host.cpu_model"))
 
 
 def torch_versions(record: Record) -> str | None:
     """Versions of PyTorch; several only if workers differ."""
-    return joined_or_none(texts_of_workers(record, "software.torch"))
+    return join_or_none(list_worker_values(record, "software.torch"))
 
 
 def driver_versions(record: Record) -> str | None:
     """Versions of the GPU driver; several only if hosts differ."""
-    return joined_or_none(texts_of_workers(record, "driver.driver_version"))
+    return join_or_none(list_worker_values(record, "driver.driver_version"))
 
 
 def cpu_cores(record: Record) -> float | None:
@@ -188,49 +188,49 @@ def breakdown_ms(record: Record) -> str | None:
 # ---------------------------------------------------------------- parameter servers
 
 
-def servers_in(record: Record) -> list[dict[str, Any]]:
+def list_servers(record: Record) -> list[dict[str, Any]]:
     """Return the entries of the parameter servers; empty if there is none."""
     return value_at(record, "server.servers") or []
 
 
-def links_of(record: Record) -> Iterator[dict[str, Any]]:
+def iter_server_worker_entries(record: Record) -> Iterator[dict[str, Any]]:
     """Yield the entries that each server has for its workers."""
-    for server in servers_in(record):
+    for server in list_servers(record):
         yield from server.get("workers") or ()
 
 
-def n_servers(record: Record) -> int | None:
+def count_servers(record: Record) -> int | None:
     """Return the number of parameter servers."""
-    return len(servers_in(record)) or None
+    return len(list_servers(record)) or None
 
 
-def processes(record: Record) -> int | None:
+def count_processes(record: Record) -> int | None:
     """Return the number of workers and parameter servers, or None where servers left no statistics."""
-    servers = servers_in(record)
+    servers = list_servers(record)
     if value_at(record, "strategy.kind") == "server" and not servers:
         return None
     return value_at(record, "cell.gpus") + len(servers)
 
 
-def server_bytes(record: Record) -> int | None:
+def sum_server_bytes(record: Record) -> int | None:
     """Return bytes in and out of all servers."""
-    if not servers_in(record):
+    if not list_servers(record):
         return None
-    return sum(link["bytes_in"] + link["bytes_out"] for link in links_of(record))
+    return sum(link["bytes_in"] + link["bytes_out"] for link in iter_server_worker_entries(record))
 
 
 def server_wait_s(record: Record) -> float | None:
     """Return the time workers waited for servers, in s, summed over servers and workers."""
-    if not servers_in(record):
+    if not list_servers(record):
         return None
-    return sum(link.get("wait_s") or 0.0 for link in links_of(record))
+    return sum(link.get("wait_s") or 0.0 for link in iter_server_worker_entries(record))
 
 
-def server_lost(record: Record) -> int | None:
+def count_lost_workers(record: Record) -> int | None:
     """Return the number of different workers that were lost to a server."""
-    if not servers_in(record):
+    if not list_servers(record):
         return None
-    return len({str(w) for server in servers_in(record) for w in server.get("lost") or ()})
+    return len({str(w) for server in list_servers(record) for w in server.get("lost") or ()})
 
 
 def staleness(record: Record) -> str | None:
@@ -240,7 +240,7 @@ def staleness(record: Record) -> str | None:
     computed from.
     """
     total: list[int] = []
-    for server in servers_in(record):
+    for server in list_servers(record):
         counts = server.get("staleness_all_shards") or []
         total += [0] * (len(counts) - len(total))
         for i, count in enumerate(counts):
@@ -251,7 +251,7 @@ def staleness(record: Record) -> str | None:
 # ---------------------------------------------------------------- the timeline
 
 
-def timeline_figures(path: Path, device_kind: str | None) -> dict[str, float]:
+def compute_timeline_figures(path: Path, device_kind: str | None) -> dict[str, float]:
     """`throttled_share` and `utilisation_pct` from a cell's timeline; empty if it has no samples.
 
     Throttled is the share of GPU samples in which heat or power brakes slowed a GPU. Utilisation is a

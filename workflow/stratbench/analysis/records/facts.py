@@ -60,7 +60,7 @@ class Facts:
 
     def gpu_series(self, worker: dict[str, Any]) -> Series | None:
         """Return the samples of a worker's GPU, or None without."""
-        return self.samples_on(worker, "gpu", name_of_gpu(worker))
+        return self.samples_on(worker, "gpu", get_gpu_id(worker))
 
     def series_of(self, worker: dict[str, Any]) -> tuple[str, Series | None]:
         """Return the samples of a worker's device, and their kind: of its GPU, or of its process."""
@@ -136,7 +136,7 @@ def host_of(worker: dict[str, Any]) -> str | None:
     return value_at(worker["provenance"], "host.name")
 
 
-def name_of_gpu(worker: dict[str, Any]) -> str | None:
+def get_gpu_id(worker: dict[str, Any]) -> str | None:
     """Return the id of a worker's GPU in a timeline: NVML's number, or a MIG instance's UUID."""
     gpu = value_at(worker["provenance"], "gpu") or {}
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")

@@ -50,7 +50,7 @@ def bases_by_strategy(cells: pd.DataFrame) -> dict[str, str]:
     return dict(zip(known["strategy"], known["strategy_base"], strict=True))
 
 
-def findings_by_group(
+def iter_findings_by_group(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> Iterator[tuple[Group, list[Row]]]:
     """Yield each group with the audit's findings on it.
@@ -85,7 +85,7 @@ class Repeats:
         #: Unusable values of each group by the audit: time, memory, score or all.
         self.rejected = {
             group: {f["affects"] for f in on_group if f["severity"] == "unusable"}
-            for group, on_group in findings_by_group(findings, self.ok)
+            for group, on_group in iter_findings_by_group(findings, self.ok)
         }
 
     def values(self, group: Group, column: str, concerns: str = "") -> dict[int, float]:

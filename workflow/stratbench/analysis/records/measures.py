@@ -51,17 +51,17 @@ class Measure:
     #: name: by that strategy on as many workers.
     baseline: Literal["self", "single", "ddp", "ps-sync"] | None = None
     #: Divide the baseline by the measure instead.
-    inverted: bool = False
+    is_inverted: bool = False
     #: Divide by the number of workers, too.
-    per_worker: bool = False
+    is_per_worker: bool = False
     #: The kind of the audit's findings that concern it.
-    concerns: Literal["time", "memory", "score"] = "time"
+    audit_kind: Literal["time", "memory", "score"] = "time"
     #: Digits after the point; None: three significant digits.
     decimals: int | None = None
     #: Whether its name comes from each experiment's records: the `score`, or what throughput `counts`.
-    named_by: Literal["score", "counts"] | None = None
+    name_source: Literal["score", "counts"] | None = None
     #: The factor from the column's values to the shown ones; None: from the units.
-    own_scale: float | None = None
+    shown_factor_override: float | None = None
 
     @property
     def unit(self) -> str:
@@ -73,8 +73,8 @@ class Measure:
     @property
     def scale(self) -> float:
         """The factor from the column's values to the shown ones; a ratio has none."""
-        if self.own_scale is not None:
-            return self.own_scale
+        if self.shown_factor_override is not None:
+            return self.shown_factor_override
         unit = BY_NAME[self.column].unit
         return 1.0 if self.baseline or self.unit == unit else FACTORS[unit, self.unit]
 
@@ -90,18 +90,18 @@ class Measure:
 
     def named(self, score: Score) -> Measure:
         """Return the measure as shown in an experiment with this score."""
-        if self.named_by == "score":
+        if self.name_source == "score":
             return replace(
                 self,
                 title=self.title.replace("score", score.name),
                 shown_unit=score.shown_unit,
                 better=score.better,
                 decimals=score.decimals,
-                own_scale=score.factor,
+                shown_factor_override=score.factor,
             )
-        if self.named_by == "counts":
+        if self.name_source == "counts":
             unit = f"{score.counts}/s"
-            return replace(self, shown_unit=unit, own_scale=score.counts_per_sample)
+            return replace(self, shown_unit=unit, shown_factor_override=score.counts_per_sample)
         return self
 
     def with_unit_for(self, rows: pd.DataFrame) -> Measure:
@@ -109,12 +109,12 @@ class Measure:
 
         All measures of memory follow the peak, so that they share a unit.
         """
-        column = "peak_memory_bytes" if self.concerns == "memory" else self.column
+        column = "peak_memory_bytes" if self.audit_kind == "memory" else self.column
         return (
-            self.in_unit("GiB") if self.unit == "MiB" and rows[column].max() >= GIB_FROM else self
+            self.with_unit("GiB") if self.unit == "MiB" and rows[column].max() >= GIB_FROM else self
         )
 
-    def in_unit(self, unit: str) -> Measure:
+    def with_unit(self, unit: str) -> Measure:
         """Return the measure in another unit of its column."""
         return self if unit == self.unit else replace(self, shown_unit=unit, decimals=None)
 
@@ -130,10 +130,10 @@ MEASURES: dict[str, Measure] = {
     m.name: m
     for m in (
         Measure("training_time", "Training time", "train_time_s"),
-        Measure("throughput", "Training throughput", _THROUGHPUT, better="higher", named_by="counts"),
+        Measure("throughput", "Training throughput", _THROUGHPUT, better="higher", name_source="counts"),
         Measure("throughput_per_worker", "Training throughput per worker", _THROUGHPUT, better="higher",
-            own_definition="Training throughput divided by the number of workers.", named_by="counts",
-            per_worker=True),
+            own_definition="Training throughput divided by the number of workers.", name_source="counts",
+            is_per_worker=True),
         Measure("achieved", "Achieved arithmetic rate", "achieved_flops_per_s", "GFLOP/s", better="higher"),
         Measure("mfu", "Model FLOPs utilisation (MFU)", "mfu", "%", better="higher"),
         Measure("speedup", "Speedup over one worker", _THROUGHPUT,
@@ -141,35 +141,35 @@ MEASURES: dict[str, Measure] = {
             baseline="self", decimals=2),
         Measure("efficiency", "Scaling efficiency", _THROUGHPUT,
             own_definition="Speedup over the same strategy with one worker, divided by the number of "
-            "workers.", better="higher", baseline="self", per_worker=True, decimals=2),
+            "workers.", better="higher", baseline="self", is_per_worker=True, decimals=2),
         Measure("speedup_vs_single", "Speedup over single", _THROUGHPUT,
             own_definition="Speedup over strategy single, a plain training loop in one process without "
             f"distribution. {_SPEEDUP}", better="higher", baseline="single", decimals=2),
         Measure("efficiency_vs_single", "Efficiency against single", _THROUGHPUT,
             own_definition="Speedup over strategy single, divided by the number of workers.",
-            better="higher", baseline="single", per_worker=True, decimals=2),
+            better="higher", baseline="single", is_per_worker=True, decimals=2),
         Measure("time_vs_ddp", "Training time against ddp", "train_time_s",
             own_definition="Training time divided by that of ddp on the same number of workers.",
             baseline="ddp", decimals=2),
         Measure("time_vs_sync", "Training time against ps-sync", "train_time_s",
             own_definition="Training time divided by that of ps-sync on the same number of workers.",
             baseline="ps-sync", decimals=2),
-        Measure("memory", "Peak memory per worker", "peak_memory_bytes", "MiB", concerns="memory",
+        Measure("memory", "Peak memory per worker", "peak_memory_bytes", "MiB", audit_kind="memory",
             decimals=0),
-        Measure("model_states", "Model states per worker", "model_states_bytes", "MiB", concerns="memory"),
+        Measure("model_states", "Model states per worker", "model_states_bytes", "MiB", audit_kind="memory"),
         Measure("memory_reduction", "Memory reduction against ddp", "peak_memory_bytes",
             own_definition="Peak memory per worker of ddp divided by the strategy's, on the same number of "
             "workers. Sharding reduces model states, by the number of workers at most, but not "
             "activations. CPU peaks exclude weights and momentum.", better="higher", baseline="ddp",
-            inverted=True, concerns="memory", decimals=2),
+            is_inverted=True, audit_kind="memory", decimals=2),
         Measure("sent_per_step", "Sent by a worker in a step", "sent_bytes_per_step", "MiB"),
         Measure("bandwidth", "Implied bandwidth of a worker", "implied_bytes_per_s", "GB/s", better=None),
         Measure("energy", "Energy of the GPUs per sample", "joules_per_sample"),
         Measure("time_to_target", "Training time to the target score", "time_to_target_s"),
         Measure("time_to_result", "Time to the result, queue included", "time_to_result_s"),
         Measure("score", "Test score after the last epoch", "score_final", better="higher",
-            concerns="score", named_by="score"),
-        Measure("perplexity", "Perplexity per token", "perplexity", concerns="score"),
+            audit_kind="score", name_source="score"),
+        Measure("perplexity", "Perplexity per token", "perplexity", audit_kind="score"),
         Measure("utilisation", "Utilisation while training", "utilisation_pct", better="higher",
             decimals=1),
     )
@@ -177,7 +177,7 @@ MEASURES: dict[str, Measure] = {
 # fmt: on
 
 
-def measures_of(rows: pd.DataFrame) -> dict[str, Measure]:
+def list_measures(rows: pd.DataFrame) -> dict[str, Measure]:
     """Return the measures by name, with the names of one experiment's records (rows of cells.csv)."""
     score = score_of(rows)
     return {name: m.named(score).with_unit_for(rows) for name, m in MEASURES.items()}
@@ -185,7 +185,9 @@ def measures_of(rows: pd.DataFrame) -> dict[str, Measure]:
 
 def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
     """Return the measures by name, for each experiment with its names."""
-    return {str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)}
+    return {
+        str(name): list_measures(rows) for name, rows in cells.groupby("experiment", sort=False)
+    }
 
 
 def format_number(value: float, decimals: int | None) -> str:
@@ -204,7 +206,7 @@ def marked(text: str, flags: str) -> str:
     return f"{text} {DOUBT}" if flags else text
 
 
-def status_label(status: str, time_limit_s: float | None, reason: str | None = None) -> str:
+def format_status(status: str, time_limit_s: float | None, reason: str | None = None) -> str:
     """Return the text in place of a number, for a cell that is not `ok`.
 
     Args:

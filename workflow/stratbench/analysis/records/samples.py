@@ -31,7 +31,7 @@ WORKING_PCT = 50.0
 
 
 @dataclass(frozen=True)
-class Values:
+class ColumnSummary:
     """The values of a column over some samples."""
 
     count: int
@@ -39,7 +39,7 @@ class Values:
     most: float
 
     @classmethod
-    def of(cls, given: Iterable[float | None]) -> Values | None:
+    def of(cls, given: Iterable[float | None]) -> ColumnSummary | None:
         """None without values; those that are None are left out."""
         values = [value for value in given if value is not None]
         if not values:
@@ -65,8 +65,8 @@ class Series:
     first_s: float
     last_s: float
     #: By column, over all samples, and over those in training.
-    overall: dict[str, Values]
-    training: dict[str, Values]
+    overall: dict[str, ColumnSummary]
+    training: dict[str, ColumnSummary]
     #: The first and the last sample, and the first one's phase: empty before the cell's first.
     first: dict[str, float]
     last: dict[str, float]
@@ -74,7 +74,7 @@ class Series:
     #: The number of samples in which heat or power brakes slowed a GPU.
     slowed: int
     #: Over samples of training with a working GPU: clocks, and the fraction at the power limit.
-    working_clock: Values | None
+    working_clock: ColumnSummary | None
     capped_share: float
 
     @classmethod
@@ -91,24 +91,27 @@ class Series:
             count=len(samples),
             first_s=samples[0].t_s,
             last_s=samples[-1].t_s,
-            overall=_by_column(index_of, samples),
-            training=_by_column(index_of, trained),
-            first=_values_of(index_of, samples[0]),
-            last=_values_of(index_of, samples[-1]),
+            overall=summarize_by_column(index_of, samples),
+            training=summarize_by_column(index_of, trained),
+            first=select_known_values(index_of, samples[0]),
+            last=select_known_values(index_of, samples[-1]),
             first_phase=samples[0].phase,
             slowed=sum(any(name in sample.reasons for name in SLOWED) for sample in samples),
-            working_clock=Values.of(clocks),
+            working_clock=ColumnSummary.of(clocks),
             capped_share=sum(CAPPED in sample.reasons for sample in working) / max(1, len(working)),
         )
 
 
-def _values_of(index_of: dict[str, int], sample: Sample) -> dict[str, float]:
+def select_known_values(index_of: dict[str, int], sample: Sample) -> dict[str, float]:
     return {name: v for name, i in index_of.items() if (v := sample.values[i]) is not None}
 
 
-def _by_column(index_of: dict[str, int], samples: Sequence[Sample]) -> dict[str, Values]:
+def summarize_by_column(
+    index_of: dict[str, int], samples: Sequence[Sample]
+) -> dict[str, ColumnSummary]:
     by_column = {
-        name: Values.of([sample.values[i] for sample in samples]) for name, i in index_of.items()
+        name: ColumnSummary.of([sample.values[i] for sample in samples])
+        for name, i in index_of.items()
     }
     return {name: values for name, values in by_column.items() if values is not None}
 
@@ -133,12 +136,12 @@ def read_timeline(path: Path) -> Timeline | None:
         if not path.is_file():
             return None
         with open(path, newline="", encoding="utf-8") as f:
-            return timeline_of(f)
+            return parse_timeline(f)
     except (OSError, ValueError, csv.Error):
         return None
 
 
-def timeline_of(lines: Iterable[str]) -> Timeline | None:
+def parse_timeline(lines: Iterable[str]) -> Timeline | None:
     """Return the timeline in the lines of a CSV file.
 
     Return None if it lacks columns. ValueError on no number.
@@ -157,12 +160,12 @@ def timeline_of(lines: Iterable[str]) -> Timeline | None:
         if kind not in wanted:
             continue
         t_s, phase, reasons = (row[at] for at in moment)
-        values = [_number(row[at]) for at in wanted[kind]]
+        values = [parse_finite(row[at]) for at in wanted[kind]]
         samples_of[node, kind, name].append(Sample(float(t_s), phase, reasons, values))
     return Timeline({key: Series.of(key[1], samples) for key, samples in samples_of.items()})
 
 
-def _number(text: str) -> float | None:
+def parse_finite(text: str) -> float | None:
     """Return a finite number, or None for an empty field. ValueError for anything else."""
     if not text:
         return None

@@ -15,7 +15,7 @@ from stratbench.analysis.figures.marks import (
     css_variables,
     mark_of,
     marks_by_strategy,
-    outline,
+    svg_outline_path,
 )
 
 #: The scale of alternatives: its width in pixels, the positions of 1 × and of the maximum ratio.
@@ -33,22 +33,22 @@ DOTS = {"high": 3, "medium": 2, "low": 1, "none": 0}
 
 
 @dataclass(frozen=True)
-class DrawnAnswer:
+class DrawnMark:
     """A mark on the scale: its path, its line's and inside's CSS colour, and its name."""
 
     path: str
     colour: str
-    inside: str
+    fill_colour: str
     title: str
     width: float
 
 
-def at(ratio: float) -> float:
+def compute_scale_x(ratio: float) -> float:
     """Return the position of a ratio on the logarithmic scale, in pixels."""
     return ONE + (END - ONE) * math.log(ratio) / math.log(FARTHEST)
 
 
-def drawn(mark: Mark, x: float, y: float, radius: float, title: str, full: bool) -> DrawnAnswer:
+def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: bool) -> DrawnMark:
     """Return a strategy's mark around (x, y).
 
     Args:
@@ -63,17 +63,21 @@ def drawn(mark: Mark, x: float, y: float, radius: float, title: str, full: bool)
     colour = f"var(--{mark.variable}{quiet})"
     half = f"url(#half-{mark.variable}{quiet})"
     inside = {"full": colour, "open": "var(--paper)", "half": half}[mark.fill]
-    return DrawnAnswer(
-        outline(mark.shape, x, y, radius), colour, inside, title, 2.2 if radius > 5 else 1.5
+    return DrawnMark(
+        svg_outline_path(mark.shape, x, y, radius),
+        colour,
+        inside,
+        title,
+        2.2 if radius > 5 else 1.5,
     )
 
 
-def icon(mark: Mark) -> DrawnAnswer:
+def build_icon(mark: Mark) -> DrawnMark:
     """Return a strategy's mark in the middle of 18 x 18 pixels."""
-    return drawn(mark, 9, 9, 6, "", full=True)
+    return build_mark(mark, 9, 9, 6, "", full=True)
 
 
-def scale_of(
+def build_scale(
     short: Mapping[str, Any], marks: Mapping[str, Mark], margin: float
 ) -> dict[str, Any] | None:
     """Return the drawing of a choice and its alternatives, or None without any.
@@ -92,64 +96,71 @@ def scale_of(
     inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
     beyond = len(others) - len(inside)
     inside = inside if nearest in inside else [nearest, *inside]  # it is at the end of the scale
-    taken: list[tuple[float, int]] = [(at(1.0), 0), (at(1.0) + CHOICE, 0)]
+    taken: list[tuple[float, int]] = [(compute_scale_x(1.0), 0), (compute_scale_x(1.0) + CHOICE, 0)]
     shown, lines = [], []
     for other in inside:
-        x, first = at(min(max(other["ratio"], 1 / 1.15), FARTHEST)), other is nearest
+        x, first = compute_scale_x(min(max(other["ratio"], 1 / 1.15), FARTHEST)), other is nearest
         lane = next(
             (n for n in range(len(LANES)) if all(k != n or abs(p - x) >= APART for p, k in taken)),
             0,
         )
         taken.append((x, lane))
         y = MIDDLE + LANES[lane]
-        name = named(other)
+        name = format_ratio(other)
         shown.append(
-            drawn(marks[other["strategy"]], x, y, NEAREST if first else OTHER, name, full=first)
+            build_mark(
+                marks[other["strategy"]], x, y, NEAREST if first else OTHER, name, full=first
+            )
         )
         if other["low"] is not None:
             low, high = (min(max(other[end], 1 / 1.2), FARTHEST * 1.06) for end in ("low", "high"))
             lines.append(
                 {
-                    "from": at(low),
-                    "to": at(high),
+                    "from": compute_scale_x(low),
+                    "to": compute_scale_x(high),
                     "y": y,
                     "colour": shown[-1].colour,
                     "width": 2 if first else 1,
                     "open": other["high"] > FARTHEST * 1.06,
                 }
             )
-    choice = drawn(marks[short["strategy"]], at(1.0), MIDDLE, CHOICE, "", full=True)
-    label = label_of(nearest)
+    choice = build_mark(
+        marks[short["strategy"]], compute_scale_x(1.0), MIDDLE, CHOICE, "", full=True
+    )
+    label = format_label(nearest)
     # In the middle below its mark, as far as it stays on the scale.
     half = min(LETTER * len(label) / 2, WIDTH / 2)
-    x = min(max(at(min(nearest["ratio"], FARTHEST)), half), WIDTH - half)
+    x = min(max(compute_scale_x(min(nearest["ratio"], FARTHEST)), half), WIDTH - half)
     return {
         "marks": [*reversed(shown), choice],
         "lines": lines,
-        "ticks": [at(t) for t in TICKS],
-        "band": {"x": at(1 / (1 + margin)), "width": at(1 + margin) - at(1 / (1 + margin))},
+        "ticks": [compute_scale_x(t) for t in TICKS],
+        "band": {
+            "x": compute_scale_x(1 / (1 + margin)),
+            "width": compute_scale_x(1 + margin) - compute_scale_x(1 / (1 + margin)),
+        },
         "beyond": beyond,
         "label": label,
         "label_x": x,
-        "alt": "; ".join(named(other) for other in others),
+        "alt": "; ".join(format_ratio(other) for other in others),
     }
 
 
-def label_of(other: Mapping[str, Any]) -> str:
+def format_label(other: Mapping[str, Any]) -> str:
     """Return the label of the nearest alternative: `zero1 × 8: 1.09× [1.06–1.12]`."""
     interval = ""
     if other["low"] is not None:
         high = other["high"]
         interval = f" [{other['low']:.2f}–{f'{high:.2f}' if high < 100 else '∞'}]"
-    return f"{named(other)}{interval}"
+    return f"{format_ratio(other)}{interval}"
 
 
-def named(other: Mapping[str, Any]) -> str:
+def format_ratio(other: Mapping[str, Any]) -> str:
     """Return an alternative and its ratio: `zero1 × 8: 1.09×`."""
     return f"{other['strategy']} × {other['gpus']}: {other['ratio']:.2f}×"
 
 
-def answer_rows(
+def iter_answer_rows(
     answers: Sequence[Mapping[str, Any]], bases: Mapping[str, str | None], margin: float
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each answer of answers.json.
@@ -168,44 +179,44 @@ def answer_rows(
         yield {
             **answer,
             "short": short,
-            "icon": icon(marks[name]) if name in marks else None,
-            "scale": scale_of(short, marks, margin),
+            "icon": build_icon(marks[name]) if name in marks else None,
+            "scale": build_scale(short, marks, margin),
             "dots": DOTS[answer["confidence"]],
-            "families": sorted({marks[n].family for n in shown_names(short)}),
+            "families": sorted({marks[n].family for n in list_drawn_strategies(short)}),
         }
 
 
-def shown_names(short: Mapping[str, Any]) -> list[str]:
+def list_drawn_strategies(short: Mapping[str, Any]) -> list[str]:
     """Return the strategies that a row draws."""
     own = [short["strategy"]] if short["strategy"] else []
     return [*own, *(other["strategy"] for other in short["others"])]
 
 
-def ticks() -> list[dict[str, Any]]:
+def list_ticks() -> list[dict[str, Any]]:
     """Return the head of the scale: a position and a text for each tick."""
-    return [{"x": at(t), "text": f"{t:g}×"} for t in TICKS]
+    return [{"x": compute_scale_x(t), "text": f"{t:g}×"} for t in TICKS]
 
 
 def first_screen(bases: Mapping[str, str | None], decided: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a page's first screen: a row per answer, and the marks' styles.
 
-    `bases` as in `answer_rows`; `decided`: the content of answers.json.
+    `bases` as in `iter_answer_rows`; `decided`: the content of answers.json.
     """
-    rows = list(answer_rows(decided["answers"], bases, decided["equivalence_margin"]))
+    rows = list(iter_answer_rows(decided["answers"], bases, decided["equivalence_margin"]))
     shown = {family for row in rows for family in row["families"]}
     of = "Cost" if decided["by_cost"] else "Time"
     return {
         "decided": decided,
         "answers": rows,
         "any_open": any(row["short"]["score_open"] for row in rows),
-        "ticks": ticks(),
+        "ticks": list_ticks(),
         "value_name": "Cost" if decided["by_cost"] else "Training time",
         "others_name": f"{of} of the others, as a multiple",
         "families": [
             {
                 "name": name,
                 "variable": mark_of(name, 0).variable,
-                "path": outline(hue.shape, 7, 7, 4.5),
+                "path": svg_outline_path(hue.shape, 7, 7, 4.5),
                 "shown": name in shown,
             }
             for name, hue in FAMILIES.items()

@@ -13,7 +13,7 @@ from stratbench.cell.files import read_rows
 from stratbench.cell.text.words import counted
 
 
-def answer_lines(folder: Path) -> Iterator[str]:
+def iter_answer_lines(folder: Path) -> Iterator[str]:
     """Yield the lines, from the files of a study in `folder`.
 
     Reads answers.json, cells.csv and audit.csv, if there is one, without pandas, which is slow to import.

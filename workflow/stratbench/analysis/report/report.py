@@ -16,19 +16,23 @@ import pandas as pd
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import bases_by_strategy
-from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, measures_of
+from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, list_measures
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, list_readings
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.report.answer_rows import first_screen
-from stratbench.analysis.report.sections import machine_lines, server_lines, strategy_lines
-from stratbench.analysis.report.shown import shown_figures
+from stratbench.analysis.report.sections import (
+    iter_strategy_rows,
+    list_machine_rows,
+    list_server_rows,
+)
+from stratbench.analysis.report.shown import iter_shown_figures
 from stratbench.analysis.tables.summary import read_summary
 from stratbench.analysis.tables.tables import (
-    doubt_note,
+    build_wide_rows,
+    describe_brackets,
+    describe_marks,
+    group_rules_by_severity,
     has_table,
-    rules_by_severity,
-    spread_note,
-    wide_rows,
     workers_are,
 )
 from stratbench.cell.files import write_atomic
@@ -63,7 +67,7 @@ def distinct_values(rows: pd.DataFrame, column: str) -> str:
     return ", ".join(texts) or "not recorded"
 
 
-def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
+def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
     """Return a row for each experiment: its matrix, its settings and its machine."""
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
@@ -71,12 +75,12 @@ def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
         values = {words: distinct_values(rows, column) for words, column in RUNS.items()}
         values["workers"] += f" {plural(noun)}"
         values["repeats"] = str(rows["repeat"].nunique())
-        values["epochs or steps"] = length_of_training(rows)
+        values["epochs or steps"] = format_training_length(rows)
         lines.append({"experiment": str(experiment)} | values)
     return lines
 
 
-def length_of_training(rows: pd.DataFrame) -> str:
+def format_training_length(rows: pd.DataFrame) -> str:
     """Return the number of epochs as text, or of steps without evaluation."""
     if rows["steps"].notna().any():
         return f"{distinct_values(rows, 'steps')} steps, no score"
@@ -125,7 +129,7 @@ def list_notices(
     return notices
 
 
-def measured_on(cells: pd.DataFrame) -> str:
+def describe_devices(cells: pd.DataFrame) -> str:
     """Return a line on the devices of the cells, and how many finished."""
     known = cells.dropna(subset=["device_kind"])
     kinds = set(known["device_kind"])
@@ -151,11 +155,11 @@ def measured_on(cells: pd.DataFrame) -> str:
     return text + finished
 
 
-def matrix_line(rows: pd.DataFrame) -> str:
+def describe_matrix(rows: pd.DataFrame) -> str:
     """Return a line on an experiment: `6 epochs, global batch 128 · 10 strategies …`."""
     noun = plural(worker_noun(rows["device_kind"]))
     steps = rows["steps"].notna().any()
-    length = length_of_training(rows) if steps else f"{distinct_values(rows, 'epochs')} epochs"
+    length = format_training_length(rows) if steps else f"{distinct_values(rows, 'epochs')} epochs"
     batch = distinct_values(rows, "global_batch")
     return " · ".join(
         [
@@ -166,7 +170,7 @@ def matrix_line(rows: pd.DataFrame) -> str:
     )
 
 
-def note_on_experiment(rows: pd.DataFrame) -> str:
+def describe_experiment(rows: pd.DataFrame) -> str:
     """Return a note for all figures and tables of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
     note = f" Workers were slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
@@ -175,7 +179,7 @@ def note_on_experiment(rows: pd.DataFrame) -> str:
     return workers_are(rows) + note
 
 
-def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
+def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
     """Return the best of summary rows, or None for a tie.
 
     It is a tie if the best is less than `margin` ahead, or if spreads overlap. None, too, if some of its
@@ -196,12 +200,12 @@ def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
             return True
         return bool(row["low"] <= best["high"] and best["low"] <= row["high"])  # False without any
 
-    unusable = "unusable" in rules_by_severity([best["flags"]])
+    unusable = "unusable" in group_rules_by_severity([best["flags"]])
     partial = best["ok"] < best["cells"]
     return None if unusable or partial or any(map(ties, others)) else best
 
 
-def table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
+def build_table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
     """Return the values of a table's cell.
 
     `row`: its summary row, None where the study has no such cell.
@@ -215,7 +219,7 @@ def table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
     return {"text": text, "rest": rest, "sort": sort, "kind": kind, "flags": row["flags"]}
 
 
-def table_values(
+def build_table_values(
     rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, margin: float
 ) -> dict[str, Any]:
     """Return the values of a table: texts split into number and rest, with the clear best marked.
@@ -226,9 +230,9 @@ def table_values(
         measure: The metric.
         margin: Fraction within which values are equal.
     """
-    counts, lines = wide_rows(rows, summary, measure)
+    counts, lines = build_wide_rows(rows, summary, measure)
     best = {
-        (model, count): clear_best(
+        (model, count): find_clear_best(
             [
                 by_count[count]
                 for other, _, by_count in lines
@@ -244,7 +248,7 @@ def table_values(
         {
             "model": model,
             "strategy": strategy,
-            "cells": [table_cell(by_count.get(n), best[model, n]) for n in counts],
+            "cells": [build_table_cell(by_count.get(n), best[model, n]) for n in counts],
         }
         for model, strategy, by_count in lines
     ]
@@ -252,13 +256,15 @@ def table_values(
     return {
         "id": measure.name,
         "title": measure.heading,
-        "caption": spread_note(rows, measure) + doubt_note(lines),
+        "caption": describe_brackets(rows, measure) + describe_marks(lines),
         "columns": [counted(n, noun) for n in counts],
         "body": body,
     }
 
 
-def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator[dict[str, Any]]:
+def iter_cell_lines(
+    cells: pd.DataFrame, study_dir: Path, page_dir: Path
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of all cells, with links to their records and logs, relative to the page.
 
     Args:
@@ -290,14 +296,14 @@ def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator
         }
 
 
-def experiment_sections(
+def iter_experiment_sections(
     inputs: ReportInput,
 ) -> Iterator[dict]:
     """Yield the section of each experiment: its models with results and figures, and tables."""
     cells, decided, folder = inputs.cells, inputs.decided, inputs.folder
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
-    figures = list(shown_figures(folder / "plots"))
+    figures = list(iter_shown_figures(folder / "plots"))
     headings = {
         (a["experiment"], a["model"]): a["headline"].rstrip(".") for a in decided["answers"]
     }
@@ -315,18 +321,18 @@ def experiment_sections(
         yield {
             "name": str(name),
             "dataset": distinct_values(rows, "dataset"),
-            "matrix": matrix_line(rows),
-            "about": note_on_experiment(rows),
+            "matrix": describe_matrix(rows),
+            "about": describe_experiment(rows),
             "models": models,
             "tables": [
-                table_values(rows, summary, measure, margin)
-                for measure in measures_of(rows).values()
+                build_table_values(rows, summary, measure, margin)
+                for measure in list_measures(rows).values()
                 if has_table(rows, summary, measure)
             ],
         }
 
 
-def page_values(
+def build_page_values(
     inputs: ReportInput, notices: Sequence[str], sections: Iterable[Section]
 ) -> dict[str, Any]:
     """Return all values that the template prints.
@@ -341,23 +347,23 @@ def page_values(
     return {
         "study": str(cells["study"].iloc[0]),
         "notices": notices,
-        "measured": measured_on(cells),
+        "measured": describe_devices(cells),
         **first_screen(bases_by_strategy(cells), decided),
-        "strategies": list(strategy_lines(cells)),
-        "experiments": list(experiment_sections(inputs)),
-        "servers": server_lines(cells),
+        "strategies": list(iter_strategy_rows(cells)),
+        "experiments": list(iter_experiment_sections(inputs)),
+        "servers": list_server_rows(cells),
         "sections": list(sections),
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),
-        "runs": runs_by_experiment(cells),
-        "machines": machine_lines(cells),
-        "cells": list(cell_lines(cells, inputs.study_dir, folder)),
+        "runs": list_runs_by_experiment(cells),
+        "machines": list_machine_rows(cells),
+        "cells": list(iter_cell_lines(cells, inputs.study_dir, folder)),
         "measures": list(MEASURES.values()),
         "columns": CELL_COLUMNS,
     }
 
 
-def render(values: dict[str, Any]) -> str:
+def render_report(values: dict[str, Any]) -> str:
     """Return the page as HTML."""
     return pages.render("report.html.j2", TEMPLATES, values=values)
 
@@ -396,10 +402,10 @@ def write_pages(
     """
     notices = list_notices(inputs.cells, inputs.findings.to_dict("records"), readings, partial)
     sections = (s for r in readings if r.sections is not None for s in r.sections(inputs))
-    values = page_values(inputs, notices, sections) | {"description": description}
+    values = build_page_values(inputs, notices, sections) | {"description": description}
     values["pages"] = [(r.page_name, r.page_link) for r in readings if r.page is not None]
     report = inputs.folder / "report.html"
-    write_atomic(report, render(values))
+    write_atomic(report, render_report(values))
     yield report
     above = [f"Measured on {values['measured']}", *notices]
     for reading in readings:

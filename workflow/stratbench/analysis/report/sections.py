@@ -13,7 +13,7 @@ from stratbench.cell.text.words import MIB
 from stratbench.strategies import REGISTRY, strategy_class
 
 
-def strategy_lines(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
+def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
     """Yield name, summary and rule of each strategy in the study.
 
     A variant has those of its strategy.
@@ -30,7 +30,7 @@ def strategy_lines(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
         yield {"name": name, "summary": kind + known.summary, "rule": known.rule}
 
 
-def machine_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
+def list_machine_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """Return a row per combination of machine and versions, the most frequent first."""
     columns = {
         "host": "host",
@@ -50,7 +50,7 @@ def machine_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: -line["cells"])
 
 
-def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
+def list_server_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """Return a row per strategy, model and worker count with parameter servers (sum of repeats)."""
     known = cells[cells["staleness"].notna()]
     lines = []
@@ -68,17 +68,17 @@ def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
         lines.append(
             dict(zip(keys, key, strict=True))
             | {
-                "updates": whole_number(rows["updates_applied"].median()),
+                "updates": format_integer(rows["updates_applied"].median()),
                 "mean": f"{weighted / pushes:.2f}" if pushes else "",
                 "most": max(len(c) for c in counts) - 1,
                 "waiting": "" if pd.isna(wait) else f"{wait:.1%}",
-                "rate": whole_number(bytes_per_s / MIB),
+                "rate": format_integer(bytes_per_s / MIB),
                 "lost": f"{rows['server_lost'].sum():.0f}",
             }
         )
     return lines
 
 
-def whole_number(value: float) -> str:
+def format_integer(value: float) -> str:
     """Return an integer as text, empty if there is none."""
     return "" if pd.isna(value) else f"{value:.0f}"

@@ -16,7 +16,7 @@ def data_uri(svg: bytes) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
-def shown_figures(folder: Path) -> Iterator[dict[str, Any]]:
+def iter_shown_figures(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the figures of `figures.plots` in a folder, in their order, each with its `uri`."""
     index = folder / INDEX
     if not index.exists():

@@ -13,18 +13,18 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.records.columns import Row, read_table
-from stratbench.analysis.records.groups import GROUP, Group, Repeats, findings_by_group
+from stratbench.analysis.records.groups import GROUP, Group, Repeats, iter_findings_by_group
 from stratbench.analysis.records.measures import (
     ALONE,
     Measure,
     format_number,
+    format_status,
     measures_by_experiment,
-    status_label,
 )
 from stratbench.statistics.intervals import (
     IntervalEstimate,
+    compute_median_and_spread,
     mean_ratio,
-    median_and_spread,
     paired_ratios,
 )
 
@@ -40,7 +40,7 @@ def describe_outcome(frame: pd.DataFrame) -> str:
     Empty if all are `ok`.
     """
     labels = (
-        status_label(status, limit if limit == limit else None, reason)
+        format_status(status, limit if limit == limit else None, reason)
         for status, limit, reason in zip(
             frame["status"], frame["time_limit_s"], frame["reason"], strict=True
         )
@@ -56,7 +56,7 @@ def outcome_kinds(outcome_text: str) -> str:
     return ", ".join(dict.fromkeys(kinds))
 
 
-def absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
+def build_absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     """Return the median of a metric and the ends of its spread, or a reason as `text`.
 
     Args:
@@ -66,14 +66,17 @@ def absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     """
     values = list(groups.values(group, measure.column).values())
     if not values:
-        return {"text": why_none(groups, group) or f"n/a ({why_unknown(groups, group, measure)})"}
-    scale = measure.scale / (group.gpus if measure.per_worker else 1)
-    median, low, high, spread = median_and_spread([value * scale for value in values])
-    row = {"value": median} | lacking(groups, group, measure, len(values))
+        return {
+            "text": describe_outcomes_without_value(groups, group)
+            or f"n/a ({describe_unknown(groups, group, measure)})"
+        }
+    scale = measure.scale / (group.gpus if measure.is_per_worker else 1)
+    median, low, high, spread = compute_median_and_spread([value * scale for value in values])
+    row = {"value": median} | count_missing_repeats(groups, group, measure, len(values))
     return row | ({"low": low, "high": high, "spread": spread} if len(values) > 1 else {})
 
 
-def why_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
+def describe_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
     """Return why cells that ended well may have no value of a metric.
 
     Args:
@@ -85,12 +88,14 @@ def why_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
     if measure.name == "time_to_target" and rows["target_score"].notna().any():
         return "target not reached"
     steps = rows["steps"].dropna()
-    if measure.concerns == "score" and len(steps):
+    if measure.audit_kind == "score" and len(steps):
         return f"not evaluated: {steps.iloc[0]:.0f} steps"
     return "not recorded"
 
 
-def lacking(groups: Repeats, group: Group, measure: Measure, known: int, reason: str = "") -> Row:
+def count_missing_repeats(
+    groups: Repeats, group: Group, measure: Measure, known: int, reason: str = ""
+) -> Row:
     """Return the number of repeats behind a value, and the outcomes of the others.
 
     Args:
@@ -103,7 +108,7 @@ def lacking(groups: Repeats, group: Group, measure: Measure, known: int, reason:
     ok = len(groups.ok[group])
     if known == ok:
         return {}
-    reason = reason or why_unknown(groups, group, measure)
+    reason = reason or describe_unknown(groups, group, measure)
     others = [
         describe_outcome(groups.all[group]),
         f"{ok - known} × {reason}" if ok - known > 1 else reason,
@@ -111,12 +116,12 @@ def lacking(groups: Repeats, group: Group, measure: Measure, known: int, reason:
     return {"ok": known, "outcome": ", ".join(filter(None, others))}
 
 
-def why_none(groups: Repeats, group: Group) -> str:
+def describe_outcomes_without_value(groups: Repeats, group: Group) -> str:
     """Return the outcomes of a group without a value; empty if its cells ended well."""
     return outcome_kinds(describe_outcome(groups.all[group]))
 
 
-def baseline_of(groups: Repeats, group: Group, measure: Measure) -> Group | str:
+def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | str:
     """Return the baseline group of a ratio, or a text on why there is none.
 
     Args:
@@ -133,11 +138,13 @@ def baseline_of(groups: Repeats, group: Group, measure: Measure) -> Group | str:
     if baseline not in groups.all:
         return f"n/a (no {where})"
     if not groups.values(baseline, measure.column):
-        return f"n/a ({where}: {why_none(groups, baseline) or 'not recorded'})"
+        return (
+            f"n/a ({where}: {describe_outcomes_without_value(groups, baseline) or 'not recorded'})"
+        )
     return baseline
 
 
-def ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
+def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     """Return a ratio to the baseline, as the `pair` of values behind it, or a reason as `text`.
 
     Args:
@@ -146,18 +153,18 @@ def ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
         measure: The metric.
     """
     if not groups.values(group, measure.column):
-        return {"text": why_none(groups, group) or "n/a (not recorded)"}
-    baseline = baseline_of(groups, group, measure)
+        return {"text": describe_outcomes_without_value(groups, group) or "n/a (not recorded)"}
+    baseline = find_baseline(groups, group, measure)
     if isinstance(baseline, str):
         return {"text": baseline}
     pair = groups.common((group, baseline), measure.column)
     if not pair.size:
         return {"text": "n/a (no repeat in common with the baseline)"}
-    if measure.per_worker:
+    if measure.is_per_worker:
         pair[0] /= group.gpus
-    if measure.inverted:
+    if measure.is_inverted:
         pair = pair[::-1]
-    paired = lacking(groups, group, measure, pair.shape[1], "without a baseline")
+    paired = count_missing_repeats(groups, group, measure, pair.shape[1], "without a baseline")
     if baseline == group:  # certain, so without an interval
         return {"value": mean_ratio(*pair)} | paired
     return {"pair": pair, "served": groups.are_served((group, baseline))} | paired
@@ -181,7 +188,7 @@ def fill_ratios(rows: list[Row]) -> None:
                 row |= {"low": ratio.low, "high": ratio.high, "spread": "interval"}
 
 
-def cell_text(row: Row, measure: Measure) -> str:
+def format_cell(row: Row, measure: Measure) -> str:
     """Return the text of a table's cell: value, spread, and outcomes that are not `ok`."""
     if "text" in row:
         return row["text"]
@@ -198,7 +205,7 @@ def doubts_by_group(
     """Return audit rules on a group's values: (what, *group) to severities by rule."""
     doubts: defaultdict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     shown = [finding for finding in findings if finding["severity"] != "note"]
-    for key, on_group in findings_by_group(shown, groups):
+    for key, on_group in iter_findings_by_group(shown, groups):
         for finding in on_group:
             affects = finding["affects"]
             for what in ("time", "memory", "score") if affects == "all" else (affects,):
@@ -221,15 +228,15 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
             "outcome": describe_outcome(repeats),
         }
         for measure in measures[group.experiment].values():
-            row_of = ratio_row if measure.baseline else absolute_row
+            row_of = build_ratio_row if measure.baseline else build_absolute_row
             made = row_of(groups, group, measure)
             rows.append(common | {"measure": measure.name, "unit": measure.unit} | made)
     fill_ratios(rows)
     doubts = doubts_by_group([] if findings is None else findings.to_dict("records"), groups.all)
     for row in rows:
         measure = measures[row["experiment"]][row["measure"]]
-        row["text"] = cell_text(row, measure)
-        flagged = doubts.get((measure.concerns, *(row[name] for name in GROUP)), {})
+        row["text"] = format_cell(row, measure)
+        flagged = doubts.get((measure.audit_kind, *(row[name] for name in GROUP)), {})
         flags = [f"{severity}: {rule}" for rule, severity in flagged.items()]
         # A cell without the value needs no mark.
         row["flags"] = "" if row["text"].startswith("n/a") else "; ".join(flags)

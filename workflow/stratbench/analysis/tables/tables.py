@@ -16,7 +16,7 @@ import pandas as pd
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import SEVERITIES, read_audit
 from stratbench.analysis.records.groups import GROUP, Group
-from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, marked, measures_of
+from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, list_measures, marked
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.files import write_atomic
@@ -74,7 +74,7 @@ def workers_are(cells: pd.DataFrame) -> str:
     return mixed + sentence if mixed else sentence[0].upper() + sentence[1:]
 
 
-def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
+def describe_brackets(cells: pd.DataFrame, measure: Measure) -> str:
     """Return a sentence on the meaning of the brackets, or on why there are none."""
     max_repeats = cells.groupby(["strategy", "model", "gpus"]).size().max()
     if max_repeats < 2:
@@ -90,7 +90,7 @@ def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
     )
 
 
-def table_heading(cells: pd.DataFrame, measure: Measure) -> str:
+def format_table_heading(cells: pd.DataFrame, measure: Measure) -> str:
     """Return the measure, the experiment and the data set, as a heading."""
     first = cells.iloc[0]
     return f"{measure.heading}, experiment {first['experiment']} on {first['dataset']}."
@@ -104,13 +104,18 @@ def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str
         measure: The metric.
         workers: Sentence on workers.
     """
-    parts = (measure.definition, spread_note(cells, measure), least_note(cells, measure), workers)
+    parts = (
+        measure.definition,
+        describe_brackets(cells, measure),
+        describe_lowest_score(cells, measure),
+        workers,
+    )
     return " ".join(part for part in parts if part)
 
 
-def least_note(cells: pd.DataFrame, measure: Measure) -> str:
+def describe_lowest_score(cells: pd.DataFrame, measure: Measure) -> str:
     """Return a sentence on the least possible score, if it is known; else empty."""
-    if measure.named_by != "score":
+    if measure.name_source != "score":
         return ""
     score = score_of(cells)
     if score.least_possible is None:
@@ -120,7 +125,7 @@ def least_note(cells: pd.DataFrame, measure: Measure) -> str:
     )
 
 
-def wide_rows(
+def build_wide_rows(
     cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
 ) -> tuple[list[int], list[tuple[str, str, dict[int, dict[str, Any]]]]]:
     """Return one experiment's worker counts, and (model, strategy, summary row by count).
@@ -147,16 +152,16 @@ def lines_by_model(entries: Iterable[tuple[Group, Any]]) -> list[tuple[str, str,
     return [(model, *line) for model, lines in by_model.items() for line in lines.items()]
 
 
-def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
+def describe_marks(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
     """Return a sentence on the meaning of a table's marks, with the rules, empty without marks."""
-    by_severity = rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
+    by_severity = group_rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
     text = " or ".join(
         f"{severity} ({', '.join(rules)})" for severity, rules in by_severity.items()
     )
     return f" {DOUBT}: the audit reports {text}." if by_severity else ""
 
 
-def rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
+def group_rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
     """Return the rules in the flags of summary rows by severity, the worst first."""
     named = dict.fromkeys(rule for flag in flags if flag for rule in flag.split("; "))
     by_severity: dict[str, list[str]] = {}
@@ -166,7 +171,7 @@ def rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
     return {name: by_severity[name] for name in SEVERITIES if name in by_severity}
 
 
-def wide_table(
+def build_wide_table(
     cells: pd.DataFrame,
     counts: Sequence[int],
     lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]],
@@ -175,8 +180,8 @@ def wide_table(
 
     Args:
         cells: Rows of cells.csv.
-        counts: From `wide_rows`.
-        lines: From `wide_rows`.
+        counts: From `build_wide_rows`.
+        lines: From `build_wide_rows`.
     """
     texts = (
         (model, strategy, {n: marked(row["text"], row["flags"]) for n, row in by_count.items()})
@@ -211,7 +216,7 @@ def markdown(table: pd.DataFrame, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def latex_escaped(text: str) -> str:
+def escape_latex(text: str) -> str:
     """`text` escaped for LaTeX."""
     return "".join(_LATEX.get(character, character) for character in text)
 
@@ -219,12 +224,12 @@ def latex_escaped(text: str) -> str:
 def latex(table: pd.DataFrame, title: str) -> str:
     """Return the table as a LaTeX float (needs booktabs)."""
     columns = "ll" + "r" * (len(table.columns) - 2)
-    lines = [r"\begin{table}", r"\centering", rf"\caption{{{latex_escaped(title)}}}"]
+    lines = [r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(title)}}}"]
     lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
-    lines.append(" & ".join(latex_escaped(name) for name in table.columns) + r" \\")
+    lines.append(" & ".join(escape_latex(name) for name in table.columns) + r" \\")
     lines.append(r"\midrule")
     for row in table.itertuples(index=False):
-        lines.append(" & ".join(latex_escaped(str(cell)) for cell in row) + r" \\")
+        lines.append(" & ".join(escape_latex(str(cell)) for cell in row) + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}"]
     return "\n".join(lines) + "\n"
 
@@ -271,15 +276,17 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
     for experiment, rows in cells.groupby("experiment", sort=False):
         folder = out_dir / str(experiment)
         workers, here = workers_are(rows), summary[summary["experiment"] == experiment]
-        for measure in measures_of(rows).values():
+        for measure in list_measures(rows).values():
             if not has_table(rows, here, measure):
                 for kind in ("csv", "md", "tex"):
                     (folder / f"{measure.name}.{kind}").unlink(missing_ok=True)
                 continue
-            counts, lines = wide_rows(rows, here, measure)
-            table = wide_table(rows, counts, lines)
-            title = f"{table_heading(rows, measure)} {describe_numbers(rows, measure, workers)}"
-            title += doubt_note(lines)
+            counts, lines = build_wide_rows(rows, here, measure)
+            table = build_wide_table(rows, counts, lines)
+            title = (
+                f"{format_table_heading(rows, measure)} {describe_numbers(rows, measure, workers)}"
+            )
+            title += describe_marks(lines)
             write_table(table, title, folder / measure.name)
             written += 1
     return written
