@@ -529,7 +529,7 @@ def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys,
     for networks, cells in ((2, ["Plain", "Unused"]), (0, ["Unused"])):
         checked = check.check_study(config, study)
         told = capsys.readouterr().out
-        assert (f"networks to check: {networks}\n" in told) == (networks > 0)
+        assert (f"models to check: {networks}\n" in told) == (networks > 0)
         assert [n for n in ("Plain", "Unused") if f"  {n} with ddp: " in told] == cells
         assert [cell.model for cell in checked.refused] == ["Unused"]
     assert checked.networks[check.Network.of(checked.subjects[0].request)].parameters == 898

@@ -138,13 +138,16 @@ def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monk
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"gpu": "H1"}, "--gpu = 'H1': is not in the table of GPUs: P40"),
-        ({"gpu": None}, "--gpu: name the GPU, such as 'H100 80GB'; known are P40"),
+        ({"gpu": "H1"}, "--gpu = 'H1': is not in the table of GPUs; choose one of P40"),
+        ({"gpu": None}, "--gpu: is missing; name a GPU, such as 'H100 80GB'. Known GPUs: P40"),
         ({"model": "gpt-compct"}, "--model gpt-compct: is not a model. Did you mean"),
-        ({"samples": 5}, "--samples 5: gpt-compact is trained on texts; give --tokens"),
+        (
+            {"samples": 5},
+            "--samples 5: does not apply, since gpt-compact is trained on texts; give --tokens",
+        ),
         (
             {"model": "resnet50", "dataset": None},
-            "--sequence 64: the data set imagenet-sized has no texts whose length can be set; leave it out",
+            "--sequence 64: the data set imagenet-sized has no texts of variable length; remove --sequence",
         ),
     ],
 )
@@ -163,11 +166,11 @@ def test_what_cannot_be_answered_is_told_by_its_option(changes, told, tmp_path):
             "--gpus: 0: is no whole number; give one above",
         ),
         (["--model", "gpt-compact", "--gpus", "1", "--tokens", "x"], "--tokens: x: is no number"),
-        (["--model", "gpt-compact", "--price", "2"], "--price is for --model NAME --gpus N; add"),
-        (["--gpus", "2"], "--gpus is for --model NAME --gpus N"),
+        (["--model", "gpt-compact", "--price", "2"], "--price: needs --gpus N; add"),
+        (["--gpus", "2"], "--gpus: needs --model NAME and --gpus N"),
         (
             ["--model", "gpt-compact", "--gpus", "2", "--out", "x"],
-            "--out is for a page, and --gpus",
+            "--out writes a page, and --gpus",
         ),
     ],
 )
@@ -277,20 +280,20 @@ def test_inputs_targets_and_loss_are_what_a_caller_says():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"strategy": "dpp"}, "strategy = 'dpp': is none. Did you mean 'ddp'?"),
+        ({"strategy": "dpp"}, "strategy = 'dpp': is unknown. Did you mean 'ddp'?"),
         (
             {"strategy": "command"},
             "strategy = 'command': memory and traffic of a command are unknown",
         ),
         ({"strategy": "tensor"}, "strategy = 'tensor': it states no plan by which its layers"),
-        ({"strategy": "fsdp", "options": {"x": 1}}, "options = 'x': is none. Allowed: reshard"),
-        ({"optimizer": "adam"}, "optimizer = 'adam': is none. Did you mean 'adamw'?"),
-        ({"precision": "fp8"}, "precision = 'fp8': is none."),
+        ({"strategy": "fsdp", "options": {"x": 1}}, "options = 'x': is unknown. Allowed: reshard"),
+        ({"optimizer": "adam"}, "optimizer = 'adam': is unknown. Did you mean 'adamw'?"),
+        ({"precision": "fp8"}, "precision = 'fp8': is unknown."),
         ({"gpu": "H1"}, "gpu = 'H1': is not in the table of GPUs"),
-        ({"batch": torch.zeros(3)}, "batch: give a pair of tensors, inputs and targets"),
+        ({"batch": torch.zeros(3)}, "batch: is not a pair of tensors; give inputs and targets"),
         (
             {"batch": (torch.zeros(3, 1), torch.zeros(2))},
-            "batch: inputs have 3 samples and targets 2",
+            "batch: inputs have 3 samples and targets have 2",
         ),
         ({"model": nn.Identity()}, "model 'model-"),
     ],

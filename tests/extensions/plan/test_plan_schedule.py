@@ -688,7 +688,7 @@ def test_the_command_plans_a_real_cell_and_then_reads_it_from_disk(
     }
     assert command.main(["--config", json.dumps(config)]) == 0
     printed = capsys.readouterr().out
-    assert "kinds of cells to follow: 1" in printed
+    assert "kinds of cells to trace: 1" in printed
     assert "1 to do" in printed
     [row] = list(csv.DictReader((tmp_path / "s" / "plan.csv").open()))
     assert float(row["peak_mib"]) > 1

@@ -66,7 +66,7 @@ def test_a_network_that_nothing_can_train_stops_a_run_before_its_first_cell(fold
     (fault,) = faults_of(folder, ["fine", "narrow", "vgg-compact"])
     assert fault.startswith(NARROW)
     assert fault.endswith(" (nets.py, line 12)")
-    assert "networks to check: 2" in capfd.readouterr().err
+    assert "models to check: 2" in capfd.readouterr().err
     # It is kept that the other is sound; a fault may be mended in what is no file of the user's.
     assert faults_of(folder, ["fine"]) == []
     assert "to check" not in capfd.readouterr().err
@@ -78,7 +78,7 @@ def test_what_another_machine_may_be_able_to_is_told_and_started(folder, capfd):
     assert len(faults_of(folder, ["on-gpu"])) == 1
     for elsewhere, device in ((True, "cpu"), (False, "cuda")):
         assert faults_of(folder, ["on-gpu"], elsewhere, device=device) == []
-        assert "started all the same: model 'on-gpu'" in capfd.readouterr().err
+        assert "since other machines may differ: model 'on-gpu'" in capfd.readouterr().err
     (fault,) = faults_of(folder, ["narrow"], elsewhere=True)
     assert fault.startswith(NARROW)
 

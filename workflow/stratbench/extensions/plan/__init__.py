@@ -1,11 +1,11 @@
-"""The extension `plan`: what a cell will hold, send, take and cost."""
+"""The extension `plan`: predicts the memory, traffic, time and cost of each cell."""
 
 from __future__ import annotations
 
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="what a cell will hold, send, take and cost",
+    says="predicted memory, traffic, time and cost of each cell",
     needs=("servers",),
     keys={"cluster": "stratbench.extensions.plan.keys:PlanCluster"},
     rules=("plan.smk",),

@@ -1,8 +1,7 @@
 """Plans a study: writes plan.csv, plan.html and plan.json, and prints a summary.
 
-`python -m stratbench.extensions.plan --config JSON` is what `snakemake plan` calls. With `--check` it is
-`snakemake check`, with `--model NAME` `stratbench plan --model NAME`: a network alone. With `--gpus N` that
-tells what fits on N GPUs, as a table.
+`snakemake plan` calls `python -m stratbench.extensions.plan --config JSON`. `--check` is for `snakemake
+check`. `--model NAME` plans a single model, and `--gpus N` prints a table of what fits on N GPUs.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             config, study, left_out = study_of(config, args.model, args.dataset)
             print("".join(f"left out: {reason}\n" for reason in left_out), end="", flush=True)
         cluster = config["cluster"]
-        named_gpus(cluster)  # before what takes minutes
+        named_gpus(cluster)  # raises for unknown names before the check, which takes minutes
         set_job_environment(config, str(ROOT / "workflow"))
         checked = check_study(config, study, resharding=not args.check and not args.model)
         if args.check:
@@ -84,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
     """Print which strategies fit a model on `args.gpus` GPUs.
 
-    The first result comes early, to stderr.
+    The first result is printed early, to stderr.
     """
 
     def tell(first: Answer) -> None:
@@ -96,10 +95,10 @@ def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
 def list_projected(
     config: dict[str, Any], study: Study, records: Records
 ) -> dict[Cell, ProjectedDuration]:
-    """Return the trainings that extensions project the records to.
+    """Return the trainings that extensions project from the records.
 
     Raises:
-        ConfigError: A file that an extension reads beside the records cannot be used.
+        ConfigError: If an extension cannot use one of its files.
     """
     projected: dict[Cell, ProjectedDuration] = {}
     try:
@@ -117,18 +116,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="the whole config, as JSON")
+    parser.add_argument("--config", required=True, help="the whole config as JSON text")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="only check the networks; exit code 1 where a cell would end as unsupported",
+        help="only check the models; the exit code is 1 if a cell would end as unsupported",
     )
-    parser.add_argument("--out", type=Path, help="folder of the plan; default: results/<study>")
-    parser.add_argument("--model", help="plan this network alone, without a study")
-    parser.add_argument("--dataset", help="what it is trained on; default: data of a usual shape")
+    parser.add_argument(
+        "--out", type=Path, help="folder to write the plan to; default: results/<study>"
+    )
+    parser.add_argument("--model", help="plan this model alone, without a study")
+    parser.add_argument("--dataset", help="data set to train on; default: data of a usual shape")
     add_question(parser)
     parser.add_argument(
-        "--partition", default="*", help="SLURM's, where cells will run; default: any"
+        "--partition", default="*", help="SLURM partition in which cells will run; default: any"
     )
     return parser.parse_args(argv)
 

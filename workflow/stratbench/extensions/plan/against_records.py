@@ -1,4 +1,4 @@
-"""Compares predictions with the records of finished cells: memory, bytes sent, time.
+"""Compares predictions with the records of finished cells: memory, bytes sent and time.
 
 python -m stratbench.extensions.plan.against_records --config JSON --out prediction.csv
 """
@@ -22,16 +22,15 @@ from stratbench.extensions.plan.pages.table import write_rows
 from stratbench.extensions.plan.schedule import Plan, Planned, make_plan, records_by_cell
 from stratbench.study.config import config as configuration
 
-#: Methods of measuring a record's peak on a CPU.
+#: Values of a record's `method` that measure a peak on a CPU.
 CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")
 
 
 def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one finished cell's row of prediction.csv.
+    """Return the row of prediction.csv of one finished cell.
 
-    An error is how far the prediction is above the measurement, in percent. The measured peak is that of the
-    rank that used most (`measured_peak_bytes`). The predicted time is the one from the device alone, without
-    records.
+    An error is (predicted / measured - 1) in percent. The measured peak is that of the rank that used most
+    (`measured_peak_bytes`). The predicted time follows from the device alone, without records.
     """
     s, footprint, predicted = c.subject, c.footprint, c.fit.peak
     base_bytes = bytes_before_steps(footprint, predicted)
@@ -82,19 +81,22 @@ def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> li
 
 
 def bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
-    """Return bytes that exist before the first step, data set included. Records count a peak from there."""
+    """Return the bytes that exist before the first step, including the data set.
+
+    Records measure the growth of memory from there.
+    """
     between_bytes = sum(footprint.between_steps_bytes.values()) - footprint.grown_bytes
-    # Buffers for what other stages send are as large as the batch, and are made in the warm-up.
+    # Receive buffers of a pipeline stage have the size of a batch, and the warm-up makes them.
     return between_bytes + predicted.parts_bytes["data"] + predicted.parts_bytes.get("received", 0)
 
 
 def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | None:
-    """Return peak bytes of training, from the record of the rank that used most.
+    """Return the peak bytes of training, from the record of the rank that used most.
 
-    On a GPU it is the memory requested of the allocator, less cuBLAS's workspaces. In records without it, it
-    is the allocated memory, with both. On a CPU a process also has its libraries, and more of them over time.
-    There the peak is `base_bytes` (model states and data set, known exactly) plus the growth of resident
-    memory in a step.
+    On a GPU it is the memory requested from the allocator, without cuBLAS's workspaces. Older records only
+    have the allocated memory. On a CPU a process also contains its libraries, which grow over time. There
+    the peak is `base_bytes` (model states and data set, known exactly) plus the growth of resident memory
+    in a step.
     """
     if memory["method"] not in CPU_METHODS:
         peak_bytes = memory.get("requested_peak_bytes", memory["peak_bytes"])
@@ -104,15 +106,15 @@ def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | Non
 
 
 def measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
-    """Return the growth of that rank's memory in a step, less cuBLAS's workspaces."""
+    """Return the growth of that rank's memory in a step, without cuBLAS's workspaces."""
     added_bytes = memory["peak_over_base_bytes"]
     return None if added_bytes is None else added_bytes - memory.get("cublas_bytes", 0)
 
 
 def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
-    """Resident bytes between two steps, less those before the model was built.
+    """Return the resident bytes between two steps, without those before the model was built.
 
-    None if not recorded.
+    Return None if they are not recorded.
     """
     bases = [
         w["memory"]["base_bytes"] - w["memory"].get("idle_bytes", 0)
@@ -123,10 +125,10 @@ def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
 
 
 def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
-    """Return bytes that a worker sends per step, as counted in records.
+    """Return the bytes that a worker sends per step, counted as in records.
 
-    Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is one push.
-    The loss scaler's flag is left out, unless a step's collectives were counted one by one.
+    Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is one
+    push. The loss scaler's flag is left out, unless the collectives of a step were counted one by one.
     """
     if s.served:
         return sent_bytes(s, footprint) / s.steps_per_batch
@@ -139,7 +141,7 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
     )
 
 
-#: The loss scaler's flag is one float.
+#: Bytes of the loss scaler's flag, one float.
 _FLAG_BYTES = 4
 
 
@@ -160,12 +162,17 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def main() -> None:
-    """Run the command line; make missing footprints, as `snakemake plan` does."""
+    """Run the command line.
+
+    Missing footprints are made, as in `snakemake plan`.
+    """
     parser = argparse.ArgumentParser(
         prog="stratbench.extensions.plan.against_records", description=__doc__
     )
-    parser.add_argument("--config", required=True, help="the whole config, as JSON")
-    parser.add_argument("--out", type=Path, required=True, help="one row a finished cell (CSV)")
+    parser.add_argument("--config", required=True, help="the whole config as JSON text")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="CSV file to write, with one row per finished cell"
+    )
     args = parser.parse_args()
     config, study = configuration.load_config(json.loads(args.config))
     records = records_by_cell(study, config["results"])

@@ -1,8 +1,8 @@
 """Checks every model of a study, for `snakemake check` and before `snakemake plan`.
 
-Each is tried as in a job, and takes steps of every strategy on fake tensors, as the study's cells will.
-Unsupported models are reported before any training, and the steps' needs are planned. A limitation of fake
-tensors is no fault of a model.
+Each model is tried as in a job. Every strategy takes steps with it on fake tensors, as the study's cells
+will. Unsupported models are reported before any training, and the steps give the footprints for the plan. A
+limitation of fake tensors does not count as a fault of a model.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from stratbench.workload.users_code import ModelError, error_text
 if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
 
-#: The most parameters of a user's network that is tried with real numbers, as jobs do.
+#: Maximum number of parameters of a user's model that is tried with real numbers, as jobs do.
 MAX_REAL_PARAMETERS = 50_000_000
-#: Why a user's command has no footprint.
+#: Reason why a user's command has no footprint.
 BY_COMMAND = (
     "memory and traffic of a command are unknown until it has run; its time follows from records"
 )
-#: Why a model that was tried in this way has no footprint.
+#: Reason why a model has no footprint if its forward reads values of tensors.
 NO_PREDICTION = "its forward asks for the values of tensors, and a prediction has none"
 
 
@@ -66,11 +66,19 @@ class Network:
 class CheckResult:
     """Result of the check of a model, as JSON-able values.
 
-    `fault`: why nothing can train it. `unchecked`: why it could not be tried here, if so. `unpredicted`: why
-    none of its cells has a footprint. `skipped`: what may get no gradient in a step. `parameters`, `frozen`,
-    `root`: total number, number of those not trained, and of those in no group. `groups`: (label,
-    parameters). `trial`: result of trial steps (`Trial`). `blocks`: path and number of equal blocks that it
-    calls in turn, if there are any.
+    Attributes:
+        fault: Why no strategy can train it, or None.
+        unchecked: Why it could not be tried here, or None.
+        unpredicted: Why none of its cells has a footprint, or None.
+        parameters: Number of parameters.
+        frozen: Number of parameters that are not trained.
+        groups: Label and number of parameters of each shard group.
+        root: Number of parameters outside of all shard groups.
+        rule: Text on the rule that made the groups.
+        skipped: Names of parameters that may get no gradient in a step.
+        trial: Result of trial steps (`Trial`).
+        blocks: Path and number of equal blocks that the model calls in turn, or None.
+        seconds: Time that the check took.
     """
 
     fault: str | None = None
@@ -101,10 +109,13 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Result of a strategy's dry run with a model: why it cannot train it (`refusal`), or its footprint.
+    """Result of a strategy's dry run with a model on fake tensors.
 
-    `unpredicted`: why there is no footprint although the model is supported. `unchecked`: why no step could
-    be tried.
+    Attributes:
+        footprint: The footprint, if the run succeeded.
+        refusal: Why the strategy cannot train the model, or None.
+        unpredicted: Why there is no footprint although the model is supported, or None.
+        unchecked: Why no step could be tried, or None.
     """
 
     footprint: Footprint | None = None
@@ -128,12 +139,15 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Checked:
-    """The check of a study.
+    """Result of the check of a study.
 
-    `refused`: why cells cannot be trained.
-
-    `resharding`: footprints by the option, for kinds of cells that may free gathered weights after forward
-    and were tried both ways.
+    Attributes:
+        subjects: The cells of the study.
+        networks: Check of each model.
+        rehearsals: Dry run of each kind of cell.
+        refused: Why a cell cannot be trained, by cell.
+        resharding: Footprints by value of `reshard_after_forward`, for kinds of cells that were tried
+            with both.
     """
 
     study: Study
@@ -147,9 +161,7 @@ class Checked:
 def check_study(config: Mapping[str, Any], study: Study, resharding: bool = False) -> Checked:
     """Check all models of a study, and make the footprints of its cells.
 
-    Print progress.
-
-    Results without a fault are cached.
+    Print progress. Results without a fault are cached.
 
     Args:
         config: The validated config.
@@ -185,15 +197,13 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
 
 
 def other_resharding(request: Request) -> Request:
-    """Return the same with the other choice of `reshard_after_forward`."""
+    """Return the request with the other value of `reshard_after_forward`."""
     other = {"always": "never", "never": "always"}[request.options[RESHARDING]]
     return request.with_options(**{RESHARDING: other})
 
 
 def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
-    """Return why a cell cannot be trained, by its model, batch or strategy.
-
-    Return None if it can.
+    """Return why a cell cannot be trained, by its model, batch or strategy, or None.
 
     Args:
         s: The cell.
@@ -217,7 +227,7 @@ def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> s
 def rehearsals_of(
     requests: Iterable[Request], folder: Path
 ) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
-    """Return checks of models and dry runs, cached in `folder` or run in processes."""
+    """Return checks of models and dry runs of strategies, cached in `folder` or run in processes."""
     network_by_request = {request: Network.of(request) for request in requests}
     networks = networks_of(network_by_request, folder)
     jobs = {
@@ -225,7 +235,7 @@ def rehearsals_of(
             f"{network.model} with {request.strategy}",
             (request, networks[network]),
             {"rehearsal": request.as_dict()},
-            # Sharded models take longer.
+            # Dry runs of sharded models take longer.
             networks[network].seconds * (2 if request.traits.shards_states else 1),
         )
         for request, network in network_by_request.items()
@@ -233,7 +243,7 @@ def rehearsals_of(
         if not request.by_command
     }
     rehearsals = results_of(
-        "kinds of cells to follow: {}; what is found is kept for the next time",
+        "kinds of cells to trace: {}; results are cached for the next run",
         Rehearsal,
         rehearse,
         jobs,
@@ -251,7 +261,8 @@ def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, Chec
     sharing: dict[Network, list[Request]] = {}
     for request in dict.fromkeys(requests):
         sharing.setdefault(Network.of(request), []).append(request)
-    # Requirements of only some cells on a model are checked with each of these.
+    # Cells by command or with activation checkpointing come last, since their requirements on a model are
+    # checked again in their dry runs.
     firsts = {
         n: min(each, key=lambda r: (r.by_command, bool(r.settings.activation_checkpointing)))
         for n, each in sharing.items()
@@ -259,7 +270,7 @@ def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, Chec
     own = (r.settings.own_model for r in firsts.values())
     builders = {library_of(spec["call"]).built_by for spec in own if spec}
     return results_of(
-        "networks to check: {}",
+        "models to check: {}",
         CheckResult,
         check_network,
         {n: CachedJob(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
@@ -282,12 +293,14 @@ def check_network(request: Request) -> CheckResult:
     started = time.perf_counter()
     torch.set_num_threads(1)
     try:
-        with warnings.catch_warnings():  # warnings of a model here do not concern the study
+        with (
+            warnings.catch_warnings()
+        ):  # warnings of a model during the check do not concern the study
             warnings.simplefilter("ignore")
             result = _found_of(request)
     except ModelError as error:
         result = CheckResult(fault=str(error))
-    except Exception as error:  # whatever a model raises
+    except Exception as error:  # a model may raise anything
         result = CheckResult(fault=f"{models.in_words(request.network)}: {error_text(error)}")
     return replace(result, seconds=time.perf_counter() - started)
 
@@ -302,11 +315,13 @@ def _found_of_network(request: Request) -> CheckResult:
     from stratbench.workload.network.trial import NO_VALUES, PassFailed
 
     if models.has_name_alone(request.network):
-        return CheckResult(unchecked="it has a name alone: the command that trains it builds it")
+        return CheckResult(
+            unchecked="config.yaml only names it, and the command that trains it builds it"
+        )
     parameters = _parameters(request)
     if models.facts_of(request.network).own and parameters <= MAX_REAL_PARAMETERS:
         result = _tried(request, on_fakes=False)
-        if result.trial["reads_values"]:  # checked here once, and not for each kind of its cells
+        if result.trial["reads_values"]:  # checked here once instead of for each kind of cell
             try:
                 _tried(request, on_fakes=True)
             except PassFailed as error:
@@ -317,7 +332,7 @@ def _found_of_network(request: Request) -> CheckResult:
         return _tried(request, on_fakes=True)
     except PassFailed as error:
         return CheckResult(
-            unchecked=f"{error}: it was tried on tensors without values, which may be why; with "
+            unchecked=f"{error}: it was tried on tensors without values, which may be the cause; with "
             f"{parameters:,} parameters it is too large to be tried with real numbers here",
             parameters=parameters,
         )
@@ -368,7 +383,7 @@ def equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
 
 
 def _span(first: str, last: str) -> str:
-    """Return a shard group by its modules, which are neighbours."""
+    """Return the text for a shard group, from its first and last module."""
     return first if first == last else f"{first} to {last}"
 
 
@@ -388,7 +403,10 @@ def _parameters(request: Request) -> int:
 
 
 def rehearse(request: Request, network: CheckResult) -> Rehearsal:
-    """Return the dry run of the request's strategy with its model, whose check is `network`."""
+    """Return the dry run of the request's strategy with its model.
+
+    `network` is the check of the model.
+    """
     import torch
 
     from stratbench.workload.network.trial import Trial
@@ -400,7 +418,7 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
         made = network.unpredicted or try_footprint(request, trial, network.blocks)
         if isinstance(made, Footprint):
             return Rehearsal(made)
-        # Fake tensors may be to blame: real numbers decide, where the network is small.
+        # Fake tensors may have caused the error. If the model is small, a step with real numbers decides.
         if network.parameters <= MAX_REAL_PARAMETERS:
             return Rehearsal(refusal=_refusal(request, trial), unpredicted=made)
         if refusal := _refusal(request, trial, by_rules=True):
@@ -411,9 +429,7 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
 def try_footprint(
     request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
 ) -> Footprint | str:
-    """Return the footprint, or the error in one line.
-
-    One model must not stop the plan.
+    """Return the footprint, or the error in one line, since one model must not stop the plan.
 
     Args:
         request: The request.
@@ -429,15 +445,18 @@ def try_footprint(
         return str(error)
     except NO_VALUES:
         return NO_PREDICTION
-    except Exception as error:  # whatever a model or strategy raises
+    except Exception as error:  # a model or strategy may raise anything
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
-    """Return why the request's strategy cannot train it: by its rules, or by a real step's error.
+    """Return why the strategy cannot train the model, by its rules or by the error of a real step.
 
-    `by_rules`: no step is taken, and nothing is real.
+    Args:
+        request: The request.
+        trial: Trial of its model.
+        by_rules: Check the rules only: no step is taken, and no tensor is real.
     """
     from stratbench.extensions.plan.footprint import fake
     from stratbench.workload.network.trial import SAMPLES

@@ -1,4 +1,4 @@
-"""The devices that cells run on: GPUs named in the config, and this host's CPU."""
+"""Describes the devices that cells run on: GPUs named in the config, and this host's CPU."""
 
 from __future__ import annotations
 
@@ -13,34 +13,42 @@ from stratbench.cell.text.words import GIB, MIB
 from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.machine.hardware import Datasheet, all_datasheets, datasheet_of
 
-#: Maximum fraction of the advertised memory that the driver reserves (ECC, reserve).
+#: Maximum fraction of the advertised memory that the driver reserves (ECC and its own needs).
 DRIVER_SHARE = 0.06
-#: Fraction beyond the framework's allocator: the CUDA context, NCCL's buffers, cuBLAS and cuDNN. With
-#: `cluster.memory_margin` at its default this leaves 81 % of the advertised memory.
+#: Fraction of memory outside of the framework's allocator: the CUDA context, NCCL's buffers, cuBLAS and
+#: cuDNN. With the default `cluster.memory_margin` 81 % of the advertised memory remain.
 CONTEXT_SHARE = 0.05
-#: Resident memory of a CPU worker besides its training: the interpreter, torch and its libraries (about 0.4
-#: GiB), and freed memory that the C library's allocator retains.
+#: Resident memory of a CPU worker in addition to its training. The interpreter, torch and its libraries
+#: need about 0.4 GiB, and the C library's allocator retains freed memory.
 CPU_PROCESS_BYTES = 1 * GIB
-#: The same on the host of a GPU, with CUDA's and NCCL's share.
+#: Host memory of a GPU worker in addition to its training, including CUDA and NCCL.
 GPU_HOST_PROCESS_BYTES = 4 * GIB
-#: Share of the peak that fused attention gets, counted whole though it is causal, on GPUs of the A100's
-#: generation and on faster ones, which have more than FAST_TFLOPS dense TFLOPS in half precision. Chosen by
-#: published steps of MPT on A100 and H100, 512 to 65,536 tokens.
+#: Fraction of the peak rate that fused attention reaches, with causal attention counted as full. The first
+#: value is for GPUs of the A100's generation. The second is for faster GPUs, with more than FAST_TFLOPS
+#: dense TFLOPS in half precision. Both are chosen by published steps of MPT on A100 and H100 with 512 to
+#: 65,536 tokens.
 ATTENTION_UTILISATION = (0.6, 0.33)
 FAST_TFLOPS = 400
-#: Between two nodes, in one direction, where the config gives no rate: 100 Gbit/s.
+#: One-way rate between two nodes if the config gives none: 100 Gbit/s.
 NETWORK_GB_PER_S = 12.5
 
 
 @dataclass(frozen=True)
 class Device:
-    """One worker's device, as the plan sees it.
+    """One worker's device, as the plan models it.
 
-    `memory_bytes`: the most that a worker can hold; `reserve_bytes`: what of it may be taken by others than
-    the framework's allocator. The rates are peaks per second: floating-point operations, bytes of memory,
-    bytes sent to a worker on the same node (link) or another one (network). A rate is None where it is not
-    known. `resident_threads`: that a GPU holds at once, as the table of GPUs has it. `attention_utilisation`:
-    the share of the peak that fused attention usually gets; None: as much as other products.
+    Rates are peaks per second, or None if unknown.
+
+    Attributes:
+        memory_bytes: Maximum memory that a worker can use.
+        reserve_bytes: Part of it that may be used outside of the framework's allocator.
+        flops_per_s: Floating-point operations.
+        memory_bytes_per_s: Bytes of device memory.
+        link_bytes_per_s: Bytes sent to a worker on the same node.
+        network_bytes_per_s: Bytes sent to a worker on another node.
+        resident_threads: Threads that a GPU holds at once, from the table of GPUs.
+        attention_utilisation: Fraction of the peak rate that fused attention usually reaches; None if
+            equal to other products.
     """
 
     name: str
@@ -55,13 +63,13 @@ class Device:
     attention_utilisation: float | None = None
 
     def room_bytes(self, margin: float) -> float:
-        """Return the maximum predicted need that fits, although it may be exceeded by `margin`."""
+        """Return the maximum predicted need that fits even if it is exceeded by `margin`."""
         return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
 
     def tight_bytes(self, margin: float) -> float:
-        """Return the predicted need up to which a cell may run.
+        """Return the maximum predicted need with which a cell may run.
 
-        On GPUs `margin` may be too much of it.
+        On GPUs the prediction may be too high by `margin`.
         """
         return self.memory_bytes * (1 + margin if self.is_gpu else 1)
 
@@ -73,7 +81,7 @@ class Device:
 
 
 def gpus_called(text: str) -> list[Datasheet]:
-    """Return the GPUs that `text` may mean, such as `A10G 24GB`, in the table's order."""
+    """Return the GPUs that `text` may mean, such as `A10G 24GB`, in the order of the table."""
     if (exact := datasheet_of(text)) is not None:
         return [exact]
     size = re.search(r"(\d+)\s*gi?b\b", text, re.IGNORECASE)
@@ -89,34 +97,40 @@ def gpus_called(text: str) -> list[Datasheet]:
 
 
 def find_gpu(text: str, where: str = "config: cluster.gpu") -> Datasheet:
-    """The GPU that `text` names; where several match, the first. ConfigError, from `where`, if none does."""
+    """Return the GPU that `text` names, or the first of several.
+
+    Raises:
+        ConfigError: If no GPU matches; the message begins with `where`.
+    """
     for peak in gpus_called(text):
         return peak
-    raise ConfigError(f"{where} = {text!r}: is not in the table of GPUs: {known_gpus()}")
+    raise ConfigError(
+        f"{where} = {text!r}: is not in the table of GPUs; choose one of {known_gpus()}"
+    )
 
 
 def known_gpus() -> str:
-    """Return the names of the table's GPUs, in a sentence."""
+    """Return the names of the table's GPUs, separated by commas."""
     return ", ".join(peak.name for peak in all_datasheets())
 
 
 def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
-    """Return the GPUs that the config names, the nodes' own first.
+    """Return the GPUs that the config names, those of the nodes first.
 
     Raises:
-        ConfigError: For an unknown one.
+        ConfigError: For an unknown GPU.
     """
     own = [cluster["gpu"]] if cluster["gpu"] else []
     return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
 
 
 def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
-    """Return a GPU of the cluster, with the config's link rate, or else the datasheet's.
+    """Return a GPU of the cluster, with the link rate of the config or else of the datasheet.
 
     Args:
         peak: Datasheet of the GPU.
         precision: Precision of the training.
-        cluster: The `cluster` block of the config.
+        cluster: The block `cluster` of the config.
     """
     tflops = None if precision == "fp64" else peak.tflops(precision)
     link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
@@ -135,7 +149,7 @@ def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> D
 
 
 def cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
-    """Return the fraction of this host's CPU for one of `workers` processes."""
+    """Return this host's CPU as the device of one of `workers` processes."""
     return Device(
         name="CPU",
         memory_bytes=cluster["mem_mib_per_gpu"] * MIB - CPU_PROCESS_BYTES,
@@ -147,13 +161,13 @@ def cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
     )
 
 
-#: Rate of gloo or a socket between two processes of a host; only sets the scale of the range.
+#: Assumed rate of gloo or a socket between two processes of a host, for the scale of the range.
 _LOOPBACK_BYTES_PER_S = 2e9
 
 
 @cache
 def cpu_flops_per_s() -> float:
-    """Floating-point operations that all cores of this host do in a second, measured now."""
+    """Return the floating-point operations per second of all cores of this host, measured now."""
     import numpy as np
 
     a = np.ones((1024, 1024), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Predicts a cell's time as a range: from the study's records or from the device's rates."""
+"""Predicts a cell's time as a range, from the study's records or from the device's rates."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.needs import Needs, Subject
 
-# A step's time on a device follows from its datasheet and these: at best, at worst, and as one time by which
-# cells are compared. Of the peak, public trainings reach up to 74 %; small images are bound by memory, and
-# small batches by the time that the host takes to launch each operation.
+# The time of a step follows from the device's datasheet and these constants: at best, at worst, and as a
+# single time to compare cells by. Public trainings reach up to 74 % of the peak rate. Memory limits small
+# images, and the host's time to launch operations limits small batches.
 BEST, WORST, USUAL = range(3)
 GPU_UTILISATION = (0.8, 0.2, 0.7)
 MEMORY_UTILISATION = (0.8, 0.4, 0.8)
 GPU_LAUNCH_S = (2e-6, 10e-6, 10e-6)
-#: Share of the link's rate that a collective gets.
+#: Fraction of the link's rate that a collective reaches.
 LINK_UTILISATION = (0.9, 0.4, 0.7)
-#: Fraction of the computing time during which a step communicates.
+#: Fraction of the computation that overlaps with communication.
 HIDING = (1.0, 0.0, 0.7)
-#: Share of a CPU's measured matrix-product rate that training on it gets.
+#: Fraction of the CPU's measured rate of matrix products that training reaches.
 CPU_UTILISATION = (0.7, 0.1, 0.3)
 CPU_LAUNCH_S = (2e-6, 30e-6, 8e-6)
-#: Bytes a second that one parameter-server process takes in, applies and hands out, all workers together.
-#: Over TCP at least 2.1e9 were measured (benchmarks/results/ps_transport.md).
+#: Bytes per second that one parameter-server process receives, applies and sends, for all workers. Over TCP
+#: at least 2.1e9 were measured (benchmarks/results/ps_transport.md).
 SERVER_BYTES_PER_S = (30e9, 2e9, 8e9)
 #: Fraction of bytes and launches that remains after torch.compile's fusion.
 COMPILED = 0.5
-#: Bytes a second between a GPU and its host, and of the host's memory in the optimizer's step.
+#: Bytes per second between a GPU and its host, and of the host's memory in the optimizer's step.
 HOST_COPY_BYTES_PER_S = (24e9, 6e9, 12e9)
 HOST_OPTIMIZER_BYTES_PER_S = (40e9, 10e9, 20e9)
 FP32_BYTES = 4
-#: Parameters on the host go to the GPU in forward and in backward, and their gradients come back.
+#: Number of copies between host and GPU per step: parameters in forward and backward, and gradients back.
 HOST_COPIES = 3
-#: Bytes that the host's optimizer reads and writes for a parameter: weight, gradient and two moments.
+#: Bytes per parameter that the host's optimizer reads and writes: weight, gradient and two moments.
 HOST_OPTIMIZER_BYTES = 28
-#: Start of the processes, rendezvous, data and warm-up, in seconds.
+#: Seconds for start of the processes, rendezvous, data and warm-up, at best and at worst.
 STARTUP_S = (10.0, 120.0)
 
-SPREAD = 0.1  # of a single measurement
-#: From one strategy's time to another's: faster by no more than this, slower by no more than that.
+SPREAD = 0.1  # relative spread of a single measurement
+#: Minimum and maximum ratio of another strategy's time to that of a measured one.
 OTHER_STRATEGY = (0.5, 6.0)
 
 
 @dataclass(frozen=True)
 class Span:
-    """A range of seconds and where it comes from."""
+    """A range of seconds, and its source in words."""
 
     low_s: float
     high_s: float
     source: str
 
     def __iter__(self) -> Iterator[float]:
-        """Return its two ends."""
+        """Yield both ends of the range."""
         return iter((self.low_s, self.high_s))
 
     def __add__(self, other: Span) -> Span:
@@ -68,7 +68,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ProjectedDuration:
-    """A training that the study's records were projected to: its time, and its global batch."""
+    """A training's time as projected from records, and its global batch."""
 
     span: Span
     global_batch: int
@@ -78,9 +78,13 @@ class ProjectedDuration:
 class PlannedStep:
     """Predicted parts of a step on a device at one set of rates, in seconds.
 
-    `compute_s`: None if the device's rate is unknown; `link_s`: transfers at the link's rate; `awaited_s`:
-    the part of it that the next layer waits for; `server_s`: of a server that takes longer than the link;
-    `host_s`: for states on the host. `hiding`: fraction of computation that hides communication.
+    Attributes:
+        compute_s: Computation; None if the device's rate is unknown.
+        link_s: Transfers at the link's rate.
+        awaited_s: Part of the transfers that the next layer waits for.
+        server_s: Time of a parameter server for all workers.
+        host_s: Copies and updates of states on the host.
+        hiding: Fraction of computation that hides communication.
     """
 
     compute_s: float | None
@@ -92,44 +96,41 @@ class PlannedStep:
 
     @property
     def sending_s(self) -> float:
-        """Time of communication."""
+        """Seconds of communication, limited by the link or the server."""
         return max(self.link_s, self.server_s)
 
     @property
     def seconds(self) -> float:
-        """Time of the step, if the device's rate is known."""
+        """Seconds of the step, if the device's rate is known."""
         hidden_s = self.hiding * self.compute_s
         sends_s = max(0.0, self.sending_s - self.awaited_s - hidden_s)
         return self.compute_s + self.awaited_s + sends_s + self.host_s
 
     @property
     def waiting_share(self) -> float:
-        """The share of the step in which it does not compute.
-
-        Only where the device's rate is known.
-        """
+        """Fraction of the step in which it does not compute, if the device's rate is known."""
         return 1 - self.compute_s / self.seconds
 
 
 def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep:
-    """Return a step by the best rates of a device (BEST), the worst, or those for comparison (USUAL).
+    """Return the planned step of a cell on a device, at one set of rates.
 
     Args:
         device: The device.
         s: The cell.
         needs: Its needs.
-        rates: Index of the set of rates.
+        rates: BEST, WORST, or USUAL for comparisons.
     """
     utilisation = LINK_UTILISATION[rates]
 
     def sending_s(n_bytes: float, within: float = 0.0) -> float:
-        """Return seconds to send them, those `within` a node by its own link."""
+        """Return seconds to send bytes, those `within` a node over its own link."""
         rest_s = (n_bytes - within) / device.link(needs.nodes)
         return (rest_s + within / device.link(1)) / utilisation
 
     return PlannedStep(
         compute_s=None if device.flops_per_s is None else _compute_s(device, s, needs, rates),
-        # The nodes' link carries what all workers and servers on it send.
+        # A node's link carries the traffic of all its workers and servers.
         link_s=max(
             sending_s(needs.wire_bytes, needs.node_bytes), sending_s(needs.link_bytes or 0.0)
         ),
@@ -141,9 +142,9 @@ def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep
 
 
 def host_s(footprint: Footprint) -> tuple[float, ...]:
-    """Return seconds of a step for parameters that a GPU's host keeps and updates.
+    """Return seconds per step for parameters that the host stores and updates, for each set of rates.
 
-    Return 0 where there are none.
+    They are 0 without such parameters.
     """
     n_bytes = footprint.host_bytes.get("parameters", 0)
     updated_bytes = n_bytes / FP32_BYTES * HOST_OPTIMIZER_BYTES
@@ -154,7 +155,7 @@ def host_s(footprint: Footprint) -> tuple[float, ...]:
 
 
 def _compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
-    """Return seconds of a step's computing at one set of rates."""
+    """Return the seconds of a step's computation at one set of rates."""
     f, batch = needs.slowest, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
     flops_s = f.computed_flops_per_sample * batch / flops_rate(device, rates)
@@ -169,7 +170,7 @@ def _compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
     launches_s = fused * f.operations_per_step * launch_s[rates]
     if rates == BEST:
         compute_s = max(flops_s, memory_s, launches_s)
-    elif rates == WORST:  # all may wait for the slowed worker, or none
+    elif rates == WORST:  # at worst all workers wait for the slowed one
         compute_s = (flops_s + memory_s + launches_s) * s.slowdown
     else:  # the host launches while the device computes
         compute_s = max(flops_s + memory_s, launches_s) * s.slowdown
@@ -177,13 +178,13 @@ def _compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
 
 
 def flops_rate(device: Device, rates: int) -> float:
-    """Return the device's floating-point operations per second in training, at one set of rates."""
+    """Return the floating-point operations per second that training reaches, at one set of rates."""
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
     return device.flops_per_s * utilisation[rates]
 
 
 def overhead_span(device: Device, s: Subject, needs: Needs) -> Span:
-    """Return seconds of a cell besides its training: start-up and evaluations.
+    """Return the seconds of a cell besides its training: start-up and evaluations.
 
     Args:
         device: The device.
@@ -198,11 +199,9 @@ def overhead_span(device: Device, s: Subject, needs: Needs) -> Span:
 
 
 def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
-    """Return the time of training, from the record of the most similar cell.
+    """Return the time of training from the record of the most similar cell, or None without any.
 
-    Return None without any.
-
-    Only records of the same experiment and model count: they have the same batch, data and precision.
+    Only records of the same experiment and model count, since they have the same batch, data and precision.
     """
     timed = [
         r
@@ -220,7 +219,7 @@ def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | 
     if same:
         nearest = min(same, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
         return _rescaled(nearest, cell.gpus)
-    # A command's times say nothing about others.
+    # Times of a user's command do not apply to other strategies.
     timed = [r for r in timed if "program" not in r]
     beside = [r for r in timed if r["cell"]["gpus"] == cell.gpus] or timed
     if not beside:
@@ -230,7 +229,7 @@ def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | 
 
 
 def _rescaled(record: Mapping[str, Any], gpus: int) -> Span:
-    """Return a record's time on another number of workers: between perfect scaling and none."""
+    """Return a record's time on another number of workers, between perfect scaling and none."""
     seconds, workers = record["time"]["train_time_s"], record["cell"]["gpus"]
     scaled_s = seconds * workers / gpus
     source = f"the record of {record['cell']['strategy']} on {workers}"

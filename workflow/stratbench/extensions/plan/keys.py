@@ -1,4 +1,4 @@
-"""The plan's keys of config.yaml."""
+"""Defines the plan's keys of config.yaml."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from stratbench.cell.settings import Keys, setting
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCluster(Keys):
-    """The keys of `cluster`."""
+    """Keys that the plan adds to `cluster`."""
 
     # fmt: off
     compare_gpus: list[str] = setting(["A10G 24GB", "A100 80GB"], minItems=1, uniqueItems=True,
         items={"type": "string"},
-        help="GPUs that `stratbench plan` tells which cells fit, beside `gpu`.")
+        help="Further GPUs, besides `gpu`, for which the plan reports which cells fit.")
     link_gb_per_s: float | None = setting(None, exclusiveMinimum=0,
-        help="Rate in one direction between two GPUs of a node, in GB/s; null: the GPU's datasheet.")
+        help="One-way rate between two GPUs of a node, in GB/s. null: the rate in the GPU's datasheet.")
     network_gb_per_s: float | None = setting(None, exclusiveMinimum=0,
-        help="Rate in one direction between two nodes, in GB/s; null: 12.5 (100 Gbit/s), which the plan's "
-        "summary then says.")
+        help="One-way rate between two nodes, in GB/s. null: 12.5 (100 Gbit/s), which the plan's summary "
+        "then names as an assumption.")
     price_per_gpu_hour: float | None = setting(None, minimum=0,
-        help="What a GPU costs in an hour, in any currency; null: no costs are told.")
+        help="Price of a GPU per hour, in any currency. null: costs are not reported.")
     # fmt: on

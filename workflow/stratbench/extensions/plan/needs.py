@@ -1,4 +1,7 @@
-"""A cell before it is planned, and what follows from its footprint: bytes, work, memory."""
+"""Describes a cell before it is planned, and derives its needs from its footprint.
+
+The needs are bytes to send, work and memory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from stratbench.workload.data.device_data import packed_bytes
 
 @dataclass(frozen=True)
 class Subject:
-    """A cell with what is known of it before anything is predicted."""
+    """A cell with all that is known before its footprint is predicted."""
 
     cell: Cell
     settings: Settings
@@ -38,27 +41,27 @@ class Subject:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that a worker computes on at once."""
+        """Number of samples that a worker computes at once."""
         return strategy_class(self.settings.strategy).samples_per_step(self.settings)
 
     @property
     def steps_per_batch(self) -> int:
-        """Steps in which a worker takes its part of a global batch."""
+        """Number of steps in which a worker processes its part of a global batch."""
         return self.settings.per_worker_batch // self.samples_per_step
 
     @property
     def steps(self) -> int:
-        """Global batches of the whole training."""
+        """Number of global batches of the whole training."""
         return self.settings.total_steps(self.data.train_samples)
 
     @property
     def exchanging_share(self) -> float:
-        """The share of the steps in which the workers communicate."""
+        """Fraction of the steps in which the workers communicate."""
         return self.strategy.exchanges(self.steps) / self.steps
 
     @property
     def strategy(self) -> Strategy:
-        """The cell's strategy, not set up."""
+        """The cell's strategy, without `setup`."""
         cls = strategy_class(self.settings.strategy)
         return cls(cls.Options(**self.settings.options))
 
@@ -69,7 +72,7 @@ class Subject:
 
     @property
     def bubble_share(self) -> float:
-        """The share of a step in which a worker waits for others' layers."""
+        """Fraction of a step in which a worker waits for others' layers."""
         return self.strategy.bubble_share(self.cell.gpus) or 0.0
 
     @property
@@ -83,8 +86,8 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
     data = study.dataset(cell.dataset)
     if not data.is_read:
         raise ConfigError(
-            f"config: datasets.{cell.dataset}: is not yet prepared, so that nothing is known of its size; "
-            "`plan` prepares it, and this command can follow"
+            f"config: datasets.{cell.dataset}: is not yet prepared, so that its size is unknown; run "
+            "`stratbench plan` first, which prepares it"
         )
     return Subject(
         cell=cell,
@@ -102,7 +105,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
 
 
 def sent_bytes(s: Subject, footprint: Footprint) -> float:
-    """Return bytes that a rank sends per global batch, as a mean over the training."""
+    """Return the bytes that a rank sends per global batch, as a mean over the training."""
     if s.served:
         sent, _ = servers.worker_traffic_bytes(s.settings, footprint.flat_bytes)
         return sent
@@ -113,7 +116,7 @@ def sent_bytes(s: Subject, footprint: Footprint) -> float:
 def mean_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return bytes that a rank (of a stage) sends per step by these collectives, on average.
+    """Return the mean bytes that a rank of a stage sends per step by these collectives.
 
     Args:
         s: The cell.
@@ -131,7 +134,7 @@ def mean_wire_bytes(
 def plain_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return bytes that a rank sends in one of the initial steps of plain gradient averaging.
+    """Return the bytes that a rank sends in one of the first steps, which average plain gradients.
 
     Args:
         s: The cell.
@@ -145,7 +148,7 @@ def plain_wire_bytes(
 
 
 def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
-    """Return the part of `sent_bytes` within nodes of so many ranks, or 0 with servers.
+    """Return the part of `sent_bytes` within nodes of `node_ranks` ranks, or 0 with servers.
 
     Args:
         s: The cell.
@@ -163,7 +166,7 @@ def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
 
 
 def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -> float:
-    """Return bytes of activations that a rank sends per step and the next layer waits for.
+    """Return the bytes of activations that a rank sends per step and the next layer waits for.
 
     Args:
         s: The cell.
@@ -178,9 +181,9 @@ def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -
 
 
 def data_bytes_of(s: Subject, samples: int | None = None) -> int:
-    """Return bytes on the device of the data set, or of waiting batches of `samples` samples.
+    """Return bytes of the data on the device: the data set, or waiting batches of `samples` samples.
 
-    On a CPU mapped files become resident as they are read, so that they count completely.
+    On a CPU mapped files become resident when they are read, so that they count completely.
     """
     if s.settings.data_placement == "host" and s.request.on_cuda:
         each = s.samples_per_step if samples is None else samples
@@ -190,23 +193,25 @@ def data_bytes_of(s: Subject, samples: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of a cell on any device. Entries for servers are None or 0 in other cells."""
+    """Needs of a cell on any device; entries for servers are None or 0 without servers."""
 
     nodes: int
-    data_bytes: int  # of a worker's device
-    wire_bytes: float  # sent by a rank in a step, and as many received
-    awaited_bytes: float  # of them, what the next layer waits for, so that no computation hides it
-    node_bytes: float  # of `wire_bytes`, those of groups that lie within a node
-    awaited_node_bytes: float  # of `awaited_bytes`, the same
-    collectives: int  # in a step
-    host_bytes: int  # memory of a node's processes, as far as known
-    slowest: Footprint  # of the rank that computes most
-    link_bytes: float | None = None  # a global batch, over the busiest link between nodes
-    #: Taken in from all workers and handed out by a server process in a step.
+    data_bytes: int  # data on a worker's device
+    wire_bytes: float  # sent by a rank per step; it receives equally many
+    awaited_bytes: (
+        float  # part of `wire_bytes` that the next layer waits for; no computation hides it
+    )
+    node_bytes: float  # part of `wire_bytes` in groups within a node
+    awaited_node_bytes: float  # part of `awaited_bytes` in groups within a node
+    collectives: int  # number of collectives per step
+    host_bytes: int  # host memory of a node's processes, as far as known
+    slowest: Footprint  # footprint of the rank that computes most
+    link_bytes: float | None = None  # per global batch over the busiest link between nodes
+    #: Bytes that a server process receives from all workers and sends to them per step.
     served_bytes: float = 0.0
-    server_bytes: int | None = None  # memory of the largest server process
-    servers_host_bytes: int = 0  # memory of all server processes together
-    #: Disk: the servers' snapshots, one an epoch, until they are evaluated.
+    server_bytes: int | None = None  # host memory of the largest server process
+    servers_host_bytes: int = 0  # host memory of all server processes together
+    #: Disk space of the servers' snapshots, one per epoch, until they are evaluated.
     snapshot_bytes: int | None = None
 
     @property
@@ -219,7 +224,7 @@ class Needs:
 
 
 def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
-    """Return the needs of a cell by its footprint.
+    """Return the needs of a cell, from its footprint.
 
     Args:
         s: The cell.
@@ -257,10 +262,13 @@ def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
 
 
 def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int:
-    """Return bytes of host memory that a worker's process takes."""
-    # In the warm-up what it changes waits there, to be restored (on a CPU the weights are in the need).
+    """Return the bytes of host memory that a worker's process needs."""
+    # During the warm-up, a copy of the states that it changes is in host memory. On a CPU the copy of the
+    # weights is part of the need.
     n_bytes = footprint.between_steps_bytes.get("optimizer", 0)
-    if "checkpoints" in s.settings.more:  # a copy of all that is kept, from the first one on
+    if (
+        "checkpoints" in s.settings.more
+    ):  # a copy of the saved states exists from the first checkpoint on
         states = footprint.model_states_bytes
         n_bytes += sum(states.values()) - states["gradients_bytes"]
     if s.served:
@@ -271,11 +279,11 @@ def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int
         return n_bytes + CPU_PROCESS_BYTES + needed_bytes
     flat = footprint.flat_bytes
     mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
-    # With gradients as large as the parameters, and what the warm-up keeps, to put it back.
+    # Gradients are as large as the parameters, and the warm-up stores copies to restore them.
     host_bytes = footprint.host_bytes
     kept_bytes = 3 * host_bytes.get("parameters", 0) + 2 * host_bytes.get("optimizer", 0)
     kept_bytes -= 2 * footprint.frozen_bytes if host_bytes else 0
     n_bytes += GPU_HOST_PROCESS_BYTES + footprint.saved_bytes + mirror_bytes + kept_bytes
-    if s.settings.data_placement == "host":  # pinned; mapped files are the kernel's to keep or drop
+    if s.settings.data_placement == "host":  # pinned memory; the kernel may drop mapped files
         n_bytes += data_bytes
     return n_bytes

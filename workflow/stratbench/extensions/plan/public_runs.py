@@ -1,7 +1,8 @@
-"""The range of time from public runs: measured steps over the plan's time for each of them.
+"""Derives the range of a cell's time from public runs: measured steps over their planned time.
 
-The runs are in workflow/reference/public_runs.csv, restated from the source that each row names.
-benchmarks/prediction/public_steps.py makes that file, and holds each run to the range of other models' runs.
+The runs are in workflow/reference/public_runs.csv, whose rows name their sources.
+benchmarks/prediction/public_steps.py makes that file, and tests each run against the range of other models'
+runs.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.plan.duration import PlannedStep, Span
 
 PUBLIC_RUNS = REFERENCE / "public_runs.csv"
-#: GPUs of the generations that the runs are on, linked by NVLink as there.
+#: GPUs of the same generations as in the runs, also linked by NVLink.
 GPUS = ("A100 SXM 40 GB", "A100 SXM 80 GB", "H100 SXM", "H100 96 GB", "H200 SXM")
-#: No run waits for links by the plan's one time; a cell is like them up to this share of its step.
+#: Maximum share of a step that a cell may wait for links and still resemble the runs, none of which waits.
 MAX_WAITING_SHARE = 0.05
 
 
 class Band(NamedTuple):
-    """Minimum and maximum of measured times over the plan's time, and their source.
+    """Minimum and maximum ratio of measured to planned times in public runs.
 
-    `least_s`: the shortest step of the runs by the plan's time; of shorter ones nothing is known.
+    Attributes:
+        low: Minimum ratio.
+        high: Maximum ratio.
+        least_s: Shortest planned step of the runs; the band does not apply to shorter steps.
+        source: Text on the runs.
     """
 
     low: float
@@ -35,7 +40,7 @@ class Band(NamedTuple):
 
 
 def is_like(s: Settings, reads_text: bool) -> bool:
-    """Return whether a cell is like the runs: a text decoder in bf16, sharded by FSDP's policy."""
+    """Return whether a cell resembles the runs: a text decoder in bf16, sharded by FSDP's policy."""
     if not reads_text or s.task is not None or s.precision != "bf16" or s.compile:
         return False
     return s.options.get("mixed_precision") == "policy" and s.options["offload"] == "none"
@@ -44,16 +49,14 @@ def is_like(s: Settings, reads_text: bool) -> bool:
 def span_from_runs(
     device: str, s: Settings, reads_text: bool, step: PlannedStep, steps: int
 ) -> Span | None:
-    """Return the range of `steps` steps from public runs.
-
-    Return None where the cell is not like them.
+    """Return the range of seconds of some steps from public runs, or None if the cell is not like them.
 
     Args:
-        device: The GPU's name in the table of GPUs.
-        s: The cell's settings.
-        reads_text: Whether it trains on texts.
-        step: Its step by the plan's one time.
-        steps: The steps of its training.
+        device: Name of the GPU in the table of GPUs.
+        s: Settings of the cell.
+        reads_text: Whether the cell trains on texts.
+        step: The planned step of the cell.
+        steps: Number of steps.
     """
     runs = band()
     if device not in GPUS or not is_like(s, reads_text) or step.seconds < runs.least_s:
@@ -65,12 +68,12 @@ def span_from_runs(
 
 @cache
 def band() -> Band:
-    """Return the band of all runs."""
+    """Return the band of all public runs."""
     return make_band(read_runs())
 
 
 def make_band(runs: Iterable[Mapping[str, str]]) -> Band:
-    """Return the band of these rows of the table."""
+    """Return the band of these rows of the table of runs."""
     times = [(float(run["step_s"]), float(run["planned_s"])) for run in runs]
     ratios = [step_s / planned_s for step_s, planned_s in times]
     least_s = min(planned_s for _, planned_s in times)
@@ -79,6 +82,6 @@ def make_band(runs: Iterable[Mapping[str, str]]) -> Band:
 
 @cache
 def read_runs() -> list[dict[str, str]]:
-    """Return the rows of the table."""
+    """Return the rows of the table of public runs."""
     with PUBLIC_RUNS.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

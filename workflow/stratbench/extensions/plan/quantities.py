@@ -1,4 +1,4 @@
-"""Sums over the cells of a plan, and the texts of its quantities."""
+"""Sums over the cells of a plan, and formats its quantities as text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from stratbench.telemetry.machine.hardware import all_datasheets
 
 
 def totals(plan: Plan, device: str) -> dict[str, Any]:
-    """Return the sums over the cells on `device`.
+    """Return sums over the cells on `device`.
 
-    Time and cost of those that are still to do.
-
-    `unknown`: cells of which no memory is predicted; they are in no other count and in no sum. No cell counts
-    for longer than its time limit. `gpu_hours` and `cost` (at best, at worst) are None where nothing is
-    known; `longest`: the cell that takes longest, if any, and `longest_high_s`.
+    Time and cost cover the cells that are still to do. No cell counts for longer than its time limit.
+    `unknown` counts cells without predicted memory, which are in no other count. `gpu_hours` and `cost` (at
+    best, at worst) are None if unknown.
     """
     fits = [(c, c.fits_on[device]) for c in plan.cells if device in c.fits_on]
     open_ = [(c, v) for c, v in fits if not c.recorded and v.may_run]
@@ -50,7 +48,7 @@ def totals(plan: Plan, device: str) -> dict[str, Any]:
 
 
 def assumed_rates(plan: Plan) -> list[str]:
-    """Rates of links that some cell uses and the config does not give, in words."""
+    """Return texts on the rates of links that some cell uses and the config does not give."""
     cells = [c for c in plan.cells if c.needs is not None]
     rates = []
     sheet = next((gpu for gpu in all_datasheets() if gpu.name == plan.device), None)
@@ -78,7 +76,7 @@ def _sources(sources: Iterable[str]) -> str:
 
 
 def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
-    """Return the cells by their values of coordinates, in order of first occurrence."""
+    """Return the cells grouped by their values of coordinates, in order of first occurrence."""
     value_of = attrgetter(*coordinates)
     by_key: dict[Any, list[Planned]] = {}
     for c in cells:
@@ -87,7 +85,7 @@ def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Plan
 
 
 def in_order(cells: Iterable[Planned]) -> list[Planned]:
-    """Return the cells of each experiment, model and worker count by usual time, unknown last.
+    """Return the cells sorted by usual time within each experiment, model and worker count, unknown last.
 
     Groups, and cells of equal times, keep their order.
     """
@@ -100,12 +98,12 @@ def _usual_s(c: Planned) -> float:
 
 
 def in_unit(n_bytes: float, unit: int) -> str:
-    """Return the number of units as text, with three digits or more."""
+    """Return `n_bytes / unit` as text with three digits or more."""
     return f"{n_bytes / unit:.3g}" if n_bytes < 1000 * unit else f"{n_bytes / unit:.0f}"
 
 
 def span_text(span: Span) -> str:
-    """Return a range as text: `12-45 min`."""
+    """Return a range as text, such as `12-45 min`."""
     if span.high_s < 1:
         return "under 1 s"
     if span.high_s < 100:
@@ -116,7 +114,7 @@ def span_text(span: Span) -> str:
 
 
 def compared_text(usual_s: float, span: Span) -> str:
-    """Return the comparison time and its range, in the range's unit: `20.5 (12-45 min)`."""
+    """Return the comparison time and its range as text, such as `20.5 (12-45 min)`."""
     if span.high_s < 1:
         return span_text(span)
     unit_s, digits = (1, 0) if span.high_s < 100 else (60, 1) if span.high_s < 6000 else (3600, 1)

@@ -1,4 +1,4 @@
-"""Makes the plan of a study: each cell's state, memory, time, cost and scheduler request."""
+"""Makes the plan of a study: each cell's state, memory, time, cost and request to the scheduler."""
 
 from __future__ import annotations
 
@@ -42,50 +42,55 @@ from stratbench.telemetry.machine.hardware import datasheet_of
 
 Records = Mapping[Cell, Mapping[str, Any]]
 
-#: Verdicts on a need and a device's memory. Tight: it may fit, but not with the reserve and the margin.
+#: Verdicts on whether a cell fits a device. Tight means that it fits only without the reserve and the
+#: margin.
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 
 @dataclass(frozen=True)
 class DeviceFit:
-    """How a cell would run on one device, and how long.
+    """Predicted memory, time and cost of a cell on one device.
 
-    Times, and values that follow from them, are None without the device's rates and without records. The cost
-    is None also without a price. Pairs are at best and at worst.
+    Times and values that follow from them are None if neither the device's rates nor records are known.
+    Pairs are the values at best and at worst.
     """
 
     device: str
-    peak: MemoryPeak  # of training, data set included
-    stage_peaks_bytes: tuple[
-        int, ...
-    ]  # the same of each stage, where the network is cut into several
-    needed_bytes: int  # with warm-up and evaluation
+    peak: MemoryPeak  # during training, including the data set
+    stage_peaks_bytes: tuple[int, ...]  # peak of each pipeline stage, if there are several
+    needed_bytes: int  # maximum, also during warm-up and evaluation
     verdict: str  # FITS, TIGHT or DOES_NOT_FIT
     largest_batch: int
-    room_bytes: float  # up to which a worker's need fits: reserve and margin taken off
-    #: That a GPU holds at once, on which the buffers of sums depend; footprints on CPUs have none.
+    room_bytes: float  # memory of a worker without reserve and margin
+    #: Number of threads that the GPU holds at once, which sizes buffers of sums; 0 on CPUs.
     resident_threads: int
-    sending_s: tuple[float, float]  # of a step
-    by_device: Span | None  # the training by what the device can do
-    usual_s: float | None  # the same as one time, by which cells are compared
-    train: Span | None  # the same, or by records where there are any
-    total: Span | None
-    cut_off: str  # by the time limit: no, possible or certain
+    sending_s: tuple[float, float]  # communication per step
+    by_device: Span | None  # time of training, from the device's rates
+    usual_s: float | None  # single time of training, by which cells are compared
+    train: Span | None  # time of training, from records or else from the device's rates
+    total: Span | None  # time of the whole cell
+    cut_off: str  # whether the time limit ends it: no, possible or certain
     gpu_hours: tuple[float, float] | None
     cost: tuple[float, float] | None
 
     @property
     def may_run(self) -> bool:
-        """Whether it fits, with or without reserve for unknown memory."""
+        """Whether the cell fits, possibly without the reserve for unknown memory."""
         return self.verdict != DOES_NOT_FIT
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One cell's part of the plan; without a footprint nothing is known, and `reason` has the cause.
+    """One cell's part of the plan.
 
-    `recorded`: whether it has any record, and so is not trained again. `least_samples`: samples that a worker
-    must compute on at once.
+    Without a footprint nothing is predicted, and `reason` says why.
+
+    Attributes:
+        state: done, recorded, failed, unsupported, infeasible or to do.
+        recorded: Whether the cell has any record, so that it is not trained again.
+        fits_on: Prediction by device, the plan's own device first; only the CPU for a cell on CPUs.
+        asked: Request to the scheduler.
+        least_samples: Minimum number of samples that a worker must compute at once.
     """
 
     subject: Subject
@@ -104,42 +109,42 @@ class Planned:
 
     @property
     def fit(self) -> DeviceFit | None:
-        """Its fit on the plan's device, or the CPU for a cell that trains there."""
+        """Prediction for the plan's device, or for the CPU if the cell trains there."""
         return next(iter(self.fits_on.values()), None)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a study for `device`. `others`: devices that it is compared with."""
+    """The plan of a study for `device`; `others` are devices to compare it with."""
 
     study: str
     cluster: Mapping[str, Any]
     device: str
-    gpu: str | None  # as the config or the command line names it; None: chosen for comparison
+    gpu: str | None  # name in the config or command line; None if chosen for comparison
     others: list[str]
     cells: list[Planned]
-    #: Why no node of the cluster can hold a cell, as texts; empty without SLURM.
+    #: Texts on cells that no node of the cluster can hold; empty without SLURM.
     unheld: list[str]
-    #: That nodes have GPUs of several types, in a sentence; None: they do not, or one is chosen.
+    #: Sentence that the nodes have several GPU types; None if not, or if one is chosen.
     gpu_types: str | None
-    #: Trainings that the records were projected to: of the study's cells (first repeats), and beyond them.
+    #: Trainings projected from records: of the study's cells (first repeats) and of others.
     projected: Mapping[Cell, ProjectedDuration]
-    #: Footprints by option, for each kind of cell that may free gathered weights after forward.
+    #: Footprints by value of `reshard_after_forward`, for each kind of cell that has this option.
     resharding: dict[Request, dict[str, Footprint]]
 
     @property
     def named(self) -> bool:
-        """Whether the cells will run on `device`, according to the config."""
+        """Whether the config says that the cells will run on `device`."""
         return self.gpu is not None or self.device == "CPU"
 
 
 @dataclass(frozen=True)
 class PlanAddition:
-    """What one extension adds to plans.
+    """Additions of one extension to plans.
 
     Attributes:
-        durations: Config, study and records -> durations of cells, of the study and beyond. A ValueError
-            ends the plan with its message.
+        durations: Takes the config, the study and records, and returns durations of cells, also beyond
+            the study. A ValueError ends the plan with its message.
         questions: Yields questions, each with the sentences that answer it.
     """
 
@@ -156,13 +161,13 @@ def make_plan(
     partition: str | None = "*",
     projected: Mapping[Cell, ProjectedDuration] | None = None,
 ) -> Plan:
-    """Return the plan of a study that was checked and has these records.
+    """Return the plan of a study that was checked.
 
     Args:
         config: The validated config.
         checked: Check of the study.
-        records: Its records.
-        partition: Partition of SLURM (several: `a,b`; None: the default one; `*`: any).
+        records: Records of the study.
+        partition: Partition of SLURM; several as `a,b`, None for the default one, `*` for any.
         projected: Projected times of trainings.
     """
     cluster, projected = config["cluster"], projected or {}
@@ -204,7 +209,10 @@ def make_plan(
 
 
 def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
-    """Return the study's usable records by cell. Prints which are left out: also those of other settings."""
+    """Return the study's usable records by cell.
+
+    Print which records are left out, such as those of other settings.
+    """
     records, others = {}, []
     for cell in study.cells:
         path = cell.record_path(results)
@@ -226,11 +234,11 @@ def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
 
 
 def timed_records(records: Records, gpu: str | None) -> Records:
-    """Return records whose times apply to cells on `gpu` (None: on their own GPU)."""
+    """Return the records whose times apply to `gpu`, or all if it is None."""
     named = gpus_called(gpu) if gpu else None
 
     def is_of_another(record: Mapping[str, Any]) -> bool:
-        """Return whether it names another GPU; one on CPUs names none."""
+        """Return whether the record names another GPU; records of CPU cells name none."""
         known = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
         sheets = [datasheet_of(gpu.get("name") or "") for gpu in known]
         return named is not None and any(sheet and sheet not in named for sheet in sheets)
@@ -246,7 +254,10 @@ def _planned(
     measured: Span | None,
     config: Mapping[str, Any],
 ) -> Planned:
-    """Return a cell's fit on `devices`, the first of which is the plan's, for times by records."""
+    """Return the plan of a cell on `devices`, the first of which is the plan's own.
+
+    `measured` is the time of its training by records.
+    """
     cluster = config["cluster"]
     footprint = None if s.cell in checked.refused else checked.rehearsals[s.request].footprint
     needs, fits_on = None, {}
@@ -294,7 +305,10 @@ def _fit(
     measured: Span | None,
     cluster: Mapping[str, Any],
 ) -> DeviceFit:
-    """`measured`: the time of its training, by records."""
+    """Return the prediction for a cell on a device.
+
+    `measured` is the time of its training by records.
+    """
     batch, threads, data_bytes = s.samples_per_step, device.resident_threads, needs.data_bytes
     fullest = footprint.fullest(batch, threads)
     peak = fullest.training_peak(batch, threads)
@@ -345,9 +359,9 @@ def verdict_of(needed_bytes: float, device: Device, margin: float) -> str:
     """Return FITS, TIGHT or DOES_NOT_FIT.
 
     Args:
-        needed_bytes: Predicted need.
+        needed_bytes: Predicted need of a worker.
         device: The device.
-        margin: Fraction by which the prediction may be wrong.
+        margin: Relative error that the prediction may have.
     """
     if needed_bytes <= device.room_bytes(margin):
         return FITS
@@ -355,7 +369,7 @@ def verdict_of(needed_bytes: float, device: Device, margin: float) -> str:
 
 
 def _cut_off(total: Span | None, limit_s: float | None) -> str:
-    """Return whether the time limit ends a cell before its time."""
+    """Return whether the time limit ends a cell early: no, possible or certain."""
     if total is None or limit_s is None or total.high_s <= limit_s:
         return "no"
     return "certain" if total.low_s > limit_s else "possible"
@@ -364,12 +378,12 @@ def _cut_off(total: Span | None, limit_s: float | None) -> str:
 def cost_of(
     low_h: float, high_h: float, cluster: Mapping[str, Any], on_gpu: bool
 ) -> tuple[float, float] | None:
-    """Return the cost of GPU-hours, or None if no price is known.
+    """Return the cost of GPU-hours at best and at worst, or None if no price is known.
 
     Args:
         low_h: Hours at best.
         high_h: Hours at worst.
-        cluster: The `cluster` block of the config.
+        cluster: The block `cluster` of the config.
         on_gpu: Whether the cell trains on GPUs.
     """
     price = cluster["price_per_gpu_hour"]
@@ -384,7 +398,7 @@ def _state(
     measured: Span | None,
     results: str,
 ) -> tuple[str, str]:
-    """Return the state of a cell and its reason."""
+    """Return the state of a cell, and the reason for it."""
     if found is not None:
         if found["status"] == "ok":
             return "done", ""
@@ -410,7 +424,10 @@ def _state(
 
 
 def _share_of_data(s: Subject, fit: DeviceFit) -> str:
-    """Return the setting that takes data off the device, if they are a tenth or more of the need."""
+    """Return a text on the setting that moves the data off the device.
+
+    It is empty if the data are less than a tenth of the need.
+    """
     n_bytes = fit.peak.parts_bytes["data"]
     if (
         s.settings.data_placement == "host"
@@ -419,7 +436,7 @@ def _share_of_data(s: Subject, fit: DeviceFit) -> str:
     ):
         return ""
     held = f", {bytes_text(n_bytes)} of it for the data"
-    return f"{held} (data_placement: host keeps them in host memory)"
+    return f"{held} (data_placement: host stores them in host memory)"
 
 
 def longest_time_s(fit: DeviceFit | None) -> int | None:

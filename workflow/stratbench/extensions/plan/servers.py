@@ -9,16 +9,18 @@ from stratbench.ps.server_config import ServerConfig
 from stratbench.strategies import strategy_class
 from stratbench.strategies.ps import node_of_server
 
-#: A lane over TCP has a shard's gradient and its reply in memory, and one in the wire's format.
+#: Number of shard-sized buffers per worker's connection over TCP: a gradient, its reply, and one of them in
+#: the wire's format.
 _STREAM_SHARDS = 3
 
 
 def server_needs(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> dict[str, int]:
-    """Return bytes of host memory of server 0, by purpose; it alone has BatchNorm's statistics.
+    """Return the bytes of host memory of server 0, by purpose.
 
-    The policy has a number of weight-sized tensors, some of which only momentum needs. Each of these counts
-    as many times as the optimizer has moments (SGD without momentum 0, with it 1, AdamW 2). An epoch's end is
-    copied to be written. A push in fp16 may overflow: data over TCP are held until the worker confirms.
+    Server 0 is the largest, since it alone has BatchNorm's statistics. The policy has a number of
+    weight-sized tensors, some of which only momentum needs. Each of these exists once per moment of the
+    optimizer: none for SGD without momentum, one with it, two for AdamW. The end of an epoch is copied to
+    be written. A push in fp16 may overflow, so that data over TCP are stored until the worker confirms.
     Memory that workers share with the server counts as the workers'.
 
     Args:
@@ -38,7 +40,7 @@ def server_needs(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> di
         "weights": part_bytes,
         "optimizer": tensors * part_bytes,
         "snapshot": part_bytes,
-        # Each worker's latest, the initial ones, and their mean for the snapshot.
+        # Buffers of each worker's last push, the initial buffers, and their mean for the snapshot.
         "buffers": (workers + 2) * flat_bytes["buffers"],
         "lanes": 0 if shares_memory else workers * stream_bytes,
     }
@@ -47,10 +49,10 @@ def server_needs(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> di
 def worker_traffic_bytes(
     s: Settings, flat_bytes: Mapping[str, int], between_nodes: bool = False
 ) -> tuple[int, int]:
-    """Return bytes that a worker sends and receives per batch.
+    """Return the bytes that a worker sends and receives per batch.
 
-    It sends gradients and buffers (BatchNorm's statistics) and receives weights. On the wire the gradients
-    may have half the size; in shared memory they never do.
+    It sends gradients and buffers (BatchNorm's statistics), and receives weights. On the wire the gradients
+    may have half the size, in shared memory they never do.
 
     Args:
         s: Settings of the cell.
@@ -66,14 +68,12 @@ def worker_traffic_bytes(
 
 
 def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
-    """Return one-way bytes per global batch over the busiest link of a node.
+    """Return the one-way bytes per global batch over the busiest link of a node, or 0 on one node.
 
-    Return 0 on one node.
-
-    With w of all W workers on a node, and a fraction p of the weights P (bytes) served there, the node's link
-    carries w (1 - p) P for its workers and (W - w) p P for its servers, each way; buffers go to server 0
-    alone. With a machine for each worker it is (W - 1) P at a single server. With a server next to each
-    worker it is 2 (W - 1) / W P at every one (Jiang et al., BytePS, OSDI 2020).
+    A node with w of all W workers may serve a fraction p of the weights P (bytes). Its link then carries w
+    (1 - p) P for its workers and (W - w) p P for its servers, each way. Buffers go to server 0 only. With
+    one machine per worker it is (W - 1) P at a single server. With a server on each worker's node it is 2
+    (W - 1) / W P at every node (Jiang et al., BytePS, OSDI 2020).
 
     Args:
         s: Settings of the cell.

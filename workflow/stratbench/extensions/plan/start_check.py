@@ -1,9 +1,10 @@
-"""Checks the user's networks before the first cell is submitted.
+"""Checks the user's models before the first cell is submitted.
 
-A network that no strategy can train fails cell after cell, and on a cluster each of them queues for that.
-The check runs in a process of its own, since PyTorch would stay in Snakemake's memory.
+A model that no strategy can train fails in every cell, and on a cluster each of these jobs waits in the
+queue first. The check runs in a separate process, since PyTorch would stay in Snakemake's memory.
 
-python -m stratbench.extensions.plan.start_check < JSON     faults on stdout as JSON, progress on stderr
+`python -m stratbench.extensions.plan.start_check < JSON` writes faults to stdout as JSON, and progress to
+stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from stratbench.cell.text.words import folded
 from stratbench.strategies import strategy_class
 from stratbench.study.config.config import Study
 
-#: Errors that a machine with a GPU, or with other files, may not have.
+#: Errors that may not occur on a machine with a GPU, or with other files.
 MAY_BE_MACHINES = re.compile(r"cuda|gpu|nvidia|triton|'CPU' backend|\w*OSError|FileNotFound", re.I)
 
 
@@ -32,13 +33,13 @@ def faults_of_networks(
 ) -> list[str]:
     """Return why a user's models and tasks cannot be trained, one sentence per fault.
 
-    A fault that another machine may not have is printed, and not returned.
+    A fault that may not occur on another machine is printed instead.
 
     Args:
         config: The validated config.
-        study: Its study.
-        cells: The cells that are to be trained.
-        elsewhere: Whether other machines than this one train them.
+        study: The study.
+        cells: The cells to train.
+        elsewhere: Whether other machines train them.
     """
     by_key = {_network_key(study, cell): cell for cell in cells}
     by_key.pop(None, None)
@@ -49,14 +50,21 @@ def faults_of_networks(
     done = subprocess.run(
         command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False
     )
-    if done.returncode != 0:  # the jobs check again, and say it
-        print("the user's networks could not be checked before the start", file=sys.stderr)
+    if done.returncode != 0:  # the jobs check again and report the fault
+        print(
+            "your models could not be checked before the start; their jobs check them",
+            file=sys.stderr,
+        )
         return []
     faults = []
     for reason, on_gpus in json.loads(done.stdout).items():
         if (elsewhere or on_gpus) and MAY_BE_MACHINES.search(reason):
             print(
-                folded([f"cannot be trained here, and is started all the same: {reason}"]),
+                folded(
+                    [
+                        f"cannot be trained here, but is started, since other machines may differ: {reason}"
+                    ]
+                ),
                 file=sys.stderr,
             )
         else:
@@ -71,7 +79,7 @@ def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
     """
     settings = study.settings(cell)
     own = settings.own_model or settings.own_task
-    # Data of the user's own are known once they are prepared, by a job of this very run.
+    # Data sets of users are unknown until a job of this run has prepared them.
     by_command = strategy_class(settings.strategy).kind == "own"
     if not own or by_command or not study.dataset(cell.dataset).is_read:
         return None
@@ -79,11 +87,11 @@ def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
 
 
 def main() -> int:
-    """Check the networks of the cells on stdin.
+    """Check the models of the cells on stdin.
 
     Print the faults, and whether their cells train on GPUs.
     """
-    # Here, since the rules import this file each time that they are read.
+    # Imported here, since Snakemake's rules import this file each time that they are read.
     from stratbench.extensions.plan.check import Network, networks_of
     from stratbench.extensions.plan.needs import subject_of
 

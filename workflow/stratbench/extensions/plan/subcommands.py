@@ -1,4 +1,4 @@
-"""`stratbench plan` of a study, of a network alone, or of one on so many GPUs; and `stratbench check`."""
+"""`stratbench plan` for a study, for a model alone, or for a model on N GPUs; and `stratbench check`."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from stratbench.study.model_question import add_question, options_of
 
 
 def add_subcommands(add: Adder) -> None:
-    """Add `plan` and `check`."""
-    plan = add("plan", run_plan, "what fits, how long it takes, what it costs")
+    """Add `plan` and `check` to the command line."""
+    plan = add("plan", run_plan, "predict memory, time and cost of each cell")
     plan.add_argument(
         "--model",
         metavar="NAME",
-        help="what fits for a network alone, without a study: one of ours or of torchvision's, or "
-        "one of the `models` of this folder's config.yaml",
+        help="plan a single model without a study: a model of stratbench or torchvision, or one of `models` "
+        "in this folder's config.yaml",
     )
     plan.add_argument(
         "--dataset",
         metavar="NAME",
-        help="with --model: what it is trained on; default: data of ImageNet's or GPT-2's shape",
+        help="with --model: data set to train on; default: data of the shape of ImageNet or GPT-2's",
     )
     plan.add_argument(
         "--out",
         type=Path,
-        help="of a network alone, or a bundle: the folder to write; default: STUDY.plan",
+        help="for a single model or a bundle: folder to write; default: STUDY.plan",
     )
     add_question(plan)
-    add("check", answer_with_torch, "whether each strategy of a study can train each network")
+    add("check", answer_with_torch, "check whether each strategy of a study can train each model")
 
 
 def run_plan(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench plan`: the rule `plan`, or for a network alone its plan."""
+    """Run `stratbench plan`: the rule `plan`, or the plan of a single model."""
     require("torch")
     if given.model is not None:
         return plan_model(given, others)
     refuse_question(given)
     if given.out is not None:
         raise CommandError(
-            "--out is for --model; a study's plan is in the folder `results` of its config"
+            "--out: needs --model; the plan of a study is written to the folder `results` of its config"
         )
     return answer_by_rule(given, others)
 
 
 def refuse_question(given: argparse.Namespace) -> None:
-    """Raise CommandError for an option that is for a network alone."""
+    """Raise CommandError for an option that applies to a single model only."""
     if given.dataset is not None:
-        raise CommandError("--dataset is for --model")
+        raise CommandError("--dataset: needs --model NAME; add it")
     for option in options_of(given):
-        raise CommandError(f"{option} is for --model NAME --gpus N")
+        raise CommandError(f"{option}: needs --model NAME and --gpus N; add them")
 
 
 def plan_model(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench plan --model NAME`: with the config of this folder, if there is one."""
+    """Run `stratbench plan --model NAME`, with the config of this folder if there is one."""
     import yaml
 
     from stratbench.extensions.plan.__main__ import main as make_plan
@@ -86,8 +86,8 @@ def plan_model(given: argparse.Namespace, others: list[str]) -> int:
     arguments += ["--out", str(given.out)] if given.out else []
     options = options_of(given)
     if options and "--gpus" not in options:
-        raise CommandError(f"{next(iter(options))} is for --model NAME --gpus N; add --gpus")
+        raise CommandError(f"{next(iter(options))}: needs --gpus N; add it")
     if options and given.out:
-        raise CommandError("--out is for a page, and --gpus prints a table; remove one of them")
+        raise CommandError("--out writes a page, and --gpus prints a table; remove one of them")
     arguments += [text for option in options.items() for text in option]
     return make_plan(arguments)

@@ -1,4 +1,4 @@
-"""Estimates the training of a PyTorch module on GPUs, for your own loop: `stratbench.estimate`."""
+"""Estimates memory and speed of a PyTorch module on GPUs, for your own loop: `stratbench.estimate`."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ from stratbench.workload.network.models import Model
 from stratbench.workload.network.own import OwnModel
 from stratbench.workload.tasks import LossKind, Task
 
-#: Default options of a strategy: those that trainers of FSDP use.
+#: Default options of a strategy, as trainers of FSDP use them.
 USUAL_OPTIONS: dict[str, dict[str, Any]] = {"fsdp": {"mixed_precision": "policy"}}
-#: Steps of a training, of which the first may differ.
+#: Number of steps of the assumed training; its first steps may differ.
 MANY_STEPS = 1000
 Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Needs and speed of a training step on each GPU.
+    """Memory and speed of a training step on each GPU.
 
     Attributes:
         strategy: Name of the strategy.
         gpus: Number of GPUs.
-        gpu: Their name.
-        batch: Samples of the example batch, which a GPU computes on at once.
-        verdict: fits, tight or does not fit, of that batch.
-        allocated_bytes: What torch.cuda.max_memory_allocated will show.
-        reserved_bytes: What PyTorch's allocator will hold, in expandable segments.
-        shown_bytes: What nvidia-smi will show: with the CUDA context and NCCL's buffers.
-        parts_bytes: Allocated bytes by purpose: parameters, gradients, optimizer, activations, ...
-        phase: The part of a step with the peak.
+        gpu: Name of the GPU.
+        batch: Samples of the example batch, which a GPU computes at once.
+        verdict: fits, tight or does not fit, for that batch.
+        allocated_bytes: Value that torch.cuda.max_memory_allocated will show.
+        reserved_bytes: Memory that PyTorch's allocator will reserve, in expandable segments.
+        shown_bytes: Value that nvidia-smi will show, with the CUDA context and NCCL's buffers.
+        parts_bytes: Allocated bytes by purpose, such as parameters or activations.
+        phase: Part of a step with the peak.
         largest_batch: Maximum samples that fit on a GPU at once; 0 if none do.
-        step_s: Seconds of a step, as one time to compare by; None if the GPU's rate is not known.
-        step_range_s: Seconds of a step at best and at worst; None as `step_s`.
-        time_source: The public runs behind the range; empty if it is the datasheet's.
+        step_s: Seconds per step, as a single time to compare by; None if the GPU's rate is unknown.
+        step_range_s: Seconds per step at best and at worst; None like `step_s`.
+        time_source: Public runs behind the range; empty if it follows from the datasheet.
     """
 
     strategy: str
@@ -105,30 +105,31 @@ def estimate(
     activation_checkpointing: bool = False,
     gpus_per_node: int = NODE_GPUS,
 ) -> Estimate:
-    """Return what training `model` takes on some GPUs. Nothing is trained, and no GPU is needed.
+    """Return an estimate of training `model` on some GPUs. Nothing is trained, and no GPU is needed.
 
     Args:
-        model: A module that is called with the inputs alone. It may be on the meta device; its values are
-            not looked at, and it is not changed.
-        batch: Inputs and targets, [samples, ...] each, of which only shapes and dtypes count; they may be on
-            the meta device. The samples are those that one GPU computes on at once.
+        model: A module that is called with the inputs alone. It may be on the meta device. Its values
+            are not read, and it is not changed.
+        batch: Inputs and targets, [samples, ...] each, of which only shapes and dtypes count. They may
+            be on the meta device. The samples are those that one GPU computes at once.
         gpus: Number of GPUs.
-        gpu: Their name as people write it.
-        strategy: Name of a strategy of stratbench; None: `single` on one GPU, `fsdp` on more.
-        options: Options of the strategy; None: `mixed_precision: policy` of fsdp, and defaults of others.
-        loss: Called with outputs and targets, returns a scalar; None: cross-entropy for targets of whole
-            numbers, mean squares for others.
+        gpu: Name of the GPU, such as "H100 80GB".
+        strategy: Name of a strategy of stratbench; None for `single` on one GPU and `fsdp` on more.
+        options: Options of the strategy; None for `mixed_precision: policy` of fsdp, and the defaults
+            of others.
+        loss: Called with outputs and targets, returns a scalar. None: cross-entropy for integer
+            targets, mean squared error for others.
         optimizer: adamw or sgd.
-        precision: bf16, fp16, fp32 or tf32, as config.yaml has it.
-        activation_checkpointing: Whether the model's blocks compute their activations again in backward.
-        gpus_per_node: GPUs of a node.
+        precision: bf16, fp16, fp32 or tf32, as in config.yaml.
+        activation_checkpointing: Whether the model's blocks recompute their activations in backward.
+        gpus_per_node: Number of GPUs per node.
 
     Raises:
-        ValueError: What is asked cannot be followed; the message says why.
+        ValueError: If the training cannot be estimated; the message says why.
     """
     if dist.is_initialized():
         raise ValueError(
-            "stratbench.estimate: a process group exists; call it in a process without one"
+            "stratbench.estimate: a process group is initialised; call it in a process without one"
         )
     x, y = _checked(batch)
     name = strategy or ("single" if gpus == 1 else "fsdp")
@@ -147,7 +148,7 @@ def estimate(
         raise ValueError(f"stratbench.estimate: {error}") from error
     request = _GivenRequest(
         settings=_settings(name, resolved, gpus, optimizer, precision, activation_checkpointing),
-        input_shape=(1,),  # the example batch says it all
+        input_shape=(1,),  # unused: the example batch has the shapes
         classes=0,
         local_world=min(gpus, gpus_per_node),
         eval_batch=0,
@@ -159,7 +160,7 @@ def estimate(
         reason = cls.why_not(request.network)
     if reason is not None:
         raise ValueError(f"stratbench.estimate: strategy = {name!r}: {reason}")
-    # With a GPU in sight, some of PyTorch's code on fake tensors takes the way of real ones.
+    # If a GPU is visible, some of PyTorch's code treats fake tensors as real ones.
     with replaced(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         footprint = try_footprint(request, blocks=_blocks_of(request))
@@ -195,8 +196,8 @@ def estimate(
 
 
 def _blocks_of(request: Request) -> tuple[str, int] | None:
-    """Return path and number of the model's equal blocks, or None if there are none."""
-    # Errors of the model are reported when all of it is traced.
+    """Return the path and number of the model's equal blocks, or None if there are none."""
+    # Errors of the model are reported when the whole model is traced.
     with suppress(Exception), fake.surroundings(request):
         model, _, _ = fake.built(request)
         return equal_blocks(request, model)
@@ -205,7 +206,7 @@ def _blocks_of(request: Request) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """A caller's input: a module, an example batch on the meta device, and the loss."""
+    """Input of a caller: a module, an example batch on the meta device, and the loss."""
 
     model: nn.Module
     inputs: Tensor
@@ -215,7 +216,7 @@ class Given:
 
 @dataclass(frozen=True)
 class _GivenRequest(Request):
-    """A request whose model, batch and loss are objects, in place of names from a config."""
+    """A request whose model, batch and loss are objects instead of names from a config."""
 
     given: Given = field(kw_only=True)
 
@@ -235,7 +236,7 @@ class _GivenRequest(Request):
 
 
 class _GivenTask(Task):
-    """A loss alone: nothing is scored."""
+    """A task that has a loss and no score."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
@@ -255,7 +256,7 @@ def copy_given(given: Given) -> nn.Module:
     return deepcopy(given.model, memo)
 
 
-#: Numbers the modules of a process, as keys of the caches by name.
+#: Gives each module of this process a number, which is its key in caches.
 _numbers = count(1)
 
 
@@ -293,7 +294,7 @@ def _check_word(key: str, value: str, allowed: Iterable[str]) -> None:
     if value not in allowed:
         listed = ", ".join(allowed)
         raise ValueError(
-            f"{key} = {value!r}: is none.{did_you_mean(value, allowed)} Allowed: {listed}"
+            f"{key} = {value!r}: is unknown.{did_you_mean(value, allowed)} Allowed: {listed}"
         )
 
 
@@ -301,14 +302,14 @@ def _checked(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     pair = isinstance(batch, tuple | list) and len(batch) == 2
     if not pair or not all(torch.is_tensor(t) and t.dim() for t in batch):
         raise ValueError(
-            "stratbench.estimate: batch: give a pair of tensors, inputs and targets; a module of several "
-            "inputs goes into one of one input"
+            "stratbench.estimate: batch: is not a pair of tensors; give inputs and targets, and wrap a "
+            "module with several inputs into one with one input"
         )
     x, y = batch
     if len(x) != len(y) or not len(x):
         raise ValueError(
-            f"stratbench.estimate: batch: inputs have {len(x)} samples and targets {len(y)}; give as many "
-            "of both, one at least"
+            f"stratbench.estimate: batch: inputs have {len(x)} samples and targets have {len(y)}; give "
+            "equally many of both, at least one"
         )
     return x, y
 

@@ -1,6 +1,6 @@
-"""The answer for one model: strategies that fit on some GPUs, with batch, speed and cost.
+"""Answers which strategies fit a model on some GPUs, with batch, speed and cost.
 
-`stratbench plan --model NAME --gpus N`. Nothing is trained, and no study has to name the model.
+It is for `stratbench plan --model NAME --gpus N`. Nothing is trained, and no study has to name the model.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from stratbench.telemetry.machine.hardware import Datasheet
 from stratbench.workload.data.dataset import Dataset, kind_of
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_answer.yaml"
-#: GPUs per node if no config sets it.
+#: Number of GPUs per node if no config sets it.
 NODE_GPUS = 8
-#: Micro-batches of a pipeline's step, by its stages.
+#: Number of micro-batches of a pipeline's step, per stage.
 MICROBATCHES_A_STAGE = 4
-#: Usual length of a training if none is set.
+#: Length of a training if none is set, in tokens and in images.
 USUAL_TOKENS, USUAL_IMAGES = 1e9, 1e6
 
 
@@ -46,9 +46,9 @@ class Memory:
     """Bytes on the fullest GPU in a training step.
 
     Attributes:
-        allocated_bytes: What torch.cuda.max_memory_allocated shows.
-        reserved_bytes: What PyTorch's allocator holds, in expandable segments.
-        shown_bytes: What nvidia-smi shows: with the CUDA context and NCCL's buffers.
+        allocated_bytes: Value that torch.cuda.max_memory_allocated shows.
+        reserved_bytes: Memory that PyTorch's allocator reserves, in expandable segments.
+        shown_bytes: Value that nvidia-smi shows, with the CUDA context and NCCL's buffers.
     """
 
     allocated_bytes: int
@@ -61,16 +61,16 @@ class StrategyAnswer:
     """A strategy with or without activation checkpointing, at its largest micro-batch that fits.
 
     Attributes:
-        strategy: Its name, or that of its variant.
+        strategy: Name of the strategy or variant.
         checkpointing: Whether activations are checkpointed.
-        reason: Why nothing is predicted of it; empty if something is.
-        verdict: FITS, TIGHT or DOES_NOT_FIT, of that batch.
-        micro_batch: Samples that a copy of the network computes on at once; the least if none fits.
-        global_batch: Samples of a step on all GPUs.
-        memory: What a GPU holds then.
-        step_s: Seconds of a step at best, at worst, and as one time to compare by; None if the GPU's rate is
-            not known.
-        time_source: The public runs that the range comes from; empty if it is the datasheet's.
+        reason: Why nothing is predicted; empty if something is.
+        verdict: FITS, TIGHT or DOES_NOT_FIT, for that batch.
+        micro_batch: Samples that a copy of the network computes at once; the minimum if none fits.
+        global_batch: Samples per step on all GPUs.
+        memory: Memory of a GPU with that batch.
+        step_s: Seconds per step at best, at worst, and as a single time to compare by; None if the
+            GPU's rate is unknown.
+        time_source: Public runs behind the range; empty if it follows from the datasheet.
     """
 
     strategy: str
@@ -85,7 +85,7 @@ class StrategyAnswer:
 
     @property
     def samples_per_s(self) -> tuple[float, float, float] | None:
-        """Samples of all GPUs per second: at worst, at best, and to compare by."""
+        """Samples per second on all GPUs: at worst, at best, and to compare by."""
         if self.step_s is None:
             return None
         best_s, worst_s, usual_s = self.step_s
@@ -94,7 +94,7 @@ class StrategyAnswer:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer on a model. `choices` are sorted, with the fastest that fits first."""
+    """Answer for a model; `choices` are sorted, with the fastest that fits first."""
 
     question: Question
     gpu: Datasheet
@@ -114,13 +114,13 @@ class Answer:
 
     @property
     def amount(self) -> float:
-        """Tokens or images of the whole training."""
+        """Number of tokens or samples of the whole training."""
         if self.data.is_text:
             return self.question.tokens or USUAL_TOKENS
         return self.question.samples or USUAL_IMAGES
 
     def rates_of(self, choice: StrategyAnswer) -> tuple[float, float, float]:
-        """Return a choice's throughput in `counts`: at worst, at best, and to compare by."""
+        """Return a choice's throughput in `counts` per second: at worst, at best, and to compare by."""
         each = self.data.shape[0] if self.data.is_text else 1
         return tuple(each * rate for rate in choice.samples_per_s)
 
@@ -128,15 +128,15 @@ class Answer:
 def answer_for(
     config: Mapping[str, Any], question: Question, tell: Callable[[Answer], None] = lambda _: None
 ) -> Answer:
-    """Return the answer to a question.
+    """Return the answer to a question about a model.
 
     Args:
-        config: Not validated, for its models, data sets and cluster; it may be empty.
+        config: Raw config with models, data sets and cluster; it may be empty.
         question: The question.
-        tell: Called with the answer of the first strategy, as soon as that is known.
+        tell: Called with the answer for the first strategy, as soon as it is known.
 
     Raises:
-        ConfigError: The model, data set or GPU is unknown, or the config has mistakes.
+        ConfigError: If the model, data set or GPU is unknown, or the config has mistakes.
     """
     sheet = _datasheet_of(question, config)
     template = _template_for(question, config)
@@ -184,23 +184,26 @@ def _datasheet_of(question: Question, config: Mapping[str, Any]) -> Datasheet:
         return find_gpu(question.gpu, "--gpu")
     if named := (config.get("cluster") or {}).get("gpu"):
         return find_gpu(named)
-    raise ConfigError(f"--gpu: name the GPU, such as 'H100 80GB'; known are {known_gpus()}")
+    raise ConfigError(
+        f"--gpu: is missing; name a GPU, such as 'H100 80GB'. Known GPUs: {known_gpus()}"
+    )
 
 
 def _check_amount(question: Question, data: Dataset) -> None:
-    """Raise ConfigError if the length of a training has a unit that the data lack."""
+    """Raise ConfigError if the length of the training is in a unit that the data lack."""
     amount, kind, other = question.samples, "texts", "tokens"
     if not data.is_text:
         amount, kind, other = question.tokens, kind_of(data.shape), "samples"
     if amount is not None:
         wrong = "samples" if data.is_text else "tokens"
         raise ConfigError(
-            f"--{wrong} {amount:g}: {question.model} is trained on {kind}; give --{other}"
+            f"--{wrong} {amount:g}: does not apply, since {question.model} is trained on {kind}; "
+            f"give --{other}"
         )
 
 
 def _template_for(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template's study for the GPUs of the question, as `study_of` takes it."""
+    """Return the study of the template for the GPUs of the question, as `study_of` takes it."""
     node = (config.get("cluster") or {}).get("gpus_per_node", NODE_GPUS)
     node = next(n for n in range(min(node, question.gpus), 0, -1) if question.gpus % n == 0)
     parts = MICROBATCHES_A_STAGE * node
@@ -209,14 +212,15 @@ def _template_for(question: Question, config: Mapping[str, Any]) -> dict[str, An
     strategies = template.pop("strategies")["alone" if question.gpus == 1 else "together"]
     if node == 1:
         strategies = [name for name in strategies if not name.endswith("-1")]
-    # Any batch that all can divide; the largest that fits is found by the footprint.
+    # This batch only has to be divisible by all strategies. The footprint gives the largest batch that
+    # fits.
     template["experiment"]["global_batch"] = question.gpus * parts
     template["numbers"] = {"gpus": {"strategies": strategies, "gpus": [question.gpus]}}
     return template
 
 
 def _unevaluated(s: Subject) -> Subject:
-    """Return the same cell, which evaluates nothing: how it does is a study's choice."""
+    """Return the cell without evaluation, whose batch is a choice of a study."""
     return replace(s, request=replace(s.request, eval_batch=0))
 
 
@@ -241,15 +245,15 @@ def choose_batch(
     batch: int | None = None,
     reads_text: bool | None = None,
 ) -> StrategyAnswer:
-    """Return a cell on a device at the largest batch that fits, or else at the minimum.
+    """Return a cell on a device at the largest batch that fits, or else at the minimum batch.
 
     Args:
         s: The cell, with any batch.
         footprint: Footprint of its model and strategy.
         device: One GPU.
-        cluster: The config's block.
-        least: Samples that a copy of the model must compute on at once.
-        batch: Samples of a copy of the model per step, in place of the largest that fits.
+        cluster: The block `cluster` of the config.
+        least: Minimum number of samples that a copy of the model must compute at once.
+        batch: Samples per step of a copy of the model, in place of the largest that fits.
         reads_text: Whether its samples are texts; None if its data set says so.
     """
     threads, parts = device.resident_threads, s.request.parts
@@ -288,7 +292,7 @@ def choose_batch(
 
 
 def _rank(choice: StrategyAnswer) -> tuple[int, float]:
-    """Return the key for sorting: the fastest that fits first, unpredicted ones last."""
+    """Return a sort key: the fastest choice that fits first, unpredicted ones last."""
     order = 2 if not choice.verdict else 0 if choice.verdict == FITS else 1
     if choice.samples_per_s and order == 0:
         return order, -choice.samples_per_s[2]

@@ -1,4 +1,4 @@
-"""The study of one network that no study names: `stratbench plan --model NAME`."""
+"""Makes the study behind `stratbench plan --model NAME`, for a model that no study names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stratbench.workload.network.libraries import library_of_entry
 from stratbench.workload.network.own import torchvision_names
 
 TEMPLATE = Path(__file__).parent / "templates" / "one_network.yaml"
-#: Keys of a config that apply to a single model, too.
+#: Keys of a config that also apply to a single model.
 KEPT = ("results", "cluster", "models", "code", "data", "datasets")
-#: Keys of an experiment with a user's model that define how it is trained.
+#: Keys of an experiment that define how a user's model is trained.
 OF_AN_EXPERIMENT = ("dataset", "task", "optimizer")
 
 
@@ -33,11 +33,11 @@ def study_of(
     """Return the validated config and study of `model` alone, and why strategies are left out.
 
     Args:
-        config: Not validated, for its models, data sets and cluster; it may be empty.
+        config: Raw config with models, data sets and cluster; it may be empty.
         model: Name of the model.
-        dataset: Data set for the model. None: data of a usual size and shape, or for a model of the
-            config's own that of its first experiment.
-        sequence: Tokens of a text. None: as the data set has them.
+        dataset: Data set for the model. None: data of a usual size and shape; for a model of the
+            config, that of its first experiment.
+        sequence: Tokens per text; None for the data set's own length.
         overrides: Content of a template in place of TEMPLATE.
 
     Raises:
@@ -52,13 +52,13 @@ def study_of(
     if dataset is not None and dataset not in known:
         raise ConfigError(
             f"--dataset {dataset}: is not a data set.{did_you_mean(dataset, known)} Allowed: "
-            f"{', '.join(known)}; your own go to `datasets` of config.yaml"
+            f"{', '.join(known)}, and those that you add to `datasets` of config.yaml"
         )
     block = overrides["experiment"] | {"models": [model]}
     block |= _trained_on(config, model, overrides) | ({"dataset": dataset} if dataset else {})
     if "dataset" not in block:
         raise ConfigError(
-            f"--model {model}: takes images or texts, and no experiment of config.yaml has it; name its "
+            f"--model {model}: may take images or texts, and no experiment of config.yaml uses it; name its "
             f"data by --dataset, one of {', '.join(known)}"
         )
     entry = (config.get("models") or {}).get(model) or {}
@@ -84,7 +84,7 @@ def study_of(
     first = next(iter(overrides["numbers"].values()))["strategies"][:1]
     _, alone = loaded(
         {"network": block | {"strategies": first, "gpus": [1]}}
-    )  # tells what is wrong with all
+    )  # raises for faults that all experiments share
     if "optimizer" not in block and alone.dataset(block["dataset"]).is_text:
         block |= {"optimizer": overrides["trained_on"]["next-token"]["optimizer"]}
     experiments, left_out = {}, []
@@ -102,13 +102,17 @@ def study_of(
 
 
 def _set_sequence(datasets: dict[str, Any], name: str, sequence: int) -> None:
-    """Set the tokens per text of a data set. ConfigError if its length is fixed."""
+    """Set the tokens per text of a data set.
+
+    Raises:
+        ConfigError: If its length is fixed.
+    """
     values = datasets.get(name) or {}
     if "sequence" not in values:
         made = ", ".join(key for key, entry in datasets.items() if "sequence" in entry)
         raise ConfigError(
-            f"--sequence {sequence}: the data set {name} has no texts whose length can be set; leave it out, "
-            f"or name texts by --dataset: {made}"
+            f"--sequence {sequence}: the data set {name} has no texts of variable length; remove --sequence, "
+            f"or choose texts by --dataset: {made}"
         )
     datasets[name] = {**values, "sequence": sequence}
 
@@ -116,13 +120,17 @@ def _set_sequence(datasets: dict[str, Any], name: str, sequence: int) -> None:
 def _trained_on(
     config: Mapping[str, Any], model: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the data and settings for the model, empty if unknown. ConfigError if invalid."""
+    """Return the data and settings with which a model is trained, or {} if unknown.
+
+    Raises:
+        ConfigError: If the model is invalid.
+    """
     own = config.get("models") or {}
     known = [*models.MODELS, *own]
     if model not in known and model not in torchvision_names():
         raise ConfigError(
-            f"--model {model}: is not a model.{did_you_mean(model, known)} Allowed: {', '.join(known)}, and "
-            "every classification network of torchvision; your own go to `models` of config.yaml"
+            f"--model {model}: is not a model.{did_you_mean(model, known)} Allowed: {', '.join(known)}, "
+            "every classification network of torchvision, and those that you add to `models` of config.yaml"
         )
     if model in own:
         for study in (config.get("studies") or {}).values():
