@@ -247,7 +247,7 @@ def test_batchnorm_and_dropout_are_found_where_they_are() -> None:
 
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
     for ask in (lambda: build("vgg17", 10), lambda: input_shape("vgg17", (3, 32, 32))):
-        with pytest.raises(ValueError, match=r"unknown model 'vgg17'; known: vgg16, "):
+        with pytest.raises(ValueError, match=r"'vgg17' is not a model; use one of vgg16, "):
             ask()
     with pytest.raises(ValueError, match="takes 3 channels, not 1"):
         build("resnet50", 10, (1, 32, 32))

@@ -36,8 +36,8 @@ class Net(nn.Module):
 """
 SAID = (
     "model 'mine': fsdp cannot train it: in step {} the workers called different shard groups, or in another "
-    "order, so that they gathered and added up what does not belong together; call all of them in each "
-    "forward, and choose with torch.where or a factor of 0 or 1"
+    "order, so that they gathered and summed unrelated tensors; call all groups in each forward, and choose "
+    "with torch.where or a factor of 0 or 1"
 )
 
 

@@ -213,22 +213,22 @@ def test_a_network_of_torchvision_works_by_its_name_alone(name):
         ),
         ("{nets}.Nmed", "{nets} has no 'Nmed'"),
         ("{nets}.constant", "is a int, which cannot be called"),
-        ("{nets}.nothing", "returned a dict, which is no torch.nn.Module"),
+        ("{nets}.nothing", "returned a dict; return a torch.nn.Module"),
         ("{nets}.frozen", "has no parameter to train"),
         (
             "{nets}.needs",
-            "called with (num_classes=10), it raised TypeError: needs() missing 1 required positional "
+            "called with (num_classes=10), raised TypeError: needs() missing 1 required positional "
             "argument: 'depth'",
         ),
         (
             "{nets}.Wide",
-            "returned a tensor [2, 20] for a batch [2, 1, 8, 8]; with 10 classes it must be [2, 10]",
+            "returned a tensor [2, 20] for a batch [2, 1, 8, 8]; with 10 classes the tensor must be [2, 10]",
         ),
         (
             "{nets}.Reads",
-            "called with (), it raised TypeError: Reads.__init__() missing 2 required positional "
-            "arguments: 'vocab_size' and 'block_size'; the data are images, which have no block_size and no "
-            "vocab_size",
+            "called with (), raised TypeError: Reads.__init__() missing 2 required positional "
+            "arguments: 'vocab_size' and 'block_size'; the data set has images, which have no block_size and "
+            "no vocab_size",
         ),
     ],
 )
@@ -240,7 +240,7 @@ def test_a_model_that_cannot_be_trained_says_why_in_one_sentence(nets, call, sen
 
 
 def test_a_network_of_images_is_told_that_the_data_are_texts(nets):
-    with pytest.raises(ModelError, match=r"; the data are texts, which have no in_channels$"):
+    with pytest.raises(ModelError, match=r"; the data set has texts, which have no in_channels$"):
         trained_as(f"{nets}.Looks", shape=(16,))
 
 
@@ -286,7 +286,7 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
         ),
         (
             {"call": "a.B", "kwargs": {"x": "$vocabulary"}},
-            "'$vocabulary' does not follow from these",
+            "'$vocabulary' does not follow from this data set",
         ),
         (
             {"kwargs": {"a": 1}},

@@ -262,11 +262,11 @@ def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
         ("Sideways", "its better is 'bigger'; it must be higher or lower"),
         ("Free", "its tolerance is -1; it must be a number"),
         ("Scoreless", "no method score"),
-        ("Odd", "its targets is 'floats'; it must be classes or values"),
-        ("Needs", "called without arguments, it raised TypeError"),
+        ("Odd", "its targets are 'floats'; they must be classes or values"),
+        ("Needs", "called without arguments, raised TypeError"),
         ("Vector", r"a tensor \[2\]; return the mean"),
         ("Detached", "without a gradient; return the mean"),
-        ("OneNumber", r"a tensor \[\]; return the score of each answer"),
+        ("OneNumber", r"a tensor \[\]; return a score per sample"),
         ("Python", "score returned a float; return a tensor"),
         ("Below", r"the weight -1.0; return a number of at least 0"),
         ("Three", r"loss returned a \(Tensor, float, float\); return a tensor, or \(sum, weight\)"),
@@ -391,7 +391,9 @@ def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):
         found = tasks.evaluated(sums.tolist())
         assert found.score == 1.0
         assert found.loss > 0
-    with pytest.raises(ModelError, match=r"outputs of targets \[2, 3\] are \[\]; return the shape"):
+    with pytest.raises(
+        ModelError, match=r"outputs for targets \[2, 3\] are \[\]; return the shape"
+    ):
         tasks.outputs_of(tasks.own_task(f"{own_tasks}:Empty"), [2, 3], 3)
     with pytest.raises(ModelError, match=r":Raises': its outputs of \[2, 3\] raised IndexError"):
         tasks.outputs_of(tasks.own_task(f"{own_tasks}:Raises"), [2, 3], 3)
@@ -465,7 +467,7 @@ def test_cells_by_a_sum_and_its_weight_agree_whatever_trains_them(
     ("changes", "says"),
     [
         ({"task": "next-token"}, "the data set is images, whose task is classification"),
-        ({"task": "regression"}, "neither of classification, next-token, masked-token, text-"),
+        ({"task": "regression"}, "neither one of classification, next-token, masked-token, text-"),
         ({"steps": 3}, "give either epochs or steps"),
         ({"epochs": None}, "give either epochs or steps"),
         ({"epochs": None, "steps": 9, "target_score": 0.5}, "nothing is evaluated with steps"),

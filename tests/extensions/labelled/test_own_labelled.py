@@ -401,7 +401,7 @@ def test_what_a_config_says_wrongly_ends_in_one_message(tmp_path):
         ({"labelled_texts": "none.csv"}, {}, "labelled_texts = 'none.csv' is not a file"),
         (labelled | {"test": "none.csv"}, {}, "test = 'none.csv' is not a file"),
         (labelled, {"models": ["gpt-compact"]}, "but each text of the data set has one label"),
-        (labelled, {"task": "my:Task"}, "are learnt by text-classification alone"),
+        (labelled, {"task": "my:Task"}, "only text-classification is possible for texts"),
         (masked | {"sequence": 2}, {}, "sequence = 2: a text with hidden tokens must have at least 3"),
         (masked | {"text": letters}, {}, "it has text and masked_text"),
         (masked, {"task": "next-token"}, "the data set is a masked text, whose task is masked-token"),

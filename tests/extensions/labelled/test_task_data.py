@@ -194,7 +194,7 @@ def test_a_study_read_from_what_was_trained_has_the_same_settings(source):
         ("tones", {"call": "net.Net"}, {"task": "classification"},
          "task = 'classification': the data set is waveforms, whose task is audio-classification"),
         ("labelled-markov-text", {"call": "net.Net"}, {"task": "my:Task"},
-         "texts that each have one label are learnt by text-classification alone"),
+         "only text-classification is possible for texts with one label each"),
         ("labelled-markov-text", {"call": "net.Net"}, {"models": ["gpt-compact"]},
          "models = 'gpt-compact': it returns scores per token, but each text of the data set has one label"),
         ("tones", {"call": "net.Net"}, {"models": ["vgg-compact"]},

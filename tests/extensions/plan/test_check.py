@@ -432,9 +432,9 @@ class Weighs(Good):
 BAD_TASKS = {
     "Nameless": "its score_name is None; it must be a short text, the score's name",
     "OneScore": "score of outputs [2, 10] in float32 and targets [2] returned a tensor []; return the score "
-    "of each answer, [2] or [2, ...]",
-    "Losses": "loss of outputs [2, 10] in float32 and targets [2] returned a tensor [2]; return the mean, a "
-    "scalar that has a gradient, or (sum, weight)",
+    "per sample, [2] or [2, ...]",
+    "Losses": "loss of outputs [2, 10] in float32 and targets [2] returned a tensor [2]; return the mean as "
+    "a scalar with a gradient, or (sum, weight)",
 }
 
 

@@ -232,7 +232,7 @@ WRONG = {
     "last"]},
                                        "pipeline cannot train it: its step raised"),
     "a norm left out": ("pipeline", {"pipeline_modules": ["embed", "layers.*", "head"]},
-                        "its pieces read no last.weight, last.bias"),
+                        "its pieces do not read last.weight, last.bias"),
     "a piece that is not there": ("pipeline", {"pipeline_modules": ["embed", "layer.*", "last", "head"]},
                                   "its pieces name 'layer.*', and the network has no module"),
     "a word that is none": ("tensor", {"tensor_plan": PLAN | {"head": "last"}},

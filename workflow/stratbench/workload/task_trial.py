@@ -1,6 +1,6 @@
-"""Trial of a cell's task before any training: of its loss and score, and how parts add up.
+"""Tries a cell's task before any training: its loss, its score, and whether losses of parts add up.
 
-torch is imported inside functions: the plan's pages read this file.
+torch is imported inside functions, since the plan's pages import this module.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
     from stratbench.cell.settings import Settings
 
-#: The approximate size of the outputs whose loss is compared with the mean over their halves.
+#: Approximate number of elements of the outputs whose loss is compared with the mean over their halves.
 TRIED_NUMBERS = 1 << 21
-#: The most positions of a text on which a task is tried: each has an output for all of a vocabulary.
+#: Largest number of positions of a text with which a task is tried: each has scores for the whole vocabulary.
 TRIED_POSITIONS = 16
 
 
-#: Why strategies train different things where a loss does not add up, and the remedy.
+#: Message on a loss that does not add up over the parts of a batch, with the remedy.
 NO_SUM = (
-    "its loss over a batch is not the mean over the batch's parts: workers, parts "
-    "(gradient_accumulation_steps) and micro-batches of other sizes train something else; return (sum, "
-    "weight), or compare equal parts only "
+    "its loss over a batch is not the mean over the batch's parts: the training depends on the size of each "
+    "worker's batch, of its parts (gradient_accumulation_steps) and of micro-batches; return (sum, weight), "
+    "or compare equal parts only "
     f"{help_address('is not the mean over')}"
 )
 
@@ -45,16 +45,16 @@ NO_SUM = (
 def tried_task(
     s: Settings, shape: Sequence[int], classes: int, values: bool
 ) -> tuple[Task, LossKind]:
-    """Return a cell's task and the kind of its loss, a user's after `check_task` has tried it.
+    """Return a cell's task and the kind of its loss, after a trial if it is a user's own task.
 
-    Cells do this before they train, and so does the check. Only the first `TRIED_POSITIONS` of texts are
-    tried, or all if the task takes no fewer.
+    Cells do this before they train, and `check` does it, too. A task is tried with `TRIED_POSITIONS`
+    positions of a text, or with all if it does not take fewer.
 
     Args:
         s: Settings of the cell.
         shape: Shape of a sample.
         classes: Number of classes, or values of a target.
-        values: Whether the targets are values and no class numbers.
+        values: Whether the targets are values instead of class numbers.
 
     Raises:
         ModelError: If the task fails.
@@ -74,7 +74,7 @@ def tried_task(
 
 
 def _takes_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
-    """Return whether a task takes outputs for such targets, of tensors without memory."""
+    """Return whether a task takes outputs for targets of a shape, as fake tensors without memory."""
     import torch
 
     from stratbench.workload.known_values import KnownFakes
@@ -84,24 +84,24 @@ def _takes_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
         x = torch.empty(outputs_of(task, targets, classes), requires_grad=True)
         try:
             task.loss(x, y), task.score(x, y)
-        except Exception:  # whatever a task raises
+        except Exception:  # a user's task may raise anything
             return False
     return True
 
 
 def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
-    """Try a task on outputs for such targets; return the kind of its loss.
+    """Try a task with random outputs for targets of a shape, and return the kind of its loss.
 
     It is tried in float32 as in training, and in float64 as in evaluation.
 
     Args:
         task: The task.
-        what: Its specification.
+        what: Specification of the task.
         classes: Number of classes.
         targets: Shape of the targets.
 
     Raises:
-        ModelError: If it does not take them or returns no loss or score.
+        ModelError: If the task fails, or does not return a loss and scores.
     """
     import torch
 
@@ -116,8 +116,8 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
         if loss.dim() or not loss.requires_grad:
             raise ModelError(
                 f"{what}: loss of {shapes} returned a tensor {list(loss.shape)}"
-                f"{'' if loss.requires_grad else ' without a gradient'}; return the mean, a "
-                "scalar that has a gradient, or (sum, weight)"
+                f"{'' if loss.requires_grad else ' without a gradient'}; return the mean as a scalar with a "
+                "gradient, or (sum, weight)"
             )
         try:
             score = task.score(x, y)
@@ -127,8 +127,8 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
             raise ModelError(f"{what}: score returned a {type(score).__name__}; return a tensor")
         if list(score.shape[:1]) != list(targets[:1]):
             raise ModelError(
-                f"{what}: score of {shapes} returned a tensor {list(score.shape)}; return the "
-                f"score of each answer, [{targets[0]}] or [{targets[0]}, ...]"
+                f"{what}: score of {shapes} returned a tensor {list(score.shape)}; return a score per "
+                f"sample, [{targets[0]}] or [{targets[0]}, ...]"
             )
     return _kind_of_loss(task, what, classes, targets)
 
@@ -136,7 +136,18 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
 def _tried_loss(
     task: Task, what: OwnTask, x: Tensor, y: Tensor, shapes: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss and its weight; ModelError in a sentence where it is no such thing. `shapes`: x and y."""
+    """Call a task's loss, and return the loss and its weight, if any.
+
+    Args:
+        task: The task.
+        what: Specification of the task.
+        x: Outputs.
+        y: Targets.
+        shapes: Text on the shapes of both, for messages.
+
+    Raises:
+        ModelError: If the call fails, or does not return a loss.
+    """
     import torch
 
     try:
@@ -160,7 +171,7 @@ def _tried_loss(
 
 
 def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
-    """Return the kind of loss, by comparing that of a varied batch with those of its halves."""
+    """Return the kind of a task's loss, by comparing the loss of a batch with those of its halves."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
@@ -172,9 +183,9 @@ def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int
         most = min(classes // each + 1, TRIED_NUMBERS // (2 * classes * each))
         half = max(3 if each == 1 else 1, most)
         number = torch.arange(half * each)
-        # Labels that stand for no class are the first or the last; these come first.
+        # Labels that a loss ignores usually are the first or the last, so these labels come first.
         varied = torch.where(number % 2 == 0, number // 2, -1 - number // 2) % classes
-        # Whichever class does not count, the halves have other numbers of it.
+        # Whichever label is ignored, its number differs between the halves.
         y = torch.cat([varied, torch.zeros_like(varied)]).view(2 * half, *targets[1:])
     x = torch.randn(outputs_of(task, y.shape, classes), dtype=torch.float64, generator=draw)
     shapes = f"outputs {list(x.shape)} in float64 and targets {list(y.shape)}"

@@ -1,7 +1,7 @@
-"""Tasks of a model: a loss, a score, and which answers the score counts.
+"""Defines training tasks: the loss to minimise, and the score of each answer of a model.
 
-A user's own is a class with the same attributes and methods, named as `package.module:Task`. torch is
-imported where a loss is computed, not before: the Snakefile reads this file.
+A user's own task is a class with the same attributes and methods, named as `package.module:Task`. torch is
+imported inside functions, since the Snakefile imports this module.
 """
 
 from __future__ import annotations
@@ -22,58 +22,60 @@ if TYPE_CHECKING:
 
 
 class LossKind(NamedTuple):
-    """How the loss of a batch follows from those of its parts."""
+    """How the loss of a batch follows from the losses of its parts."""
 
-    #: Whether the task gives a sum and its weight, and no mean.
+    #: Whether the task returns a sum and its weight instead of a mean.
     weighs: bool = False
-    #: Whether the loss of a batch is the mean over equal parts of it, or its sum and weight are their sums.
+    #: Whether the mean loss of a batch is the mean over its equal parts, or its sum and weight are theirs
+    #: added.
     adds_up: bool = True
 
 
 class Task:
-    """A loss and a score of a model's outputs [batch, ...] against targets [batch, ...].
+    """A loss and a score of a model's outputs [batch, ...] for targets [batch, ...].
 
-    The score is the mean over the test set of a value that each answer has. So workers can divide the test
-    set, and its standard error is known.
+    The score of a model is the mean over the test set of each answer's score. Workers can therefore divide
+    the test set, and the score's standard error is known.
     """
 
-    #: The score's name, in tables and on axes.
+    #: Name of the score in tables and on axes.
     score_name: str
-    #: `share` of 1, shown in percent, or any other unit, shown as it is.
+    #: Unit of the score: `share`, which is shown in percent, or another unit, which is shown as it is.
     unit: str
+    #: Whether a higher or a lower score is better.
     better: Literal["higher", "lower"]
-    #: What throughput counts: images, tokens.
+    #: Things that throughput counts, such as images or tokens.
     counts: str
-    #: By how much the score may be worse before a decision excludes a strategy, in the unit as shown.
+    #: Difference by which a strategy's score may be worse without being excluded, in the unit as shown.
     tolerance: float
-    #: What targets are: class numbers (int64), or values (float, [batch, values]).
+    #: Kind of the targets: class numbers (int64), or values (float, [batch, values]).
     targets: Literal["classes", "values"] = "classes"
-    #: How the loss of a batch is made of those of its parts; of a task of one's own that is tried.
+    #: How the loss of a batch follows from those of its parts. A trial determines it for a user's own task.
     loss_kind = LossKind()
 
     def outputs(self, targets: Sequence[int], classes: int) -> Sequence[int]:
-        """The shape of the outputs for targets of a shape.
+        """Return the shape of the model's outputs for targets of a shape.
 
-        `classes`, or how many values a target has.
+        Args:
+            targets: Shape of the targets.
+            classes: Number of classes, or of values per target.
         """
         return targets if self.targets == "values" else (*targets, classes)
 
     def loss(
         self, outputs: Tensor, targets: Tensor
     ) -> Tensor | tuple[Tensor, Tensor | int | float]:
-        """Return the mean loss, a scalar, to be minimized.
+        """Return the mean loss to minimise, a scalar, or a scalar sum and its weight.
 
-        Or return a sum and its weight.
-
-        The sum, also a scalar, is divided by the weight of the whole global batch, such as its number of
-        counted targets. So the loss does not depend on how the batch is divided.
+        A sum is divided by the weight of the whole global batch, such as its number of counted targets. The
+        loss then does not depend on how the batch is divided.
         """
         raise NotImplementedError
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the score of each answer: [batch], or [batch, ...] for several answers per sample.
+        """Return the score of each answer, [batch], or [batch, ...] with several answers per sample.
 
-        An answer with NaN does not count.
+        An answer whose score is NaN does not count.
         """
         raise NotImplementedError
 
@@ -83,7 +85,7 @@ class Task:
 
 
 class _CrossEntropy(Task):
-    """Outputs are scores [batch, ..., classes] of the classes, targets are classes [batch, ...]."""
+    """A task whose outputs are scores per class [batch, ..., classes], and targets classes [batch, ...]."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy over all targets, in nats."""
@@ -93,12 +95,12 @@ class _CrossEntropy(Task):
 
 
 class Classification(_CrossEntropy):
-    """The class of each image; the score is the share that is right."""
+    """The task of finding the class of each image; the score is the share of right answers."""
 
     score_name, unit, better, counts, tolerance = "accuracy", "share", "higher", "images", 1.0
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """1 where the class with the highest score is the right one, else 0."""
+        """Return 1 for each sample whose class has the highest score, else 0."""
         return (outputs.argmax(-1) == targets).double()
 
     def guess(self, classes: int) -> float:
@@ -106,19 +108,19 @@ class Classification(_CrossEntropy):
 
 
 class TextClassification(Classification):
-    """The class of each text."""
+    """The task of finding the class of each text."""
 
     counts = "samples"
 
 
 class AudioClassification(Classification):
-    """The class of each waveform."""
+    """The task of finding the class of each waveform."""
 
     counts = "samples"
 
 
 class NextToken(_CrossEntropy):
-    """The token after each token of a text; the score is the mean cross-entropy."""
+    """The task of predicting the next token after each token; the score is the mean cross-entropy."""
 
     score_name, unit, better, counts, tolerance = "loss", "nats/token", "lower", "tokens", 0.05
 
@@ -134,12 +136,15 @@ class NextToken(_CrossEntropy):
 
 
 class MaskedToken(NextToken):
-    """The tokens that a text hides; the score is the mean cross-entropy. Labels of the others are IGNORED."""
+    """The task of predicting hidden tokens of a text; the score is their mean cross-entropy.
+
+    Tokens that are not hidden have the target IGNORED.
+    """
 
     loss_kind = LossKind(weighs=True)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropies of the hidden tokens added up, in nats, and their number."""
+        """Return the sum of the hidden tokens' cross-entropies in nats, and the number of these tokens."""
         from torch.nn.functional import cross_entropy
 
         pairs = outputs.flatten(0, -2), targets.flatten()
@@ -147,7 +152,7 @@ class MaskedToken(NextToken):
         return total, (targets != IGNORED).sum()
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each hidden token, in nats; NaN of the others."""
+        """Return the cross-entropy of each hidden token in nats, and NaN for all other tokens."""
         import torch
 
         hidden = targets != IGNORED
@@ -155,14 +160,14 @@ class MaskedToken(NextToken):
         return torch.where(hidden, each, math.nan)
 
     def guess(self, classes: int) -> float:
-        return math.log(classes - 1)  # the token that hides others is no answer
+        return math.log(classes - 1)  # the mask is never the right answer
 
 
-#: The target of a token that is not asked for, as torch's cross_entropy leaves it out.
+#: Target of a token that does not count; it is the one that torch's cross_entropy ignores by default.
 IGNORED = -100
-#: How a name or a unit of a user's is written: axes, tables and pages print it.
+#: Pattern of a user's names and units, which axes, tables and pages print.
 _WORD = re.compile(r"[A-Za-z0-9 %/._^()+-]{1,40}", re.ASCII)
-#: The tasks by the names that config.yaml has for them.
+#: Built-in tasks by their names in config.yaml.
 TASKS: dict[str, type[Task]] = {
     "classification": Classification,
     "next-token": NextToken,
@@ -170,7 +175,7 @@ TASKS: dict[str, type[Task]] = {
     "text-classification": TextClassification,
     "audio-classification": AudioClassification,
 }
-#: Each task's samples, in words.
+#: Words for the samples of each task.
 _SAMPLES = {
     "classification": "images",
     "next-token": "a text",
@@ -178,13 +183,13 @@ _SAMPLES = {
     "text-classification": "labelled texts",
     "audio-classification": "waveforms",
 }
-#: The task of samples with so many dimensions, where the data set names no other.
+#: Task by a sample's number of dimensions, if the data set names no other task.
 _NATURAL = {1: "next-token", 2: "audio-classification", 3: "classification"}
 
 
 @dataclass(frozen=True)
 class OwnTask:
-    """A task that a user brings: the class that is called without arguments."""
+    """A user's own task: a class, as `module:name`, which is called without arguments."""
 
     call: str
 
@@ -198,37 +203,38 @@ def natural_task(shape: Sequence[int]) -> str:
 
 
 def fault_of_task(name: str, natural: str | None) -> str | None:
-    """Return why a task does not suit some data, or None if it does.
+    """Return why a task does not suit a data set, or None if it does, without importing anything.
 
-    Imports nothing.
-
-    `natural`: the data set's own task, or None if the data are not read yet.
+    Args:
+        name: Name of the task.
+        natural: The data set's usual task, or None if the data set is not read yet.
     """
     if name in TASKS:
         if natural in (None, name):
             return None
         return f"the data set is {_SAMPLES[natural]}, whose task is {natural}"
     if natural == "text-classification":
-        return "texts that each have one label are learnt by text-classification alone"
+        return "only text-classification is possible for texts with one label each"
     if fault_of_call(name):
-        return f"is neither of {', '.join(TASKS)} nor a class of your own; write my_tasks:MyTask"
+        return f"is neither one of {', '.join(TASKS)} nor a class of yours, such as my_tasks:MyTask"
     return None
 
 
 def name_of_task(s: Settings, shape: Sequence[int]) -> str:
-    """Return the name of a cell's task: a built-in one's, or the user's call."""
+    """Return the name of a cell's task, which for a user's own task is its class."""
     return s.own_task["call"] if s.own_task else s.task or natural_task(shape)
 
 
 def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Task:
     """Return a cell's task.
 
-    ModelError if a user's is invalid or does not suit the targets.
-
     Args:
         s: Settings of the cell.
         shape: Shape of a sample.
-        values: Whether targets are values, not class numbers; None if unknown.
+        values: Whether targets are values instead of class numbers; None if unknown.
+
+    Raises:
+        ModelError: If a user's own task is invalid, or if the task does not suit the targets.
     """
     name = name_of_task(s, shape)
     task = own_task(name) if s.own_task else TASKS[name]()
@@ -239,25 +245,29 @@ def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Ta
 
 
 def takes_values(task: Task) -> bool:
-    """Return whether the task's targets are values and no class numbers, the default of a user's."""
+    """Return whether a task's targets are values instead of class numbers, which are the default."""
     return getattr(task, "targets", "classes") == "values"
 
 
 def wrong_targets(values: bool) -> str:
-    """Return the message on a task for the other kind of targets, with the remedy."""
+    """Return a message on a task that does not suit the data set's targets, with the remedy.
+
+    Args:
+        values: Whether the targets are values instead of class numbers.
+    """
     if values:
         return (
-            "it learns class numbers, and the targets of the data set are values (float32); name a task of "
-            'your own that says targets = "values"'
+            "it learns class numbers, but the targets of the data set are values (float32); use a task of "
+            'your own with targets = "values"'
         )
     return (
-        "it learns values (float32), and the targets of the data set are class numbers; return float32 "
-        'targets, or leave targets = "values" out'
+        "it learns values (float32), but the targets of the data set are class numbers; return float32 "
+        'targets, or remove targets = "values"'
     )
 
 
 def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
-    """Return the shape of a model's outputs for targets of this shape, by the task or the default.
+    """Return the shape of a model's outputs for targets of a shape, by the task or by default.
 
     Args:
         task: The task.
@@ -273,30 +283,30 @@ def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
         raise ModelError(f"{what}: its outputs of {list(targets)} raised {error_text(e)}") from e
     if not shape or any(type(n) is not int or n < 1 for n in shape) or shape[0] != targets[0]:
         raise ModelError(
-            f"{what}: its outputs of targets {list(targets)} are {shape}; return the shape of the "
-            f"network's outputs, [{targets[0]}, ...]"
+            f"{what}: its outputs for targets {list(targets)} are {shape}; return the shape of the "
+            f"model's outputs, [{targets[0]}, ...]"
         )
     return shape
 
 
 def own_task(call: str) -> Task:
-    """Return the task that a user's class makes.
+    """Create a user's own task.
 
     Raises:
-        ModelError: For what lacks something of the protocol.
+        ModelError: If the task lacks an attribute or method that a task must have.
     """
     what = OwnTask(call)
     cls = callable_of(what)
     try:
         task = cls()
     except Exception as e:
-        raise ModelError(f"{what}: called without arguments, it raised {error_text(e)}") from e
+        raise ModelError(f"{what}: called without arguments, raised {error_text(e)}") from e
     wanted = {
         "score_name": (str, "a short text, the score's name"),
         "unit": (str, "a short text: share, or the score's unit"),
         "better": (str, "higher or lower"),
-        "counts": (str, "a short text, what throughput counts: images, tokens"),
-        "tolerance": ((int, float), "a number, what a decision lets the score lose"),
+        "counts": (str, "a short text, the things that throughput counts, such as images"),
+        "tolerance": ((int, float), "a number, by which the score may be worse in a decision"),
     }
     for name, (kind, means) in wanted.items():
         value = getattr(task, name, None)
@@ -310,10 +320,12 @@ def own_task(call: str) -> Task:
         if not good:
             raise ModelError(f"{what}: its {name} is {value!r}; it must be {means}")
     if getattr(task, "targets", "classes") not in ("classes", "values"):
-        raise ModelError(f"{what}: its targets is {task.targets!r}; it must be classes or values")
+        raise ModelError(
+            f"{what}: its targets are {task.targets!r}; they must be classes or values"
+        )
     for name in ("loss", "score"):
         if not inspect.ismethod(getattr(task, name, None)):
-            raise ModelError(f"{what}: it has no method {name}(outputs, targets)")
+            raise ModelError(f"{what}: has no method {name}(outputs, targets); add it")
     return task
 
 
@@ -325,15 +337,15 @@ def facts_of_task(
     least_loss: float | None,
     kind: LossKind | None = None,
 ) -> Mapping[str, Any]:
-    """Return the record's entry of the task, with all names that tables, figures and decisions use.
+    """Return a record's entry on the task, with all names that tables, figures and decisions use.
 
     Args:
         task: The task.
-        name: Its name.
+        name: Name of the task.
         classes: Number of classes.
         shape: Shape of a sample.
-        least_loss: Minimum mean loss of any model, if known.
-        kind: Kind of its loss, or None if not tried.
+        least_loss: Least possible mean loss of any model, if known.
+        kind: Kind of the task's loss, or None if it was not tried.
     """
     guess = getattr(task, "guess", lambda classes: None)(classes)
     of_whole_text = isinstance(task, TextClassification)
@@ -345,9 +357,9 @@ def facts_of_task(
         "tolerance": task.tolerance,
         "guess": None if guess is None else float(guess),
         "counts": task.counts,
-        # A piece of text is as many tokens as it is long.
+        # A sample of text counts as its number of tokens.
         "counts_per_sample": shape[0] if len(shape) == 1 and not of_whole_text else 1,
-        # It bounds the mean cross-entropy; of another loss nothing is known.
+        # The least loss is known for the mean cross-entropy only.
         "least_loss": least_loss if isinstance(task, _CrossEntropy) else None,
         "loss_weighs": kind and kind.weighs,
         "loss_adds_up": kind and kind.adds_up,
@@ -355,7 +367,7 @@ def facts_of_task(
 
 
 def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the mean loss and None, or the sum and its weight, a float64 scalar.
+    """Call a task's loss; return the mean loss and None, or the sum and its weight as float64 scalar.
 
     Args:
         task: The task.
@@ -366,13 +378,13 @@ def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tenso
     if not isinstance(loss, tuple):
         return loss, None
     total, weight = loss
-    if isinstance(weight, (int, float)):  # filled in on the device: nothing is copied to it
+    if isinstance(weight, (int, float)):  # new_full creates it on the device without a copy
         return total, total.detach().new_full((), weight).double()
     return total, weight.detach().to(total.device).double()
 
 
 def ratio(value: float | Tensor, weight: Tensor) -> Tensor:
-    """Return the value divided by a weight, or 0 where that is 0."""
+    """Return a value divided by a weight, or 0 if the weight is 0."""
     import torch
 
     some = weight > 0
@@ -380,20 +392,24 @@ def ratio(value: float | Tensor, weight: Tensor) -> Tensor:
 
 
 class Evaluated(NamedTuple):
-    """The result of an evaluation; `error`: the score's standard error, `left_out`: answers without one."""
+    """The result of an evaluation over the test set."""
 
+    #: Mean loss.
     loss: float
+    #: Mean score of all counted answers.
     score: float
+    #: Standard error of the score.
     error: float
+    #: Number of answers without a score.
     left_out: int
 
 
 def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the sums over a test batch that `evaluated` takes: float64 [8].
+    """Return the eight sums over a test batch that `evaluated` needs, as float64 [8].
 
-    They are the loss and its weight. With a, the sum of a sample's scores, and n, the number of its answers,
-    they are also a, n, a², a n, n², and the answers left out. float64 avoids rounding over a large test set.
-    Sums of batches and workers are added up.
+    Sums of batches and workers are to be added. They are the sum of losses and its weight, then, with the sum
+    a of a sample's scores and the number n of its answers, those of a, n, a², a n and n², and the number of
+    answers without a score. float64 avoids rounding errors over a large test set.
 
     Args:
         task: The task.
@@ -417,11 +433,11 @@ def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluated(sums: Sequence[float]) -> Evaluated:
-    """Return the mean loss and score of all counted answers, from all batches' sums.
+    """Return the mean loss and the mean score of all counted answers, from the sums of all batches.
 
-    Samples are drawn independently, but answers within one are not. The error is that of a ratio of two sums
-    over samples (Cochran, Sampling techniques, 1977, section 6.4). With equal numbers of answers it is that
-    of a mean over samples.
+    Samples are independent, but answers within a sample are not. The standard error is that of a ratio of two
+    sums over samples (Cochran, Sampling techniques, 1977, section 6.4). With equal numbers of answers it is
+    that of a mean over samples.
     """
     loss, weight, a, n, aa, an, nn, left_out = sums
     score = a / n if n else math.nan

@@ -1,7 +1,7 @@
-"""PyTorch's private and undocumented names that training, strategies and servers use.
+"""Uses of PyTorch's private and undocumented names by training, strategies and servers.
 
-An upgrade of PyTorch opens this file first, and `plan.footprint.torch_internals` for names of the plan alone.
-Importing it imports torch.
+To upgrade PyTorch, check this module first. `plan.footprint.torch_internals` has the names that only the plan
+uses.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
-#: The fused attention that tensors on a CPU take, real or fake.
+#: Operators of the fused attention for tensors on a CPU, real or fake.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-#: The product of a matrix for each group of rows, by which experts are computed.
+#: Operator of a matrix product per group of rows, by which experts are computed.
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm
-#: Operators beside products whose results `activation_checkpointing: selective` keeps, as in torchtitan.
+#: Operators besides products whose results `activation_checkpointing: selective` stores, as in torchtitan.
 KEPT_BY_SELECTIVE = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     CPU_ATTENTION.default,
@@ -59,7 +59,7 @@ KEPT_BY_SELECTIVE = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
 }
-#: The method by which a pipeline's workers vote on shapes: up to PyTorch 2.14, and from 2.15 on.
+#: Name of the method by which a pipeline's workers vote on shapes, up to PyTorch 2.14 and from 2.15 on.
 PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
@@ -67,12 +67,12 @@ PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
 def get_storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a unique key of a storage; those of fake tensors have no address."""
+    """Return a unique key of a storage, also of a fake tensor's, which has no address."""
     return storage._cdata
 
 
 def get_version(tensor: Tensor) -> int:
-    """Return how often `tensor` was written to in place."""
+    """Return the number of in-place writes to a tensor."""
     return tensor._version
 
 
@@ -81,7 +81,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether several elements of `tensor` share memory, or may."""
+    """Return whether several elements of a tensor share memory, or may share it."""
     return bool(torch._debug_has_internal_overlap(tensor))
 
 
@@ -90,43 +90,43 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one device and format by a number, in place, with one kernel."""
+    """Multiply tensors of one device and format by a factor, in place, with one kernel."""
     torch._foreach_mul_(tensors, factor)
 
 
 def get_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's dictionary of its own buffers, which may be changed."""
+    """Return a module's own dictionary of its buffers; a change of it changes the module."""
     return module._buffers
 
 
 def get_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dictionary that holds the module's own parameters."""
+    """Return a module's own dictionary of its parameters; a change of it changes the module."""
     return module._parameters
 
 
 def get_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the dictionary that holds the module's own modules."""
+    """Return a module's own dictionary of its submodules; a change of it changes the module."""
     return module._modules
 
 
 def get_arguments(op: OpOverload) -> Sequence[Any]:
-    """Return the arguments that the operator's schema declares."""
+    """Return the arguments that an operator's schema declares."""
     return op._schema.arguments
 
 
 def writes_arguments(op: OpOverload) -> bool:
-    """Return whether the operator's schema has a mutable argument."""
+    """Return whether an operator's schema has an argument to which it writes."""
     return op._schema.is_mutable
 
 
 def count_uncounted() -> dict[Any, Callable[..., int]]:
-    """Return formulas of operations that PyTorch does not count: attention on CPU tensors, grouped products.
+    """Return formulas of floating-point operations for operators that PyTorch does not count.
 
-    Up to 2.14, it counts only CUDA's fused attention. All scores count as there, also those under a causal
-    mask.
+    They are attention on CPU tensors and grouped products. Up to version 2.14, PyTorch counts only CUDA's
+    fused attention. All attention scores count, also those that a causal mask hides.
 
     Returns:
-        Per operator a function of its arguments' shapes.
+        A function of the arguments' shapes, by operator.
     """
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
@@ -137,7 +137,7 @@ def count_uncounted() -> dict[Any, Callable[..., int]]:
         return sdpa_backward_flop_count(*shapes[:4])
 
     def count_grouped(a: Sequence[int], b: Sequence[int], *_: Any, **_named: Any) -> int:
-        # The groups of a three-dimensional operand divide the rows of a two-dimensional one.
+        # If only one operand is three-dimensional, its groups divide the rows of the other one.
         groups = a[0] if len(a) > len(b) else 1
         return 2 * math.prod(a) // groups * b[-1]
 
@@ -149,7 +149,7 @@ def count_uncounted() -> dict[Any, Callable[..., int]]:
 
 
 def shape_of_grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[int]:
-    """Return the shape of a grouped product.
+    """Return the shape of the result of a grouped matrix product.
 
     Args:
         a: First operand.
@@ -164,11 +164,11 @@ def shape_of_grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[int]:
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `module.name` to `value` in the block, for functions of PyTorch without an option for it.
+    """Replace an attribute of a module within the block, where PyTorch has no option for it.
 
     Args:
         module: The module.
-        name: Name in it.
+        name: Name of the attribute.
         value: Temporary value.
     """
     original = getattr(module, name)
@@ -181,7 +181,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def no_truncated_normals() -> Iterator[None]:
-    """Skip truncated normals in the block: PyTorch checks the drawn values, which fakes do not have."""
+    """Skip the drawing of truncated normal numbers in the block, since it would read values of fakes."""
     with replaced(init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
         yield
 
@@ -190,28 +190,29 @@ def no_truncated_normals() -> Iterator[None]:
 
 
 def assign_buckets(parameters: list[Tensor], cap_bytes: int) -> list[list[int]]:
-    """Return the parameters' indices in buckets of at most `cap_bytes`, as DDP forms them."""
+    """Return the indices of the parameters of each bucket of at most `cap_bytes`, as DDP forms buckets."""
     groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
     return groups
 
 
 def read_ddp_log(module: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
-    """Return what DDP has logged of its steps and buckets."""
+    """Return DDP's log of its steps and buckets."""
     return module._get_ddp_logging_data()
 
 
 def log_each_step(module: nn.parallel.DistributedDataParallel) -> None:
-    """Have DDP time every step for its log, and not only each 100th."""
+    """Make DDP time every step for its log instead of each 100th."""
     module._set_ddp_runtime_logging_sample_rate(1)
 
 
 class ObservableScaler(torch.amp.GradScaler):
-    """GradScaler that shows its overflow flags before it reads them."""
+    """A GradScaler that passes its overflow flags to `observe` before it uses them."""
 
     def observe(self, flags: Iterable[Tensor]) -> None:
-        """Read or change the flags, one per device.
+        """Read or change the overflow flags.
 
-        Not 0: a gradient on the device is not finite.
+        Args:
+            flags: A flag per device, which is not 0 if a gradient on the device is not finite.
         """
         raise NotImplementedError
 
@@ -222,28 +223,31 @@ class ObservableScaler(torch.amp.GradScaler):
 
 
 def unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients by `inverse` in place, by GradScaler's kernel.
+    """Multiply gradients by the inverse loss scale, in place, by GradScaler's kernel.
 
     Args:
-        gradients: Of one device.
-        found_inf: Shape [1]; set to 1 if a gradient is not finite.
-        inverse: Shape [1].
+        gradients: Gradients on one device.
+        found_inf: Flag of shape [1], which is set to 1 if a gradient is not finite.
+        inverse: Inverse loss scale, of shape [1].
     """
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
 
 
 def skip_votes(schedule: Any) -> None:
-    """Disable a pipeline's vote on whether workers know the shapes that they receive: they do.
+    """Disable the vote of a pipeline's workers on whether they know the shapes of received tensors.
 
-    Shapes that a worker does not know would be sent as pickles, and none is unpickled here.
+    They do. Unknown shapes would be sent as pickles, which this program does not unpickle.
 
     Raises:
-        RuntimeError: This PyTorch's schedules have neither of the methods that vote.
+        RuntimeError: If the schedules of the installed PyTorch have neither of the known methods.
     """
     vote = next((name for name in PIPELINE_VOTES if hasattr(schedule, name)), None)
     if vote is None:
         names = ", ".join(PIPELINE_VOTES)
-        raise RuntimeError(f"this PyTorch's {type(schedule).__name__} has none of {names}")
+        raise RuntimeError(
+            f"{type(schedule).__name__} of the installed PyTorch has none of the methods {names}; install a "
+            "supported version"
+        )
     setattr(schedule, vote, _declare_static)
 
 
@@ -255,9 +259,9 @@ def _declare_static(stages: Sequence[Any], *_: Any, **__: Any) -> None:
 
 
 def receive_buffers(stages: Iterable[Any]) -> list[Tensor]:
-    """Return the receive buffers of a worker's pipeline stages, if there are any."""
+    """Return the receive buffers that a worker's pipeline stages keep, if any."""
     infos = [i for s in stages for i in (*s.args_recv_info.values(), *s.grad_recv_info.values())]
-    # A network's own input has none; from PyTorch 2.15 on no receive buffer is kept.
+    # The model's own input has no receive buffer. From PyTorch 2.15 on, no receive buffer is kept.
     buffers = [getattr(i, "buffer", None) for each in infos for i in each]
     return [buffer for buffer in buffers if buffer is not None]
 
@@ -266,23 +270,23 @@ def receive_buffers(stages: Iterable[Any]) -> list[Tensor]:
 
 
 def import_compiler() -> None:
-    """Import the parts of torch.compile, which each optimizer's constructor would import."""
+    """Import torch.compile's modules, which each optimizer's constructor would import."""
     import torch._dynamo  # noqa: F401
 
 
 def configure_compiler() -> None:
-    """Have torch.compile compile each layer's own shape, in this process alone."""
+    """Allow torch.compile to compile code for many shapes, without further processes."""
     from torch._dynamo import config
     from torch._inductor import config as inductor
 
-    # Each layer's own shape takes a graph of the same code.
+    # The same code needs a graph for the shape of each layer.
     config.recompile_limit = max(config.recompile_limit, 256)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4096)
-    inductor.compile_threads = 1  # no processes beside the worker
+    inductor.compile_threads = 1  # the worker compiles without further processes
 
 
 def watch_compiler(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Have `start` and `end` called before and after each compilation."""
+    """Make torch.compile call `start` before and `end` after each compilation."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(start)
@@ -294,7 +298,7 @@ def watch_compiler(start: Callable[[Any], None], end: Callable[[Any], None]) -> 
 
 def resolve_group(value: Any) -> dist.ProcessGroup | None:
     """Return the process group that an operator's argument names, or None for other arguments."""
-    # A string may also be the operation's kind, as an object of another class may be.
+    # A text or an object among the arguments may also be something else than a group.
     try:
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)
@@ -306,17 +310,17 @@ def resolve_group(value: Any) -> dist.ProcessGroup | None:
 
 
 def limit_collectives(limit: timedelta) -> None:
-    """Set the timeout of collectives of the whole group."""
+    """Set the timeout of the collectives of the default process group."""
     dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
 
 
 def abort_collectives() -> None:
-    """End the collectives of NCCL under way."""
+    """End all NCCL collectives that are in progress."""
     dist.distributed_c10d._abort_process_group()
 
 
 def wait_for_collectives() -> None:
-    """Wait for collectives whose end PyTorch's watchdog has not seen."""
+    """Wait until PyTorch's watchdog has seen the end of all collectives."""
     dist.group.WORLD._wait_for_pending_works()
 
 

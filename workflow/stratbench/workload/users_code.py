@@ -1,6 +1,6 @@
-"""A user's code: what is called, its files, and whether these have changed.
+"""Imports and fingerprints a user's code, and detects whether its files have changed.
 
-The Snakefile imports this: neither torch nor a user's code is imported before it is called.
+The Snakefile imports this module: neither torch nor a user's code is imported before the code is called.
 """
 
 from __future__ import annotations
@@ -24,56 +24,61 @@ from typing import Any, Protocol
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text.words import names_text
 
-#: The environment variable with the folders of the user's code, as PATH has its own.
+#: Environment variable with the folders of the user's code, in the format of PATH.
 CODE_VARIABLE = "STRATBENCH_CODE"
-#: Packages whose versions each record has anyway, or that come with stratbench.
+#: Packages whose versions are not part of a fingerprint, since each record has them.
 RECORDED = frozenset({"torch", "torchvision", "numpy", "stratbench"})
 #: Folders of installed packages.
 _PACKAGES = {"site-packages", "dist-packages"}
-#: How a call is written.
+#: Pattern of a call: `module.name` or `module:name`.
 _CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*", re.ASCII)
 
 
 class ModelError(RuntimeError):
-    """A user's model or task cannot be built or trained; the message is one sentence with its name."""
+    """A user's model or task cannot be built or trained; the message is a sentence that names it."""
 
 
 class Refused(ModelError):
-    """A strategy cannot train a model, though others may: a result of its cell, and no failure."""
+    """A strategy cannot train a model, which is a result of the cell and not a failure."""
 
 
 class Unsuitable(ValueError):
-    """A library's model cannot be made from its config for these data; the message has the reason."""
+    """A library's model cannot be built from its config for a data set; the message has the reason."""
 
 
 class Called(Protocol):
-    """A callable that a user names; its text is its name in errors."""
+    """Something of a user's that is called, such as a model; its text names it in messages."""
 
     @property
     def call(self) -> str: ...
 
 
 def fault_of_call(call: str) -> str | None:
-    """Return what is wrong with the syntax of a call, or None; nothing is imported."""
+    """Return what is wrong with the syntax of a call, or None, without importing anything."""
     if _CALL.fullmatch(call):
         return None
-    return "is not a module and a name in it; write my_net.MyNet or my_net:MyNet"
+    return "is not a module and a name within it; write my_net.MyNet or my_net:MyNet"
 
 
 def top_of(call: str) -> str:
-    """Return the first part of a call: its module, or the package of it."""
+    """Return the top-level module or package of a call."""
     return re.split(r"[.:]", call, maxsplit=1)[0]
 
 
 def code_folders() -> list[Path]:
-    """Return the folders of the user's code, as the job's environment names them."""
+    """Return the folders of the user's code, which the job's environment names."""
     return [Path(p) for p in os.environ.get(CODE_VARIABLE, "").split(os.pathsep) if p]
 
 
 def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
-    """Return the files of a call's module or package in `folders`, and of their imports there.
+    """Return the files of a call's module or package, and of its imports, in the user's folders.
 
-    They are by path below the folder. Empty if the module is in none of them.
+    Args:
+        call: The call.
+        folders: Folders of the user's code.
+
+    Returns:
+        The files by their paths relative to the folder; none if no folder has the module.
     """
     folders, by_path, seen = list(folders), {}, set()
     waiting = [top_of(call)]
@@ -90,15 +95,15 @@ def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
     return dict(sorted(by_path.items()))
 
 
-#: The largest file that counts as a part of a command: what is larger is data.
+#: Largest size of a file that counts as code of a command; larger files count as data.
 _LARGEST_BYTES = 1 << 20
 
 
 def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
     """Return the user's files that a command names, and the local imports of its Python files.
 
-    They are by name in the command, or below their folder. A module after `-m` is searched here. Programs and
-    other binary files, files above 1 MiB and installed packages do not count.
+    The files are by their names in the command, or by their relative paths. A module after `-m` is searched
+    in the working directory. Binary files, files above 1 MiB and installed packages are left out.
     """
     by_name: dict[str, Path] = {}
     before = ""
@@ -127,14 +132,11 @@ def _files_of(folder: Path, name: str, namespace: bool) -> list[Path]:
 
 
 def _imports_of(path: Path) -> list[str]:
-    """Return the first parts of what a file imports.
-
-    None where it cannot be read as Python.
-    """
+    """Return the top-level modules that a Python file imports, or none if the file is invalid."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return []  # whoever imports it says so
+        return []  # the code that imports the file reports the error
     modules = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -147,15 +149,15 @@ def _imports_of(path: Path) -> list[str]:
 def fingerprint(
     call: str, folders: Iterable[Path], packages: Iterable[str] = ()
 ) -> dict[str, str | None]:
-    """Return the identity of a model's code: `sha256` of its files in `folders`, and a `version`.
+    """Return the identity of a call's code: the `sha256` of its files, and a `version`.
 
-    The version is that of its package, or of those that its files import, such as `peft 0.21.2, transformers
-    5.24.0`.
+    The version is that of the called package, or of all packages that the files import, such as `peft 0.21.2,
+    transformers 5.24.0`.
 
     Args:
         call: The call.
         folders: Folders of the user's code.
-        packages: Further packages that it uses.
+        packages: Further packages that the call uses.
     """
     if files := sources(call, folders):
         own = {Path(name).parts[0].removesuffix(".py") for name in files}
@@ -169,7 +171,7 @@ def fingerprint(
 
 
 def digest_of(files: Mapping[str, Path]) -> str:
-    """Return SHA-256 of the names and contents of some files, in their order."""
+    """Return the SHA-256 of the names and contents of some files, in their order."""
     digest = hashlib.sha256()
     for name, path in files.items():
         content = path.read_bytes()
@@ -178,12 +180,16 @@ def digest_of(files: Mapping[str, Path]) -> str:
 
 
 def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
-    """Return why a call cannot be imported, by its files, or None; nothing is imported.
+    """Return why a call cannot be imported, or None, by reading its files without importing them.
 
-    `folders`: of the user's code. A package of several files is only located.
+    A package with several files is only located.
+
+    Args:
+        call: The call.
+        folders: Folders of the user's code.
     """
     top = top_of(call)
-    # Jobs look in the working directory, too.
+    # Jobs also search the working directory.
     folders = [*folders, Path.cwd()]
     file = next((f for f in (folder / f"{top}.py" for folder in folders) if f.is_file()), None)
     if fault := fault_of_names(call, folders):
@@ -210,10 +216,7 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
 
 
 def fault_of_names(call: str, folders: Iterable[Path]) -> str | None:
-    """That a file of a call has the name of an installed module.
-
-    Nothing is imported.
-    """
+    """Return a message if a file of a call has the name of an installed module, else None."""
     for name in dict.fromkeys(path.partition("/")[0] for path in sources(call, folders)):
         if _is_installed(name.removesuffix(".py")):
             return f"{name} hides the installed module of the same name; rename it"
@@ -221,7 +224,7 @@ def fault_of_names(call: str, folders: Iterable[Path]) -> str | None:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether a module of this name is in Python or an installed package."""
+    """Return whether Python or an installed package has a module with a name."""
     if name in sys.stdlib_module_names:
         return True
     places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
@@ -248,32 +251,43 @@ def _version_of(package: str) -> str | None:
 
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # one whose distribution has another name
+    except metadata.PackageNotFoundError:  # the package's distribution has another name
         names = metadata.packages_distributions().get(package)
         return metadata.version(names[0]) if names else None
 
 
 def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
-    """Raise ModelError if the files of `what` have changed since the cell was planned."""
+    """Raise ModelError if the files of a call have changed since the cell was planned.
+
+    Args:
+        what: Name of the model or task in messages.
+        spec: Specification with the call and the hash of its files.
+    """
     now = fingerprint(spec["call"], code_folders())["sha256"]
     if spec["sha256"] != now:
         raise ModelError(
-            f"{what} ({spec['call']}): its code has changed, or is not in the folders of `code` "
-            "here, since the run was started; start it again"
+            f"{what} ({spec['call']}): its code has changed since the run was started, or is not in the "
+            "folders of `code` on this machine; start the run again"
         )
 
 
 def callable_of(own: Called) -> Callable[..., Any]:
-    """Return the callable that a call names. ModelError, in one sentence, if it cannot be imported."""
+    """Return the function or class that a call names; raise ModelError if it cannot be imported."""
     target = import_name(own, own.call)
     if not callable(target):
-        raise ModelError(f"{own}: is a {type(target).__name__}, which cannot be called")
+        raise ModelError(
+            f"{own}: is a {type(target).__name__}, which cannot be called; name a class or function"
+        )
     return target
 
 
 def import_name(own: Called, path: str) -> Any:
-    """Return the object that `module:NAME` or `module.NAME` names in the user's code, or raise ModelError."""
-    sys.dont_write_bytecode = True  # nothing is left in the user's folders
+    """Import and return an object of the user's code, `module:NAME` or `module.NAME`.
+
+    Raises:
+        ModelError: If it cannot be imported.
+    """
+    sys.dont_write_bytecode = True  # no file is written to the user's folders
     for folder in reversed(code_folders()):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
@@ -287,7 +301,9 @@ def import_name(own: Called, path: str) -> Any:
                 target = _imported_module(own, inner)
                 continue
         if not hasattr(target, name):
-            raise ModelError(f"{own}: {getattr(target, '__name__', known)} has no {name!r}")
+            raise ModelError(
+                f"{own}: {getattr(target, '__name__', known)} has no {name!r}; correct the name"
+            )
         target = getattr(target, name)
     return target
 
@@ -302,31 +318,31 @@ def _imported_module(own: Called, name: str) -> ModuleType:
 
 
 def calls_differ(model: str, strategy: str, where: str) -> str:
-    """Return the message that workers called different shard groups of a model.
+    """Return the message that workers have called different shard groups of a model.
 
     Args:
         model: Name of the model.
         strategy: Name of the strategy.
-        where: Whether in a step or in evaluation.
+        where: The step, such as `step 7`, or `the evaluation`.
     """
     return (
         f"model {model!r}: {strategy} cannot train it: in {where} the workers called different "
-        "shard groups, or in another order, so that they gathered and added up what does not belong "
-        "together; call all of them in each forward, and choose with torch.where or a factor of 0 or 1"
+        "shard groups, or in another order, so that they gathered and summed unrelated tensors; call all "
+        "groups in each forward, and choose with torch.where or a factor of 0 or 1"
     )
 
 
 def error_text(e: BaseException) -> str:
-    """Return an exception in one line, with the last line of the user's code in its traceback."""
+    """Return an exception as one line of text, with its place in the user's code."""
     lines = str(e).strip().splitlines()
     text = f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
     return text + _place_of(e)
 
 
 def _place_of(e: BaseException) -> str:
-    """The last line of the user's own code.
+    """Return the last file and line of the user's code in a traceback, as text.
 
-    Otherwise, it is that of an installed package other than PyTorch.
+    Without such a line, it is that of an installed package other than PyTorch.
     """
     own, packages = "", ""
     for frame in extract_tb(e.__traceback__):

@@ -1,6 +1,6 @@
-"""The models that a user brings: what is called, and with which arguments.
+"""Builds a user's own models: determines the arguments of the user's function, and calls it.
 
-The Snakefile imports this: neither torch nor a user's code is imported before a model is built.
+The Snakefile imports this module: neither torch nor a user's code is imported before a model is built.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-#: What follows from the data, and the arguments that it is given to by name.
+#: Names of values that follow from the data (roles), and the parameter names that get each value.
 ROLES = {
     "classes": ("num_classes", "classes", "n_classes"),
     "channels": ("in_channels", "in_chans", "channels"),
@@ -33,17 +33,27 @@ ROLES = {
     "sequence": ("sequence", "block_size", "max_length", "seq_len"),
     "length": ("length",),
 }
-#: Of these, one that may mean something else, too: it is given only where there is no default.
+#: A parameter name that may have another meaning, too: it gets the value only if it has no default.
 _DOUBTFUL = "channels"
 
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A user's specification of a model; `wrap_classes` are class names, or None for the rule by size.
+    """A user's specification of a model.
 
-    `tensor_plan`, `num_heads` and `pipeline_modules` declare how it can be divided, as those of a built-in
-    family do (`workload/network/registry.py`). Or they name the declaration in the user's code, as
+    `tensor_plan`, `num_heads` and `pipeline_modules` declare how the model can be divided, as those of a
+    built-in family do (`workload/network/registry.py`). A text names the declaration in the user's code, as
     `module:NAME`.
+
+    Attributes:
+        name: Name of the model in the config.
+        call: The user's class or function, as `module:name`.
+        kwargs: Keyword arguments of the call.
+        wrap_classes: Names of the module classes that are sharded as groups, or None for groups by size.
+        tensor_plan: Division of the layers by module path, or None.
+        num_heads: Number of attention heads, or None.
+        pipeline_modules: Paths of the modules that forward calls one after the other, or None.
+        vocabulary: Number of different tokens of labelled texts, whose `classes` are the labels; else None.
     """
 
     name: str
@@ -53,7 +63,6 @@ class OwnModel:
     tensor_plan: dict[str, str] | str | None = None
     num_heads: int | None = None
     pipeline_modules: list[str] | str | None = None
-    #: Of data whose texts have a label each: the tokens of these, where `classes` are the labels.
     vocabulary: int | None = None
 
     def __str__(self) -> str:
@@ -61,17 +70,14 @@ class OwnModel:
 
     @property
     def torchvision_name(self) -> str | None:
-        """The name of the classification network of torchvision that it is.
-
-        None for any other.
-        """
+        """Name of the torchvision classification model that is called, or None for any other call."""
         module, _, name = self.call.replace(":", ".").rpartition(".")
         return name if module == "torchvision.models" and name in torchvision_names() else None
 
 
 @cache
 def torchvision_names() -> frozenset[str]:
-    """Return the names of torchvision's classification networks, read from its files without importing it."""
+    """Return the names of torchvision's classification models, read from its files without an import."""
     spec = util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return frozenset()
@@ -86,12 +92,12 @@ def torchvision_names() -> frozenset[str]:
 def facts_of_data(
     classes: int, shape: Sequence[int], vocabulary: int | None = None
 ) -> dict[str, Any]:
-    """Return values that follow from the data, by role.
+    """Return the values that follow from a data set, such as the number of classes, by role (ROLES).
 
     Args:
-        classes: Classes, or the tokens of texts without labels.
-        shape: (channels, height, width), (channels, length) or (length,).
-        vocabulary: Tokens of texts with labels.
+        classes: Number of classes, or of different tokens of texts without labels.
+        shape: Shape of a sample: (channels, height, width), (channels, length) or (length,).
+        vocabulary: Number of different tokens of texts with labels.
     """
     if len(shape) == 1:
         return {"classes": classes, "vocabulary": vocabulary or classes, "sequence": shape[0]}
@@ -103,7 +109,11 @@ def facts_of_data(
 
 
 def with_facts(value: Any, facts: Mapping[str, Any]) -> Any:
-    """`value` with each `$role` in it replaced. ValueError for one that the data do not have."""
+    """Return a value in which each `$role` is replaced by the data set's value.
+
+    Raises:
+        ValueError: If the data set has no value for a role.
+    """
     if isinstance(value, dict):
         return {key: with_facts(inner, facts) for key, inner in value.items()}
     if isinstance(value, list):
@@ -111,16 +121,16 @@ def with_facts(value: Any, facts: Mapping[str, Any]) -> Any:
     if isinstance(value, str) and value.startswith("$"):
         if value[1:] not in facts:
             known = ", ".join(f"${role}" for role in facts)
-            raise ValueError(f"{value!r} does not follow from these data; what does: {known}")
+            raise ValueError(f"{value!r} does not follow from this data set; use one of {known}")
         return facts[value[1:]]
     return value
 
 
 def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments of the call: those configured, and values of the data that it takes by name.
+    """Return the arguments of the call: those of the config, and values of the data set.
 
-    A callable that only passes keywords on (torchvision's, timm's) gets `num_classes`, and what its library
-    adds.
+    The call gets values of the data set for parameters with their names. A function with `**kwargs` gets
+    `num_classes`, and the arguments that its library adds.
 
     Args:
         own: The specification.
@@ -132,7 +142,7 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
     kwargs = with_facts(own.kwargs, facts)
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # one written in C
+    except (TypeError, ValueError):  # a function in C may have no signature
         return kwargs
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     takes = {
@@ -154,9 +164,10 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
 
 
 def _maker(own: OwnModel) -> Callable[..., Any]:
-    """Return the callable that makes the model, to which a library may add the config.
+    """Return the function that builds the model, to which a library may add the config.
 
-    ModelError if it cannot be imported, or if a library's files show that it cannot be built.
+    Raises:
+        ModelError: If the function cannot be imported, or if the library cannot build the model.
     """
     library = library_of(own.call)
     if fault := library.find_fault({"call": own.call, "kwargs": own.kwargs}):
@@ -165,7 +176,7 @@ def _maker(own: OwnModel) -> Callable[..., Any]:
 
 
 def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
-    """Return further arguments of some torchvision models: their size, a single output."""
+    """Return further arguments that some torchvision models need, for their image size or single output."""
     name = own.torchvision_name or ""
     if name.startswith("vit_"):
         return {"image_size": shape[1]}
@@ -180,14 +191,15 @@ def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
 
 
 def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
-    """Return the model.
-
-    ModelError if the call fails or returns no model.
+    """Build a user's model.
 
     Args:
         own: The specification.
         classes: Number of classes or tokens.
         shape: Shape of the input.
+
+    Raises:
+        ModelError: If the call fails, or does not return a model that can be trained.
     """
     from torch import nn
 
@@ -203,28 +215,25 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
         _raise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ModelError(
-            f"{own}: called with ({called}), it raised {error_text(e)}{_not_of_data(shape, e)}"
+            f"{own}: called with ({called}), raised {error_text(e)}{_not_of_data(shape, e)}"
         ) from e
     if not isinstance(made, nn.Module):
-        raise ModelError(f"{own}: returned {_kind(made)}, which is no torch.nn.Module")
+        raise ModelError(f"{own}: returned {_kind(made)}; return a torch.nn.Module")
     for name, p in made.named_parameters():
         if nn.parameter.is_lazy(p):
-            raise ModelError(f"{own}: {name} has no shape yet; use the layer that is not lazy")
+            raise ModelError(f"{own}: {name} has no shape yet; use a layer that is not lazy")
     if not any(p.requires_grad for p in made.parameters()):
-        raise ModelError(f"{own}: has no parameter to train")
+        raise ModelError(f"{own}: has no parameter to train; set requires_grad of some parameters")
     if both := _in_one_memory(made):
         raise ModelError(
-            f"{own}: {both[0]} and {both[1]} are two tensors in one memory, which strategies would part; tie "
-            "them by assigning the parameter (again.weight = first.weight)"
+            f"{own}: {both[0]} and {both[1]} are two tensors in the same memory, which strategies would "
+            "separate; tie them by assigning the parameter (again.weight = first.weight)"
         )
     return made
 
 
 def _in_one_memory(model: nn.Module) -> tuple[str, str] | None:
-    """The names of a parameter, and of another one or a buffer, that share memory.
-
-    None: there are none.
-    """
+    """Return the names of a parameter and of another parameter or buffer in the same memory, or None."""
     from stratbench.workload.torch_internals import get_storage_key
 
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -241,7 +250,7 @@ def _in_one_memory(model: nn.Module) -> tuple[str, str] | None:
 
 
 def _overlap(t: Tensor, u: Tensor) -> bool:
-    """Return whether two tensors of one storage have a number in common."""
+    """Return whether two tensors of one storage have an element in common."""
     import torch
 
     from stratbench.workload.torch_internals import unset_fake_temporarily
@@ -261,17 +270,17 @@ def _overlap(t: Tensor, u: Tensor) -> bool:
         return False
     if t.itemsize != u.itemsize:
         return True
-    with unset_fake_temporarily(), torch.no_grad():  # slices that lie between each other
+    with (
+        unset_fake_temporarily(),
+        torch.no_grad(),
+    ):  # interleaved slices need a comparison per element
         taken = torch.zeros(max(last, stop) // t.itemsize + 1, dtype=torch.bool)
         taken.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
         return bool(taken.as_strided(u.shape, u.stride(), u.storage_offset()).any())
 
 
 def _not_of_data(shape: Sequence[int], e: Exception) -> str:
-    """Return which arguments of a failed call do not exist for this kind of data.
-
-    Return nothing otherwise.
-    """
+    """Return a clause on arguments that a failed call lacks because the data have no such values, or ""."""
     wanted = [
         key
         for role in ROLES.keys() - facts_of_data(0, shape).keys()
@@ -280,11 +289,11 @@ def _not_of_data(shape: Sequence[int], e: Exception) -> str:
     ]
     if not isinstance(e, TypeError) or not wanted:
         return ""
-    return f"; the data are {kind_of(shape)}, which have no {' and no '.join(sorted(wanted))}"
+    return f"; the data set has {kind_of(shape)}, which have no {' and no '.join(sorted(wanted))}"
 
 
 def _raise_out_of_memory(e: Exception) -> None:
-    """Raise an out-of-memory error as it is: it is not the model's."""
+    """Raise an out-of-memory error again, unchanged, since it is no fault of the model."""
     import torch
 
     if isinstance(e, torch.OutOfMemoryError):

@@ -1,8 +1,8 @@
-"""A model's forward as a chain of pieces, so that it can be cut into stages.
+"""Divides a model's forward into a chain of pieces, so that it can be cut into stages.
 
-A plan of pieces is a tuple of their names in the order of the forward. A name is the path of a called module
-(`*`: all of its number or name, in order). It may also be a function of the model and the previous output,
-with the paths of the modules and parameters that it reads. Importing this file imports torch.
+A plan is a tuple of pieces in the order of forward. A piece is the path of a module that forward calls, in
+which `*` is any name. Or it is a function of the model and the previous output, with the paths of the modules
+and parameters that it reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stratbench.cell.text.words import names_text
 
-#: A plan's pieces: the path of a module, or a function with the paths that it reads.
+#: Pieces of a model: each is the path of a module, or a function with the paths that it reads.
 Plan = tuple[str | tuple[Callable[[nn.Module, Tensor], Tensor], tuple[str, ...]], ...]
 
 
@@ -30,22 +30,22 @@ class Piece:
     paths: tuple[str, ...]
 
     def parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        """Yield its parameters in `model`, each as often as it is read."""
+        """Yield the parameters of a model that the piece reads, each as often as it is read."""
         for path in self.paths:
             part = attrgetter(path)(model)
             yield from part.parameters() if isinstance(part, nn.Module) else (part,)
 
     def holds(self, model: nn.Module, module: nn.Module) -> bool:
-        """Return whether `module` is one of those that it calls, or in one of them."""
+        """Return whether the piece calls a module, or one that contains it."""
         each = (attrgetter(path)(model) for path in self.paths)
         return any(module in list(m.modules()) for m in each if isinstance(m, nn.Module))
 
 
 def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
-    """Return the pieces of `model` by a plan, in the order of the forward.
+    """Return the pieces of a model for a plan, in the order of forward.
 
     Raises:
-        ValueError: If it has no module of a path.
+        ValueError: If the model has no module with a path of the plan.
     """
     pieces = []
     for entry in plan:
@@ -61,18 +61,18 @@ def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
         ]
         if not names:
             raise ValueError(
-                f"its pieces name {entry!r}, and the network has no module of that path"
+                f"its pieces name {entry!r}, but the model has no module with this path; correct the path"
             )
         pieces += [Piece(name, _calling(name), (name,)) for name in names]
     return pieces
 
 
 def faults_of(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
-    """Yield the parameters that none of a user's pieces reads."""
+    """Yield a message if a user's pieces do not read all parameters of a model."""
     read = {p for piece in pieces for p in piece.parameters(model)}
     if left := [name for name, p in model.named_parameters() if p not in read]:
         yield (
-            f"its pieces read no {names_text(left)}; name the modules that do, in the order of "
+            f"its pieces do not read {names_text(left)}; add the modules that do, in the order of "
             "forward"
         )
 
@@ -84,14 +84,15 @@ def _calling(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
 def units_of(
     model: nn.Module, pieces: list[Piece], groups: list[tuple[str, list[nn.Module]]]
 ) -> list[list[Piece]]:
-    """Return the pieces between possible cuts of the model, which are at its shard groups.
+    """Return the units into which a model may be cut, each a list of consecutive pieces.
 
-    A unit begins with a group's first module; so does the part after the last group, if it has parameters.
+    A unit begins with the first module of a shard group. The part after the last group is a unit, too, if it
+    has parameters.
 
     Args:
         model: The model.
-        pieces: Its pieces.
-        groups: Its shard groups.
+        pieces: Pieces of the model.
+        groups: Shard groups of the model.
     """
     at = [
         [i for i, p in enumerate(pieces) if any(p.holds(model, m) for m in modules)]

@@ -1,4 +1,4 @@
-"""Meaning of the `precision` setting: number formats, memory format, mixed precision."""
+"""Defines the number formats, memory format and mixed precision of each value of `precision`."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ if TYPE_CHECKING:
     import torch
 
 
-#: Weights, gradients and the optimizer's states in bfloat16, as Lightning calls it.
+#: Weights, gradients and the optimizer's states in bfloat16, by Lightning's name.
 PURE_BF16 = "bf16-true"
 
 
 def weights_dtype(precision: str) -> torch.dtype:
-    """Return the type of weights, batches and everything that autocast does not convert."""
+    """Return the number format of weights, batches and all tensors that autocast does not convert."""
     import torch
 
     return {"fp64": torch.float64, PURE_BF16: torch.bfloat16}.get(precision, torch.float32)
 
 
 def scores_for_loss(outputs: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return the outputs for computing the loss: in float32 if the weights are in bfloat16."""
+    """Return a model's outputs in the format for the loss: float32 if the weights are in bfloat16."""
     return outputs.float() if precision == PURE_BF16 else outputs
 
 
 def batch_format(precision: str, device_type: str) -> torch.memory_format:
     """Return the memory format of the batches; weights are contiguous for every strategy.
 
-    Tensor cores want channels_last. A convolution computes in the format of its input, whatever the
-    format of its weight, and every layer passes it on. FSDP2 takes contiguous weights only.
+    Tensor cores are faster with channels_last. A convolution computes in the format of its input, whatever
+    the format of its weight, and every layer keeps this format. FSDP2 needs contiguous weights.
     """
     import torch
 
@@ -38,14 +38,14 @@ def batch_format(precision: str, device_type: str) -> torch.memory_format:
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """Return the dtype of mixed precision, or None where there is none."""
+    """Return the dtype of mixed precision, or None without mixed precision."""
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Return a context of mixed precision, if `precision` has it."""
+    """Return a context of mixed precision, or one without effect for other precisions."""
     import torch
 
     dtype = autocast_dtype(precision)
@@ -53,7 +53,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 
 
 def effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
-    """Return the number formats that are really used, for the record."""
+    """Return the number formats of weights and arithmetic that a device really uses, for the record."""
     weights = str(weights_dtype(precision)).removeprefix("torch.")
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
     used = compute.get(precision, weights)
@@ -63,7 +63,7 @@ def effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
 
 
 def _lacks_tf32(device: torch.device) -> str | None:
-    """Return a text on a device that always computes full float32: a CPU, or a GPU before Ampere."""
+    """Return a text on a device that does not have TensorFloat-32, or None if the device has it."""
     import torch
 
     if device.type != "cuda":

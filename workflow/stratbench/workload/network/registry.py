@@ -1,4 +1,4 @@
-"""The networks by name, and what is known of each before it is built. No torch."""
+"""Lists the built-in models with their metadata before they are built, without torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from stratbench.workload.network.own import OwnModel
 
 @dataclass(frozen=True)
 class Family:
-    """What the networks of a family share.
+    """The properties that all models of a family share.
 
-    `batchnorm`: whether it normalises over the batch, which a batch of one sample cannot bear.
-    `blocks`: the classes of its blocks, as `module:Class`. FSDP gathers one block at a time.
-    `reads_text`: whether its input is tokens, and not images. None: not known before it is built.
-    `tensor_plan`: how workers divide its layers, as `module:NAME` of a dictionary from the paths of
-    modules to how each is divided (`extensions/splitting/tensor.py`); None: nobody has said so.
-    `pipeline_modules`: its forward as a chain that can be cut into stages, as `module:NAME` of a plan
-    (`workload/network/pieces.py`).
+    Attributes:
+        batchnorm: Whether they normalise over the batch, so that a batch of one sample fails. None: unknown
+            before a model is built.
+        blocks: Classes of their blocks, as `module:Class`. FSDP gathers one block at a time.
+        reads_text: Whether their input is tokens instead of images. None: unknown before a model is built.
+        tensor_plan: `module:NAME` of a dictionary from module paths to how workers divide each module
+            (`extensions/splitting/tensor.py`), or None.
+        pipeline_modules: `module:NAME` of a plan that cuts forward into a chain of pieces
+            (`workload/network/pieces.py`), or None.
     """
 
     batchnorm: bool | None
@@ -29,17 +31,22 @@ class Family:
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a network before it is built.
+    """The metadata of a model before it is built.
 
-    `parameters` is the number at 1000 classes and images of three channels and 224 pixels, the
-    published one for the full-size networks; of a GPT, with the vocabulary and length of its text.
-    `min_size` is the smallest image side in pixels that we give it; every side is a multiple of
-    `patch`. `builder` is a function of (classes, input shape), as `module:function`, and the network
-    takes the data's channels. Without one it is torchvision's network of the same name; it keeps its
-    three input channels, so that its size stays the published one (greyscale is repeated).
+    Without a `builder` it is torchvision's model of the same name. It keeps its three input channels, to
+    which greyscale is repeated, so that its number of parameters stays the published one.
 
-    `own` is what a user says of a model that is not in MODELS; `parameters` is None then. `num_heads`: of its
-    attention, where its layers can be divided among workers. `most_stages`: into which it can be cut.
+    Attributes:
+        family: Name of its family. parameters: Number of parameters with 1000 classes and images of three
+        channels and 224 pixels; that of
+            a GPT with the vocabulary and length of its text. None for a user's model.
+        min_size: Smallest side of its images in pixels.
+        builder: `module:function` of a function of (classes, input shape), whose model takes the data's
+            channels.
+        patch: Number of pixels of which each side of an image is a multiple.
+        own: Specification of a user's model that is not in MODELS.
+        num_heads: Number of attention heads, if its layers can be divided among workers.
+        most_stages: Largest number of stages into which it can be cut.
     """
 
     family: str
@@ -53,22 +60,22 @@ class Model:
 
     @property
     def batchnorm(self) -> bool | None:
-        """Whether it normalises over the batch, or None if that is not known before it is built."""
+        """Whether it normalises over the batch, or None if this is unknown before it is built."""
         return FAMILIES[self.family].batchnorm
 
     @property
     def reads_text(self) -> bool | None:
-        """Whether its input is tokens, and not images, or None if both are possible."""
+        """Whether its input is tokens instead of images, or None if both are possible."""
         return FAMILIES[self.family].reads_text
 
     @property
     def is_torchvisions(self) -> bool:
-        """Whether it is torchvision's model, with its three input channels."""
+        """Whether it is a torchvision model, with three input channels."""
         return self.builder is None and self.family != "own"
 
 
 FAMILIES: dict[str, Family] = {
-    "vgg": Family(  # its groups are made in `_vgg_groups`
+    "vgg": Family(  # `_vgg_groups` forms its shard groups
         batchnorm=False, pipeline_modules="stratbench.workload.network.torchvisions:VGG"
     ),
     "efficientnet": Family(
@@ -100,7 +107,7 @@ FAMILIES: dict[str, Family] = {
         tensor_plan="stratbench.workload.network.gpt:TENSOR_PLAN",
         pipeline_modules="stratbench.workload.network.gpt:PIECES",
     ),
-    "torchvision": Family(batchnorm=None),  # its other networks
+    "torchvision": Family(batchnorm=None),  # torchvision's other models
     "own": Family(batchnorm=None, reads_text=None),
 }
 
@@ -161,10 +168,10 @@ def facts_of(model: str | Model) -> Model:
     """Return the metadata of a model before it is built.
 
     Raises:
-        ValueError: For an unknown name.
+        ValueError: If the name is unknown.
     """
     if isinstance(model, Model):
         return model
     if model not in MODELS:
-        raise ValueError(f"unknown model {model!r}; known: {', '.join(MODELS)}")
+        raise ValueError(f"{model!r} is not a model; use one of {', '.join(MODELS)}")
     return MODELS[model]

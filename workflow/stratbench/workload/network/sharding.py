@@ -1,7 +1,4 @@
-"""Sharding groups of a user's model: instances of classes, or groups by size.
-
-Importing this file imports torch.
-"""
+"""Forms the shard groups of a user's model: instances of classes, or groups by size."""
 
 from __future__ import annotations
 
@@ -15,48 +12,45 @@ from torch import nn
 
 from stratbench.workload.users_code import ModelError
 
-#: About how many groups the rule by size makes.
+#: Approximate number of groups that the rule by size forms.
 GROUPS = 12
-#: Modules that hold others and are never called themselves.
+#: Containers of modules, which are never called themselves.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict)
 _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
-#: PyTorch's own modules that call what they hold. Its others read the weights of what they hold.
+#: PyTorch's own modules that call their submodules. All others read the weights of their submodules.
 _CALLERS = (
     nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, *_HOLDERS,
 )  # fmt: skip
 
-#: How code reads a weight of what its module holds.
+#: Pattern of code that reads a weight of a submodule.
 _READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b")
 
 Groups = list[tuple[str, list[nn.Module]]]
 
 
 def rule_of(wrap_classes: Sequence[str] | None) -> str:
-    """Return the rule in words, for the record."""
+    """Return a text on the rule that forms the groups, for the record."""
     if wrap_classes:
         return f"instances of {', '.join(wrap_classes)}"
     return f"by size: groups of about 1/{GROUPS} of the parameters"
 
 
 def stated_classes(model: nn.Module) -> list[str]:
-    """The classes that a network itself names to be sharded, as those of transformers do.
-
-    None if none.
-    """
+    """Return the module classes that a model itself names to be sharded, as transformers' models do."""
     names = {type(m).__name__ for m in model.modules()}
     return sorted(names.intersection(getattr(model, "_no_split_modules", None) or ()))
 
 
 def groups_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -> Groups:
-    """Return (label, modules) of every instance of the named classes, the outermost if nested.
+    """Return a group (label, modules) per instance of the named classes, in the order of registration.
 
-    They are in the order of registration. Modules that share a parameter with a module outside stay with the
-    root.
+    Of nested instances, only the outermost is a group. Modules that share a parameter with a module outside
+    are sharded with the root.
 
     Args:
         model: The model.
         wrap_classes: Names of the classes.
-        who: Text on the model, for messages.
+        who: Name of the model in messages.
 
     Raises:
         ModelError: If a class has no instance.
@@ -70,20 +64,19 @@ def groups_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) 
     for name in wrap_classes:
         if name not in classes:
             raise ModelError(
-                f"{who}: wrap_classes names {name!r}, and it has no such module; its classes are "
+                f"{who}: wrap_classes names {name!r}, but the model has no such module; its classes are "
                 f"{', '.join(sorted(classes))}"
             )
     return [(label, modules) for label, modules in groups if _stands_alone(modules, model)]
 
 
 def groups_by_size(model: nn.Module) -> Groups:
-    """Return (label, modules) of about 1/GROUPS of the parameters each, in registration order.
+    """Return groups (label, modules) of about 1/GROUPS of the parameters each, in registration order.
 
-    From the root down, a larger module is divided into its children; smaller neighbours are combined. A
-    module that is never called (ModuleList) is always divided. A module of PyTorch's that reads its
-    children's weights (MultiheadAttention) is never divided. Modules that share a parameter with a module
-    outside stay with the root. So does a module whose weights its parent's class reads (`self.head.weight` in
-    its code).
+    From the root down, a larger module is divided into its children, and smaller neighbours are combined. A
+    module that is never called (ModuleList) is always divided. A module of PyTorch that reads its children's
+    weights (MultiheadAttention) is never divided. Modules that share a parameter with a module outside are
+    sharded with the root. So is a module whose weights its parent's code reads (`self.head.weight`).
     """
     limit = _size([model]) / GROUPS
     groups: Groups = []
@@ -100,7 +93,7 @@ def groups_by_size(model: nn.Module) -> Groups:
             label = prefix + name
             if id(module) in seen or not _size([module]) or isinstance(module, _PARAMETERS):
                 continue
-            if name in read:  # left to the root, which is gathered all the time
+            if name in read:  # it is sharded with the root, which stays gathered
                 seen.update(id(m) for m in module.modules())
                 continue
             if isinstance(module, _HOLDERS) or (_size([module]) > limit and _may_divide(module)):
@@ -126,7 +119,7 @@ def _may_divide(module: nn.Module) -> bool:
 
 @cache
 def _read_by(kind: type[nn.Module]) -> frozenset[str]:
-    """Return children whose weights a class reads itself, by its code. Assignments do not count."""
+    """Return the names of children whose weights the code of a class reads."""
     names: set[str] = set()
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if (
@@ -134,18 +127,18 @@ def _read_by(kind: type[nn.Module]) -> frozenset[str]:
             and name != "reset_parameters"
             and not method.__module__.startswith("torch.")
         ):
-            with suppress(OSError):  # code that is in no file
+            with suppress(OSError):  # raised for code that is not in a file
                 names |= set(re.findall(_READ, inspect.getsource(method)))
     return frozenset(names)
 
 
 def _size(modules: list[nn.Module]) -> int:
-    """Return parameters of modules, each once."""
+    """Return the number of parameter elements of some modules, counting each parameter once."""
     return sum(p.numel() for p in {p for m in modules for p in m.parameters()})
 
 
 def _stands_alone(modules: list[nn.Module], model: nn.Module) -> bool:
-    """Return whether it has parameters, none of which belongs to a module outside, too."""
+    """Return whether some modules have parameters, and share none of them with modules outside."""
     inside = {m for module in modules for m in module.modules()}
     own = {p for module in modules for p in module.parameters()}
     return bool(own) and own.isdisjoint(_parameters_outside(inside, model))

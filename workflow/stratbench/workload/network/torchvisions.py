@@ -1,7 +1,4 @@
-"""Division of torchvision's models: as chains of pieces, and by layers.
-
-Importing this file imports torch.
-"""
+"""Defines how torchvision's models are divided: into chains of pieces, and by layers."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ from stratbench.workload.network.pieces import Plan
 
 
 def flatten(_model: nn.Module, x: Tensor) -> Tensor:
-    """Return all numbers of a sample in one row."""
+    """Flatten each sample to one dimension."""
     return torch.flatten(x, 1)
 
 
 def patches(model: nn.Module, images: Tensor) -> Tensor:
-    """Return a vision transformer's input: a vector for each patch, the class token before them."""
+    """Return the first input of a vision transformer's layers: the class token and a vector per patch."""
     x = model._process_input(images)
     x = torch.cat([model.class_token.expand(len(x), -1, -1), x], dim=1)
     return model.encoder.dropout(x + model.encoder.pos_embedding)
 
 
 def class_scores(model: nn.Module, x: Tensor) -> Tensor:
-    """Return its output: the scores of what has become of the class token."""
+    """Return a vision transformer's output: the scores of the class token's final vector."""
     return model.heads(model.encoder.ln(x)[:, 0])
 
 
@@ -35,7 +32,8 @@ VIT: Plan = (
     (class_scores, ("encoder.ln", "heads")),
 )
 
-#: How workers divide a vision transformer's layers (`extensions/splitting/tensor.py`). Its scores are whole.
+#: How workers divide a vision transformer's layers (`extensions/splitting/tensor.py`). The head is not
+#: divided.
 VIT_TENSOR_PLAN = {
     "encoder.layers.*.self_attention": "heads",
     "encoder.layers.*.mlp.0": "colwise",

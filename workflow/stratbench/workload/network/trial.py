@@ -1,6 +1,6 @@
-"""Trial steps of a model on two samples before any training, to detect undeclared properties.
+"""Takes trial steps of a model with two samples before any training, to detect its properties.
 
-Jobs and the check of a study take it, on real tensors or on fake ones. Importing this file imports torch.
+Jobs and `check` take these steps, with real or fake tensors.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from stratbench.workload.torch_internals import (
 )
 from stratbench.workload.users_code import ModelError, error_text
 
-#: Samples of the step; BatchNorm cannot normalise one.
+#: Number of samples of a trial step; BatchNorm cannot normalise one sample.
 SAMPLES = 2
-#: Random batches that are compared where forward may choose by its data what it calls.
+#: Number of random batches that are compared if forward may choose modules by its data.
 BATCHES = 4
-#: Functions that give Python a value to branch on, or a shape that depends on values.
+#: Functions that return a Python value, or a shape that depends on values.
 READS_VALUES = frozenset(
     {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
     | {Tensor.__index__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
@@ -44,79 +44,79 @@ READS_VALUES = frozenset(
     | {torch.unique_consecutive, Tensor.unique_consecutive, torch.repeat_interleave}
     | {Tensor.repeat_interleave}
 )
-#: What fake tensors raise where they would need values that they do not have.
+#: Exceptions of fake tensors whose values are needed.
 NO_VALUES = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException,
 )  # fmt: skip
 
 
 class PassFailed(ModelError):
-    """A pass of the network raised an error; on fake tensors it may be theirs."""
+    """A forward or backward of the model failed; with fake tensors, these may be the cause."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial. Parameters, buffers and modules are identified by their names in the model."""
+    """The properties of a model that trial steps have detected; the texts are names in the model."""
 
-    #: Trainable parameters without a gradient.
+    #: Trainable parameters that got no gradient.
     unused: tuple[str, ...] = ()
     #: Parameters whose gradient is sparse.
     sparse: tuple[str, ...] = ()
     #: Parameters to whose gradient one backward adds several times.
     again: tuple[str, ...] = ()
-    #: Parameters with hooks of their gradients.
+    #: Parameters with gradient hooks.
     hooked: tuple[str, ...] = ()
-    #: Parameters of a shard group that were read before a module of the group was called.
+    #: Parameters of a shard group that forward reads before it calls a module of the group.
     uncalled: tuple[str, ...] = ()
-    #: Parameters of a shard group that were read after all its modules had been called.
+    #: Parameters of a shard group that forward reads after it has called all modules of the group.
     late: tuple[str, ...] = ()
-    #: Parameters that forward reads by other references than their modules' attributes.
+    #: Parameters that forward reads from other references than their modules' attributes.
     elsewhere: tuple[str, ...] = ()
-    #: Parameters that are more than an nn.Parameter, if forward gives another result without that.
+    #: Parameters of a subclass or with attributes, on which the result of forward depends.
     remade: tuple[str, ...] = ()
-    #: Buffers that forward changed in place.
+    #: Buffers that forward changes in place.
     written: tuple[str, ...] = ()
-    #: Buffers in whose place forward put another tensor.
+    #: Buffers that forward replaces by another tensor.
     replaced: tuple[str, ...] = ()
-    #: Parameters that forward changed.
+    #: Parameters that forward changes.
     overwritten: tuple[str, ...] = ()
-    #: Parameters that forward changed by its data.
+    #: Parameters that forward changes depending on its data.
     parted: tuple[str, ...] = ()
-    #: Plain attributes that forward changed.
+    #: Plain attributes that forward changes.
     attributes: tuple[str, ...] = ()
-    #: Changed state other than float buffers that evaluation depends on.
+    #: State besides float buffers that forward changes and on which the evaluation depends.
     kept_aside: tuple[str, ...] = ()
-    #: Changed state that training depends on.
+    #: State that forward changes and on which the training depends.
     counts: tuple[str, ...] = ()
-    #: Modules that not every forward calls (`modules_by_chance`).
+    #: Modules that only some forwards call, at random (`modules_by_chance`).
     by_chance: tuple[str, ...] = ()
-    #: Modules and parameters that only some batches reach.
+    #: Modules that only some batches call, and parameters that get a gradient from only some batches.
     by_data: tuple[str, ...] = ()
-    #: Labels of shard groups of which forward called no module.
+    #: Labels of shard groups of which forward calls no module.
     unopened: tuple[str, ...] = ()
-    #: Whether forward read values of tensors, so that other data may make it call other modules.
+    #: Whether forward reads values of tensors, so that it may call other modules with other data.
     reads_values: bool = False
     #: Whether forward draws random numbers.
     draws: bool = False
-    #: The numbers of the shard groups that forward called, in this order, and whether backward comes to
-    #: them: it does not if they and all before them are frozen.
+    #: Indices of the shard groups that forward calls, in this order, and whether backward reaches each. It
+    #: does not reach a group if this group and all preceding ones are frozen.
     in_backward: dict[int, bool] = field(default_factory=dict)
-    #: Labels of shard groups that give a view of a tensor, which forward then changes in place.
+    #: Labels of shard groups that return a view of a tensor, which forward then changes in place.
     written_views: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Parameters without a gradient in some steps, and modules that may not be called."""
+        """Parameters without a gradient in some steps, and modules that forward may skip."""
         return self.unused + self.by_chance + self.by_data
 
     @property
     def at_times(self) -> tuple[str, ...]:
-        """Parameters and modules that may get a gradient in some steps, and none in others."""
+        """Parameters and modules that may get a gradient in some steps, but not in others."""
         return self.by_chance or self.by_data or (self.unused if self.reads_values else ())
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Trial:
-        """Return the inverse of `dataclasses.asdict`, also after JSON."""
+        """Return the trial that `dataclasses.asdict`, and perhaps JSON, has converted."""
         each = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         return cls(**each | {"in_backward": {int(i): v for i, v in each["in_backward"].items()}})
 
@@ -130,21 +130,21 @@ def take_trial(
     groups: Sequence[tuple[str, list[nn.Module]]] = (),
     classes: int = 2,
 ) -> Trial:
-    """Run forward and backward of the batch `x` with targets `y`, and of similar batches.
+    """Run forward and backward of a batch and of similar batches, and return the properties of the model.
 
-    The model and the random generators are left as they were, and no gradient remains.
+    Afterwards the model and the random generators have their former state, and no gradient remains.
 
     Args:
-        label: Text on the model, for messages.
+        label: Name of the model in messages.
         model: The model.
         x: Inputs.
         y: Targets.
-        outputs: Shape of the outputs.
-        groups: The shard groups.
-        classes: Number of tokens of a text.
+        outputs: Shape that the model's outputs must have.
+        groups: Shard groups of the model.
+        classes: Number of different tokens of a text.
 
     Raises:
-        ModelError: If the model does not return a tensor of the shape `outputs`, or a pass fails.
+        ModelError: If the model does not return a tensor of this shape, or if forward or backward fails.
     """
     with generators_put_back(x.device), Changes(model) as changes:
         try:
@@ -154,7 +154,7 @@ def take_trial(
 
 
 class _Trying:
-    """A trial in progress: each method tries one thing, and leaves the model as it was."""
+    """A trial in progress. Each method tests one property, and restores the model afterwards."""
 
     def __init__(
         self,
@@ -228,13 +228,10 @@ class _Trying:
         return scores
 
     def backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
-        """Run backward of a loss of the scores.
-
-        Return the parameters with a gradient, and its kind.
-        """
+        """Run backward of a loss of the scores, and return the parameters that got a gradient."""
         with _gradients_dropped(self.names) as reached:
             try:
-                # What a user's task makes of other outputs is not the network's fault.
+                # A user's own task is not called here, so that its errors are not taken for the model's.
                 are_scores = _are_scores(self.outputs, self.y)
                 loss = Classification().loss(scores, self.y) if are_scores else scores.sum()
                 loss.backward()
@@ -243,7 +240,7 @@ class _Trying:
         return reached
 
     def evaluated(self) -> Tensor:
-        """Return the scores in evaluation."""
+        """Return the scores of the batch in evaluation mode, with seeded generators."""
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
         try:
@@ -255,9 +252,10 @@ class _Trying:
                 module.training = training
 
     def seeded(self, watching: AbstractContextManager | None = None) -> Tensor:
-        """Return the scores in training, with the generators at a seed.
+        """Return the scores of the batch in training mode, with seeded generators, and restore the model.
 
-        Changes by forward are undone.
+        Args:
+            watching: Context in which forward runs, if any.
         """
         seed_generators(0)
         try:
@@ -297,7 +295,7 @@ class _Trying:
     def by_data(
         self, gathering: _Gathering, overwritten: Sequence[str]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return what only some of several batches reach, and parameters that they change differently."""
+        """Return modules and parameters that only some batches use, and parameters that batches change."""
         if self.on_fakes or not (gathering.reads_values or overwritten):
             return (), ()
         reached: list[set[str]] = []
@@ -315,7 +313,7 @@ class _Trying:
         return _sometimes(reached), tuple(parted)
 
     def elsewhere(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return `Trial.elsewhere` and `Trial.remade`: forward gets copies of the parameters, as in FSDP."""
+        """Return `Trial.elsewhere` and `Trial.remade`, by a forward with copied parameters, as in FSDP."""
         more = {n for p, n in self.names.items() if type(p) is not nn.Parameter or vars(p)}
         if self.on_fakes:
             more = set()
@@ -336,7 +334,7 @@ def _alike(scores: Tensor, others: Tensor) -> bool:
 
 
 def _batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
-    """Random numbers, or tokens, in a batch like `x`."""
+    """Return a batch with the shape of `x`, of random numbers or random tokens."""
     generator = torch.Generator().manual_seed(seed)
     if not x.is_floating_point():
         made = torch.randint(classes, x.shape, generator=generator)
@@ -346,10 +344,10 @@ def _batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
 
 
 def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
-    """Return names of modules that only some of eight forward passes call.
+    """Return the names of modules that only some of eight forwards call.
 
-    A model that skips modules draws random numbers of torch, numpy or Python. Fake tensors have no values to
-    decide by: one pass of them is enough if it draws none of numpy and Python.
+    A model that skips modules at random draws numbers from torch, numpy or Python. With fake tensors, torch's
+    numbers have no values, so one forward is enough if it draws none from numpy and Python.
 
     Args:
         model: The model.
@@ -372,7 +370,7 @@ def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[st
 
 @contextmanager
 def _called(model: nn.Module) -> Iterator[set[str]]:
-    """The names of the modules that are called in the block."""
+    """Collect the names of the modules that are called within the block."""
     called: set[str] = set()
     handles = [
         module.register_forward_pre_hook(lambda _m, _x, name=name: called.add(name))
@@ -386,14 +384,14 @@ def _called(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _sometimes(reached: Sequence[set[str]]) -> tuple[str, ...]:
-    """Return elements of some but not all sets, without modules within others of these."""
+    """Return names in some but not all sets, without those of submodules of other such names."""
     some = set.union(*reached) - set.intersection(*reached)
     return tuple(sorted(n for n in some if not any(n.startswith(f"{other}.") for other in some)))
 
 
 @contextmanager
 def _copied_parameters(model: nn.Module) -> Iterator[None]:
-    """Replace each parameter in the block by another object in the same memory, wherever it is used."""
+    """Replace each parameter within the block by another object in the same memory."""
     originals = [
         (module, key, p)
         for module in model.modules()
@@ -410,7 +408,7 @@ def _copied_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def _put_parameter(module: nn.Module, key: str, p: nn.Parameter) -> None:
-    """Set a parameter as FSDP does: past a module's own attribute setter, unless its class has one."""
+    """Set a parameter as FSDP does: directly, unless the module's class has its own `__setattr__`."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         get_parameters(module)[key] = p
     else:
@@ -418,7 +416,7 @@ def _put_parameter(module: nn.Module, key: str, p: nn.Parameter) -> None:
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -426,7 +424,7 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _are_scores(outputs: Sequence[int], y: Tensor) -> bool:
-    """Return whether outputs of this shape are scores of the classes that `y` has."""
+    """Return whether outputs of this shape are scores per class for the targets `y`."""
     return not y.is_floating_point() and list(outputs[:-1]) == list(y.shape)
 
 
@@ -438,25 +436,27 @@ def _check_scores(label: object, scores: Any, x: Tensor, y: Tensor, wanted: list
     if list(scores.shape) != wanted:
         reason = f"with {wanted[-1]} classes" if _are_scores(wanted, y) else "for its task"
         raise ModelError(
-            f"{label}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; {reason} it must "
-            f"be {wanted}"
+            f"{label}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; {reason} the "
+            f"tensor must be {wanted}"
         )
 
 
 def _raise_model_error(label: object, e: Exception, what: str) -> None:
-    """Raise a ModelError in one sentence, or an error that is not the model's as it is."""
+    """Raise a ModelError in one sentence, or an out-of-memory error unchanged."""
     if isinstance(e, MemoryError | torch.OutOfMemoryError):
         raise e
     if isinstance(e, NO_VALUES):
-        raise PassFailed(f"{label}: its {what} asks for the values of tensors ({e})") from e
+        raise PassFailed(f"{label}: its {what} reads values of tensors ({e})") from e
     raise PassFailed(f"{label}: its {what} raised {error_text(e)}") from e
 
 
 @dataclass
 class _Gradient:
-    """Number of additions to a parameter's gradient in one backward, and whether it is sparse."""
+    """How one backward computes a parameter's gradient."""
 
+    #: Number of additions to the gradient.
     times: int = 0
+    #: Whether the gradient is sparse.
     sparse: bool = False
 
 
@@ -464,10 +464,7 @@ class _Gradient:
 def _gradients_dropped(
     parameters: Iterable[nn.Parameter],
 ) -> Iterator[dict[nn.Parameter, _Gradient]]:
-    """Drop each gradient as soon as it is accumulated, to save memory.
-
-    Yield the parameters with one.
-    """
+    """Free each gradient as soon as it is accumulated, and yield the parameters that got a gradient."""
     reached: dict[nn.Parameter, _Gradient] = {}
 
     def drop(p: nn.Parameter) -> None:
@@ -485,7 +482,7 @@ def _gradients_dropped(
 
 
 class _Reading(TorchFunctionMode):
-    """Notes which of some parameters are read; `read`: their names."""
+    """Context in which `read` collects the names of the parameters that are read."""
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__()
@@ -507,9 +504,9 @@ class _Reading(TorchFunctionMode):
 
 
 class _Gathering(TorchFunctionMode):
-    """Follows which shard groups FSDP would hold gathered, and notes parameters that are read otherwise.
+    """Context that finds parameters which forward reads while FSDP would not hold their group gathered.
 
-    A group is gathered when one of its modules is called, and freed when all have been
+    A group is gathered when one of its modules is called, and freed when all of them have been called
     (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _register_group_forward_hooks).
     """
 
@@ -518,7 +515,7 @@ class _Gathering(TorchFunctionMode):
         self.uncalled: dict[nn.Parameter, None] = {}
         self.late: dict[nn.Parameter, None] = {}
         self.reads_values = False
-        #: Of each group that was called: whether what comes out of it needs a gradient.
+        #: Whether the output of each called group needs a gradient, by the group's index.
         self.in_backward: dict[int, bool] = {}
         self._group_of = {
             p: i for i, (_, modules) in enumerate(groups) for m in modules for p in m.parameters()
@@ -531,7 +528,7 @@ class _Gathering(TorchFunctionMode):
         self._hooks = []
         for i, modules in enumerate(self._groups):
             for m in modules:
-                # FSDP gathers before hooks of the user's, which may read or make a parameter.
+                # FSDP gathers a group before the user's hooks, which may read or create a parameter.
                 opens = m.register_forward_pre_hook(partial(self._open, i), prepend=True)
                 self._hooks.append(opens)
                 self._hooks.append(m.register_forward_hook(partial(self._close, i)))
@@ -556,7 +553,7 @@ class _Gathering(TorchFunctionMode):
 
     @property
     def written_views(self) -> list[int]:
-        """The groups whose views were changed since."""
+        """Indices of the groups that returned a view which was changed afterwards."""
         changed = (i for i, view, version in self._views if get_version(view) != version)
         return list(dict.fromkeys(changed))
 
@@ -577,7 +574,7 @@ class _Gathering(TorchFunctionMode):
 
 
 def _reads_values(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether a function gives values of tensors, or a shape that depends on them."""
+    """Return whether a function returns values of tensors, or a shape that depends on values."""
     if func is torch.where or func is Tensor.where:
         return len(args) == 1
     if func is Tensor.__getitem__:
@@ -588,7 +585,7 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 def _parameters_read(
     result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a function reads; one without a tensor result reads only metadata."""
+    """Yield the parameters that a function reads; without a tensor as result, it reads metadata only."""
     if isinstance(result, Tensor | tuple | list):
         yield from _parameters_in([*args, *(kwargs or {}).values()])
 
