@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -146,21 +145,6 @@ def test_several_types_of_gpus_are_named_where_none_is_chosen():
 
 #: A GPU's share on the tests' nodes.
 SMALL = {"cpus_per_gpu": 2, "mem_mib_per_gpu": 1024}
-
-
-def test_the_demo_fits_on_small_nodes():
-    """Every cell of the demo, on nodes of 16 cores and 24 GB."""
-    import yaml
-
-    raw = yaml.safe_load((Path(__file__).parents[2] / "config.yaml").read_text())
-    configuration, study = config.load_config(raw | {"study": "demo"})
-    for cell in study.cells:
-        settings = study.settings(cell)
-        asked = resources.job_request(
-            cell, settings, configuration["cluster"], study.time_limit_s(cell)
-        )
-        assert nodes.refusal(cell, settings, asked, nodes.parse_sinfo(TESTS)) is None
-        assert asked.cpus <= 5
 
 
 @pytest.mark.parametrize(

@@ -108,10 +108,7 @@ def test_long_texts_are_evaluated_a_few_at_once() -> None:
         ),
         ({"source": "tinyshakespeare", "sequence": 0}, "sequence is 0; it must be a whole number"),
         ({"source": "tinyshakespeare", "sequence": 111_540}, "the test text has 111,540 tokens"),
-        (
-            {"source": "wikipedia"},
-            "it must be one of synthetic, markov-text, masked-markov-text",
-        ),
+        ({"source": "wikipedia"}, "it must be one of synthetic, markov-text"),
     ],
 )
 def test_a_wrong_spec_is_refused(spec: dict, reason: str) -> None:

@@ -221,6 +221,20 @@ def test_without_any_extension_the_demo_is_planned_and_reported(tmp_path):
     assert run(tmp_path, "-m", "stratbench.command", "--help").returncode == 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_core_passes_its_quick_tests_without_any_extension(tmp_path):
+    """A test that names a key of an extension belongs to the tests of that extension."""
+    copy_without(set(installed()), tmp_path)
+    for name in ("docs", "benchmarks/statistics", "tests/core"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for path in (ROOT / "pyproject.toml", *(ROOT / "tests").glob("*.py")):
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    done = run(tmp_path, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:xdist", "tests/core")
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_declaration_in_the_docs_is_that_of_the_code():
     code = (ROOT / "workflow/stratbench/extensions/checkpoints" / "__init__.py").read_text()
     page = (ROOT / "docs" / "reference" / "extension-api.md").read_text()
