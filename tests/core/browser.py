@@ -22,6 +22,12 @@ OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
+#: Fields of the keys that do more than what a page listens for: they press a button, or move the focus.
+DEFAULT_ACTIONS: dict[str, dict[str, Any]] = {
+    "Enter": {"text": "\r", "windowsVirtualKeyCode": 13},
+    "Space": {"key": " ", "text": " ", "windowsVirtualKeyCode": 32},
+    "Tab": {"windowsVirtualKeyCode": 9},
+}
 #: How long any answer may take, in seconds.
 PATIENCE_S = 300.0
 
@@ -127,9 +133,10 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **given)
 
     def press(self, key: str) -> None:
-        """A real key, by its name: `ArrowRight`, `Enter`."""
+        """A real key, by its name: `ArrowRight`, `Enter`, `Tab`."""
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+            event = {"type": kind, "key": key, "code": key, **DEFAULT_ACTIONS.get(key, {})}
+            self.call("Input.dispatchKeyEvent", **event)
 
     def sized(self, width: int, height: int) -> None:
         """Let pages have a screen of this many pixels."""

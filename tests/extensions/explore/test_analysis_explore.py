@@ -304,7 +304,7 @@ def test_marks_have_the_colours_of_the_theme(browser, page, theme):
     open_page(browser, page)
     wanted = [int(getattr(FAMILIES["replicas"], theme)[0][at : at + 2], 16) for at in (1, 3, 5)]
     found = browser.run(
-        "(() => { const all = [...document.querySelectorAll('#legend label')];"
+        "(() => { const all = [...document.querySelectorAll('#legend button')];"
         " const canvas = all.find((b) => b.textContent === 'ddp').querySelector('canvas');"
         " const middle = canvas.width / 2;"
         " return [...canvas.getContext('2d').getImageData(middle, middle, 1, 1).data].join(); })()"
@@ -335,6 +335,24 @@ def test_mouse_and_keys_show_where_a_cell_came_from(browser, page, study):
     browser.press("End")
     assert browser.run("document.getElementById('said').textContent").startswith("main, ")
     assert browser.run("document.getElementById('table').getAttribute('aria-activedescendant')")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_keys_reach_and_press_the_entries_of_the_legend(browser, page):
+    open_page(browser, page)
+    count = "document.getElementById('count').textContent"
+    all_cells = browser.run(count)
+    browser.run("document.querySelector('#legend button').focus()")
+    browser.press("Tab")
+    second = "document.querySelectorAll('#legend button')[1]"
+    for key, is_pressed in (("Enter", "false"), ("Space", "true")):
+        browser.press(key)
+        assert (
+            browser.run(f"document.activeElement === {second} && {second}.ariaPressed")
+            == is_pressed
+        )
+        assert (browser.run(count) == all_cells) == (is_pressed == "true")
 
 
 @pytest.mark.slow

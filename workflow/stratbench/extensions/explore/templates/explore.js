@@ -399,7 +399,7 @@ function bringIntoSight(i) {
   if (!isInSight) frame.scrollTop = top - clientHeight / 2 + ROW;
 }
 
-// ---- what the marks mean: labels of the filters' boxes -------------------------------------------------
+// ---- what the marks mean: buttons that press the filters' boxes ----------------------------------------
 const MAX_ENTRIES = 24;
 
 function drawLegend() {
@@ -409,8 +409,12 @@ function drawLegend() {
     const boxes = filters.find(([filtered]) => filtered === c)?.[1] ?? [];
     const present = new Set(chosen.map(c.level)), isOff = (n) => boxes[n]?.checked === false;
     const levels = range(c.levels.length).filter((n) => present.has(n) || isOff(n));
-    const entryOf = (n) => el("label", { htmlFor: boxes[n]?.id ?? "", className: isOff(n) ? "off" : "" },
-      draw(n), levelText(c.levels[n]));
+    const entryOf = (n) => {
+      const content = [draw(n), levelText(c.levels[n])], box = boxes[n];
+      if (!box) return el("span", {}, ...content);
+      return el("button", { type: "button", "aria-pressed": box.checked, "data-box": box.id,
+        onclick: () => box.click() }, ...content);
+    };
     entries.push(el("span", { className: "name" }, c.label), ...levels.slice(0, MAX_ENTRIES).map(entryOf));
     if (levels.length > MAX_ENTRIES) entries.push(el("span", {}, `and ${levels.length - MAX_ENTRIES} more`));
   };
@@ -430,7 +434,9 @@ function drawLegend() {
     drawRing(ringed.getContext("2d"), severity, 9, 9, 5);
     entries.push(el("span", {}, ringed, `audit: ${severity}`));
   }
+  const focused = $("legend").contains(document.activeElement) && document.activeElement.dataset.box;
   $("legend").replaceChildren(...entries);
+  entries.find((entry) => focused && entry.dataset.box === focused)?.focus({ preventScroll: true });
 }
 
 function drawTexts() {
