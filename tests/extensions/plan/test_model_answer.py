@@ -21,27 +21,26 @@ from stratbench.extensions.plan.device_rates import find_gpu, gpu_device
 from stratbench.extensions.plan.footprint import drawn_out, equal_blocks
 from stratbench.extensions.plan.footprint.footprint import make_footprint
 from stratbench.extensions.plan.needs import subject_of
-from stratbench.extensions.plan.one_model import model_answer, one_network
+from stratbench.extensions.plan.one_model import model_answer, one_network, rows
 from stratbench.extensions.plan.one_model.model_answer import Question, answer_for, choose_batch
 from stratbench.extensions.plan.pages.model_answer import answer_text
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
+from stratbench.strategies import mesh_of, option_defaults
 from stratbench.study.config.messages import ConfigError
 
 TEXT = {"source": "markov-text", "train_samples": 64, "test_samples": 8, "vocabulary": 64}
 CONFIG = {"datasets": {"text": {**TEXT, "sequence": 32}}}
-TOGETHER = ["fsdp-zero3", "ddp", "tensor-{node}", "pipeline-{node}"]
+TOGETHER = ["fsdp-zero3", "ddp"]
 QUESTION = Question("gpt-compact", 2, "A10G", dataset="text", sequence=64, price=2.0)
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """Fewer strategies, and results in a folder of the test's own."""
-    given = yaml.safe_load(model_answer.TEMPLATE.read_text(encoding="utf-8").replace("{node}", "N"))
-    names = [f"{', '.join(given['strategies']['together'])}".replace("-N", "-{node}")]
-    text = model_answer.TEMPLATE.read_text(encoding="utf-8")
-    assert names[0] in text
+    given = yaml.safe_load(model_answer.TEMPLATE.read_text(encoding="utf-8"))
+    given["strategies"]["together"] = TOGETHER
     path = tmp_path / "small.yaml"
-    path.write_text(text.replace(names[0], ", ".join(TOGETHER)), encoding="utf-8")
+    path.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
     monkeypatch.setattr(model_answer, "TEMPLATE", path)
     monkeypatch.chdir(tmp_path)
 
@@ -52,9 +51,9 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
     answer = answer_for(CONFIG | {"results": "results"}, QUESTION, first.append)
     assert {c.strategy for c in first[0].choices} == {"fsdp-zero3"}
     found = {(c.strategy, c.checkpointing): c for c in answer.choices}
-    names = {"fsdp-zero3", "ddp", "tensor-2", "pipeline-2"}
+    names = {"fsdp-zero3", "ddp", "tensor-2", "tensor-2-sequence", "pipeline-2"}
     assert set(found) == {(name, ckpt) for name in names for ckpt in (False, True)}
-    assert [c.verdict for c in answer.choices] == [FITS] * 8
+    assert [c.verdict for c in answer.choices] == [FITS] * 10
     # Eight micro-batches go through the two stages.
     assert all(
         c.global_batch == 8 * c.micro_batch for c in answer.choices if "pipeline" in c.strategy
@@ -68,6 +67,9 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
         assert (c.memory.reserved_bytes > c.memory.allocated_bytes) == (c.strategy == "fsdp-zero3")
     for name in names:
         assert found[name, True].micro_batch > found[name, False].micro_batch
+    for checkpointing in (False, True):
+        whole, divided = (found[f"tensor-2{s}", checkpointing] for s in ("", "-sequence"))
+        assert divided.micro_batch > whole.micro_batch
     text = answer_text(answer)
     assert "gpt-compact (" in text.splitlines()[0]
     assert "on 2 x A10G 24 GiB: texts of 64 tokens, adamw, bf16" in text.splitlines()[0]
@@ -77,6 +79,10 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
     assert f"{2 * hours:.2g} GPU-hours, which cost {4 * hours:.2g}" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= COLUMNS
     assert text.count("variants: {fsdp-zero3: {strategy: fsdp, mixed_precision: policy}") == 1
+    assert (
+        "not planned: 4 of 8 strategies with DDP's updates (zero1, zero1-torch, deepspeed," in text
+    )
+    assert "fsdp shard_group_size=node" in " ".join(text.split())
 
 
 @pytest.mark.slow
@@ -126,13 +132,38 @@ def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monk
     sheet = find_gpu(question.gpu)
     text = answer_text(
         model_answer.Answer(question, sheet, config["cluster"], s.data, "adamw", "bf16", 10**6,
-                            [choices["fsdp-zero3"], choices["ddp"]], given["variants"], [])
+                            [choices["fsdp-zero3"], choices["ddp"]], given["variants"], [], "all else")
     )  # fmt: skip
     assert f"from {known.source})." in " ".join(text.split())
     assert f"and the range, with * from {known.source};" in " ".join(text.split())
     rows = {line.split()[0]: line for line in text.splitlines() if "fits" in line.split()[:4]}
     assert ")*" in rows["fsdp-zero3"]
     assert ")*" not in rows["ddp"]
+
+
+@pytest.mark.parametrize(("node", "sizes"), [(1, []), (2, [2]), (6, [2, 3, 6]), (8, [2, 4, 8])])
+def test_groups_that_divide_a_network_fill_a_node_evenly_as_strategies_declare(node, sizes):
+    variants = rows.divided_variants(node)
+    expected = {f"tensor-{n}{switch}" for n in sizes for switch in ("", "-sequence")}
+    assert set(variants) == expected | {f"pipeline-{n}" for n in sizes[-1:]}
+    for name, variant in variants.items():
+        options = option_defaults(variant["strategy"]) | variant
+        strategy = options.pop("strategy")
+        assert mesh_of(strategy, options, node).members == int(name.split("-")[1])
+        assert options.get("sequence_parallel", False) == name.endswith("-sequence")
+
+
+def test_what_is_not_planned_is_counted_and_named():
+    shared = {"fsdp": {"strategy": "fsdp"}, **rows.divided_variants(8)}
+    text = rows.describe_unplanned(8, 8, shared)
+    others = "ddp, zero1, zero1-torch, deepspeed, ps-sync"
+    assert text.startswith(f"5 of 8 strategies with DDP's updates ({others}); 9 of 13 values")
+    assert "fsdp offload=cpu" in text
+    assert "pipeline pipeline_parallel_size=4" in text
+    assert "tensor_parallel_size" not in text
+    offloaded = {"offloaded": {"strategy": "fsdp", "offload": "cpu"}}
+    assert "; 8 of 13 values" in rows.describe_unplanned(8, 8, shared | offloaded)
+    assert "DDP" not in rows.describe_unplanned(1, 1, {"single": {"strategy": "single"}})
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,11 @@ from stratbench.extensions.plan.duration import BEST, USUAL, WORST, step_on
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.needs import Subject, data_bytes_of, needs_of, subject_of
 from stratbench.extensions.plan.one_model.one_network import study_of
+from stratbench.extensions.plan.one_model.rows import (
+    MICROBATCHES_A_STAGE,
+    describe_unplanned,
+    divided_variants,
+)
 from stratbench.extensions.plan.public_runs import span_from_runs
 from stratbench.extensions.plan.schedule import FITS, verdict_of
 from stratbench.strategies import acceptance
@@ -35,8 +40,6 @@ from stratbench.workload.data.dataset import Dataset, kind_of
 TEMPLATE = Path(__file__).parent / "templates" / "model_answer.yaml"
 #: Number of GPUs per node if no config sets it.
 NODE_GPUS = 8
-#: Number of micro-batches of a pipeline's step, per stage.
-MICROBATCHES_A_STAGE = 4
 #: Length of a training if none is set, in tokens and in images.
 USUAL_TOKENS, USUAL_IMAGES = 1e9, 1e6
 
@@ -94,7 +97,10 @@ class StrategyAnswer:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer for a model; `choices` are sorted, with the fastest that fits first."""
+    """Answer for a model.
+
+    `choices` are sorted, with the fastest that fits first. `unplanned` counts and names what was not planned.
+    """
 
     question: Question
     gpu: Datasheet
@@ -106,6 +112,7 @@ class Answer:
     choices: list[StrategyAnswer]
     variants: Mapping[str, Any]
     left_out: list[str]
+    unplanned: str
 
     @property
     def counts(self) -> str:
@@ -150,6 +157,11 @@ def answer_for(
     if question.price is not None:
         cluster = cluster | {"price_per_gpu_hour": question.price}
     set_job_environment(config, str(PACKAGE.parent))
+    rows = {
+        name: template["variants"].get(name, {"strategy": name})
+        for name in dict.fromkeys(cell.strategy for cell in study.cells)
+    }
+    unplanned = describe_unplanned(question.gpus, _node_gpus(question, config), rows)
     subjects = [_unevaluated(subject_of(config, study, cell)) for cell in study.cells]
     first, data = subjects[0].settings, subjects[0].data
     _check_amount(question, data)
@@ -164,7 +176,7 @@ def answer_for(
         return Answer(
             question, sheet, cluster, data, first.optimizer, first.precision,
             max(n.parameters for n in networks.values()), sorted(choices, key=_rank),
-            template["variants"], list(dict.fromkeys(left_out)),
+            template["variants"], list(dict.fromkeys(left_out)), unplanned,
         )  # fmt: skip
 
     folder = Path(config["results"]) / "plan-cache"
@@ -202,19 +214,23 @@ def _check_amount(question: Question, data: Dataset) -> None:
         )
 
 
+def _node_gpus(question: Question, config: Mapping[str, Any]) -> int:
+    """Return the GPUs of a node, or fewer where they are not filled evenly."""
+    node = (config.get("cluster") or {}).get("gpus_per_node", NODE_GPUS)
+    return next(n for n in range(min(node, question.gpus), 0, -1) if question.gpus % n == 0)
+
+
 def _template_for(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the study of the template for the GPUs of the question, as `study_of` takes it."""
-    node = (config.get("cluster") or {}).get("gpus_per_node", NODE_GPUS)
-    node = next(n for n in range(min(node, question.gpus), 0, -1) if question.gpus % n == 0)
-    parts = MICROBATCHES_A_STAGE * node
-    text = TEMPLATE.read_text(encoding="utf-8")
-    template = yaml.safe_load(text.replace("{node}", str(node)).replace("{parts}", str(parts)))
+    template = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     strategies = template.pop("strategies")["alone" if question.gpus == 1 else "together"]
-    if node == 1:
-        strategies = [name for name in strategies if not name.endswith("-1")]
+    node = _node_gpus(question, config)
+    divided = divided_variants(node)
+    template["variants"] |= divided
+    strategies += divided
     # This batch only has to be divisible by all strategies. The footprint gives the largest batch that
     # fits.
-    template["experiment"]["global_batch"] = question.gpus * parts
+    template["experiment"]["global_batch"] = question.gpus * node * MICROBATCHES_A_STAGE
     template["numbers"] = {"gpus": {"strategies": strategies, "gpus": [question.gpus]}}
     return template
 

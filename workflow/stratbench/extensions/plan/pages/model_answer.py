@@ -26,7 +26,10 @@ def answer_text(answer: Answer) -> str:
     above = folded([_heading(answer), "", _best(answer), ""])
     below = [f"{told}: {reason}" for reason, told in _reasons(answer).items()]
     below += [f"left out: {reason}" for reason in answer.left_out]
-    below += ["", f"In config.yaml: variants: {{{_variants(answer)}}}", ""]
+    below += [f"not planned: {answer.unplanned}."]
+    if variants := _variants(answer):
+        below += ["", f"In config.yaml: variants: {{{variants}}}"]
+    below.append("")
     sources = {c.time_source for c in answer.choices if c.time_source}
     runs = f", with * from {sources.pop()}" if sources else ""
     below.append(NOTES.format(counts=answer.counts, runs=runs))
@@ -157,7 +160,8 @@ def _reasons(answer: Answer) -> dict[str, str]:
 
 
 def _variants(answer: Answer) -> str:
-    used = {c.strategy for c in answer.choices}
+    """Return the entries of `variants` for what may fit."""
+    used = {c.strategy for c in answer.choices if c.verdict not in ("", DOES_NOT_FIT)}
     entries = {name: values for name, values in answer.variants.items() if name in used}
     return ", ".join(
         f"{name}: {json.dumps(values)}".replace('"', "") for name, values in entries.items()

@@ -1,0 +1,128 @@
+"""The rows of one model's answer that strategies declare: groups of GPUs that divide a network.
+
+The options of a strategy declare the size of such groups, and the values to try (`tried`). Nothing here
+names a strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from itertools import product
+from typing import Any
+
+from stratbench.strategies import (
+    REGISTRY,
+    mesh_of,
+    option_defaults,
+    strategy_class,
+    traits_of,
+)
+
+#: Micro-batches of a pipeline's step, by its stages: so many keep its bubble below a fifth.
+MICROBATCHES_A_STAGE = 4
+#: The option that has their number.
+MICROBATCHES = "microbatches"
+
+
+def divided_variants(node: int) -> dict[str, dict[str, Any]]:
+    """Return variants that divide a network among 2 to `node` GPUs, by name.
+
+    Tensor parallelism has a variant for each group size that divides a node evenly. Each has another one for
+    each option that its strategy declares to try as true. Pipelines take longest to plan, since each stage
+    is traced with several micro-batches; their group size is the whole node.
+
+    Args:
+        node: GPUs of a node.
+    """
+    sizes = [n for n in range(2, node + 1) if node % n == 0]
+    variants = {}
+    for strategy in REGISTRY:
+        if (option := size_option(strategy, node)) is None:
+            continue
+        switches = [key for key, tried in tried_values(strategy) if tried is True]
+        is_pipeline = MICROBATCHES in option_defaults(strategy)
+        for size, switch in product(sizes[-1:] if is_pipeline else sizes, (None, *switches)):
+            variant = {"strategy": strategy, option: size}
+            if is_pipeline:
+                variant[MICROBATCHES] = MICROBATCHES_A_STAGE * size
+            name = f"{strategy}-{size}"
+            if switch is not None:
+                variant[switch] = True
+                name += f"-{switch.partition('_')[0]}"
+            variants[name] = variant
+    return variants
+
+
+def size_option(strategy: str, node: int) -> str | None:
+    """Return the option that sets how many GPUs share one copy of the network, None if there is none.
+
+    Args:
+        strategy: Name of the strategy.
+        node: GPUs of a node.
+    """
+    if node == 1:
+        return None
+    defaults = option_defaults(strategy)
+    for key in defaults:
+        # Sizes of other groups, such as those that divide states, leave each GPU a copy of the network.
+        if key.endswith("_size"):
+            one, all_ = (mesh_of(strategy, defaults | {key: n}, node).members for n in (1, node))
+            if (one, all_) == (1, node):
+                return key
+    return None
+
+
+def tried_values(strategy: str) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a strategy with each value that it declares to try."""
+    for option in fields(strategy_class(strategy).Options):
+        for value in option.metadata.get("tried", ()):
+            yield option.name, value
+
+
+def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a text that counts and names what is not planned, of strategies with DDP's updates.
+
+    Args:
+        gpus: Number of GPUs.
+        node: GPUs of a node.
+        rows: Options of each planned row other than the defaults, and its strategy.
+    """
+    rest = "selective checkpointing, accumulated gradients"
+    if gpus == 1:
+        return rest
+    planned = {row["strategy"] for row in rows.values()}
+    similar = [name for name in REGISTRY if has_ddp_updates(name, gpus)]
+    others = [name for name in similar if name not in planned]
+    values = [
+        (name, key, value)
+        for name in similar
+        if name in planned
+        for key, value in tried_values(name)
+        if key != size_option(name, node) or node % value == 0
+    ]
+    missing = [
+        f"{name} {key}={value}"
+        for name, key, value in values
+        if not any(row["strategy"] == name and row.get(key) == value for row in rows.values())
+    ]
+    return (
+        f"{len(others)} of {len(similar)} strategies with DDP's updates{_names(others)}; {len(missing)} of "
+        f"{len(values)} values to try that options of the others declare{_names(missing)}; groups "
+        f"over several nodes, tensor and pipeline parallelism at once, {rest}"
+    )
+
+
+def has_ddp_updates(strategy: str, gpus: int) -> bool:
+    """Return whether a strategy runs on so many GPUs and makes DDP's updates."""
+    cls = strategy_class(strategy)
+    if cls.kind == "own" or (cls.max_workers or gpus) < gpus:
+        return False
+    try:
+        return traits_of(strategy, option_defaults(strategy), gpus).equals_ddp
+    except ValueError:  # it cannot divide this number of workers
+        return False
+
+
+def _names(names: list[str]) -> str:
+    return f" ({', '.join(names)})" if names else ""
