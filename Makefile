@@ -106,8 +106,8 @@ $(DEEPSPEED_STAMP): envs/requirements-deepspeed.txt envs/requirements.txt envs/r
 # Its own tests, and of those of every strategy what they say of it.
 test-deepspeed: $(DEEPSPEED_STAMP)
 	$(DEEPSPEED_VENV)/bin/python -m pytest tests/extensions/deepspeed/test_deepspeed.py $(ARGS)
-	$(DEEPSPEED_VENV)/bin/python -m pytest -k deepspeed tests/extensions/emit/test_emit_trains.py tests/core/test_saved_state.py tests/whole/test_frozen.py \
-	  tests/core/test_slowdown.py tests/whole/test_data_placement.py $(ARGS)
+	$(DEEPSPEED_VENV)/bin/python -m pytest -k deepspeed tests/extensions/emit/test_emit_trains.py tests/whole/test_saved_state.py tests/whole/test_frozen.py \
+	  tests/whole/test_slowdown.py tests/whole/test_data_placement.py $(ARGS)
 
 $(TRANSFORMERS_STAMP): envs/requirements-transformers.txt envs/requirements.txt envs/requirements-dev.txt envs/constraints.txt | $(TRANSFORMERS_VENV)/bin/python
 	@echo "installing envs/requirements-transformers.txt into $(TRANSFORMERS_VENV), with all that the tests run on"

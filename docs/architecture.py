@@ -31,11 +31,10 @@ FLOORS = [
     ("The wings, one for each thing a user does", [*WINGS]),
     ("A config becomes cells", ["study"]),
     ("Ways to train with many workers", ["strategies"]),
-    ("The parameter server", ["ps"]),
     ("What everything rests on", ["report", "cell", "statistics", "workload", "telemetry"]),
 ]
 #: The parts that train and record. They import none that plans, judges or shows.
-MEASURING = ("report", "cell", "telemetry", "workload", "ps", "strategies", "study", "train")
+MEASURING = ("report", "cell", "telemetry", "workload", "strategies", "study", "train")
 #: It judges blocks by their evidence alone: it imports nothing that shows, nor is it imported by that.
 PAIRED = "extensions.verdict.paired"
 SHOWING = (
@@ -108,7 +107,7 @@ def imports(
         for name in names_imported(path, path.read_text(encoding="utf-8"), types)
         if name.startswith(package) and name.removeprefix(package) in known
     }
-    # `from stratbench.ps import server` names the package as well; the module is what is meant.
+    # `from stratbench.train import loop` names the package as well; the module is what is meant.
     return {f for f in found if not any(other.startswith(f"{f}.") for other in found)}
 
 
@@ -331,7 +330,7 @@ def page() -> str:
         "",
         *_first_files(),
         "",
-        "The parameter server is a room of its own: `ps/server_run.py` and `ps/client.py` when you need it.",
+        "Parameter servers are an extension: begin with `extensions/servers/strategy.py`.",
         "[docs/modules.md](docs/modules.md) lists every module.",
         "",
         "## Parts and floors",

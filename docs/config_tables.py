@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stratbench.cell.options import describe_type, iter_limits
-from stratbench.ps.policies.policies import POLICIES, policy_class
+from stratbench.extensions.servers.policies.policies import POLICIES, policy_class
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.config.schema import TYPE_NAMES, resolved, schema
 

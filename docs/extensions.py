@@ -53,7 +53,7 @@ MODULES = {
     "local": ("extensions.local",),
     "libraries": ("extensions.libraries",),
     "labelled": ("extensions.labelled",),
-    "servers": ("ps", "strategies.ps"),
+    "servers": ("extensions.servers",),
     "deepspeed": ("extensions.deepspeed.strategy",),
     "explore": ("extensions.explore.explore",),
 }

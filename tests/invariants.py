@@ -779,7 +779,7 @@ def links_of(told: Told, sent: float, received: float, taken: int) -> None:
 
 def counted_by_servers(told: Told, nodes: int) -> tuple[int, int]:
     """Bytes within nodes, and over the busiest link between nodes (one way), by the servers' count."""
-    from stratbench.strategies.ps import node_by_placement
+    from stratbench.extensions.servers.strategy import node_by_placement
 
     out, back, local = [0] * nodes, [0] * nodes, 0
     for k, server in enumerate(told.servers):

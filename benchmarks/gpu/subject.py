@@ -22,8 +22,8 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.node import servers_of
 from stratbench.extensions.servers.process import serve_parameters
-from stratbench.ps.server import serve
-from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
+from stratbench.extensions.servers.ps.server import serve
+from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.telemetry.shards import whole_tensor

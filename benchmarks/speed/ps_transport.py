@@ -37,9 +37,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 
-from stratbench.ps.client import Channel
-from stratbench.ps.flat import FlatSpace
-from stratbench.ps.server import ServerConfig, serve
+from stratbench.extensions.servers.ps.client import Channel
+from stratbench.extensions.servers.ps.flat import FlatSpace
+from stratbench.extensions.servers.ps.server import ServerConfig, serve
 
 WARMUP = 3
 #: What carries the peer's messages: what it chooses on one host, or TCP alone.

@@ -26,13 +26,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 
-from stratbench.ps.client import Channel
-from stratbench.ps.flat import FlatSpace
-from stratbench.ps.policies.policies import make_policy
-from stratbench.ps.policies.policy import Hyper
-from stratbench.ps.server import ServerConfig, serve
-from stratbench.ps.shard import Shard
-from stratbench.ps.snapshots import SnapshotWriter
+from stratbench.extensions.servers.policies.policies import make_policy
+from stratbench.extensions.servers.policies.policy import Hyper
+from stratbench.extensions.servers.ps.client import Channel
+from stratbench.extensions.servers.ps.flat import FlatSpace
+from stratbench.extensions.servers.ps.server import ServerConfig, serve
+from stratbench.extensions.servers.ps.shard import Shard
+from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
 
 EPOCHS, STEPS = 4, 20
 CONTENDERS = ("without", "snapshots", "without again")

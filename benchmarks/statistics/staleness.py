@@ -35,9 +35,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 
-from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
-from stratbench.ps.policies.policy import Hyper
-from stratbench.ps.tickets import Ticket, TicketPlan
+from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
+from stratbench.extensions.servers.policies.policy import Hyper
+from stratbench.extensions.servers.ps.tickets import Ticket, TicketPlan
 from virtual_clock import Timing, Trace, simulate
 
 WORKERS = 4

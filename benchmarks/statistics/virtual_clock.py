@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stratbench.ps.policies.policy import Outcome, Policy
-from stratbench.ps.tickets import Once, Ticket, TicketPlan, Tickets
+from stratbench.extensions.servers.policies.policy import Outcome, Policy
+from stratbench.extensions.servers.ps.tickets import Once, Ticket, TicketPlan, Tickets
 
 #: (ticket, part of the ticket, weights [n]) -> gradient [n], or None where it overflowed.
 Gradient = Callable[[Ticket, int, Tensor], Tensor | None]

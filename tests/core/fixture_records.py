@@ -117,7 +117,7 @@ def provenance_of_worker(cell: Cell, rank: int, device: str) -> dict[str, Any]:
 def server_statistics(
     cell: Cell, traits: Traits, own: Pushes, epoch_times_s: Sequence[float], moved_bytes: int
 ) -> dict[str, Any]:
-    """What one server says, with the keys of `ps.run.ServerRun.statistics`; as stale as there are workers."""
+    """What one server says, with the keys of `ServerRun.statistics`; as stale as there are workers."""
     ends = [sum(epoch_times_s[: e + 1]) for e in range(len(epoch_times_s))]
     spread = 1 if traits.equals_ddp else cell.gpus
     counts = [own.pushes // spread] * spread

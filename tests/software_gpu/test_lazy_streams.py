@@ -57,9 +57,13 @@ def weights(
         copies += 1
         copy = tmp_path / f"copy{copies}" / "workflow"
         shutil.copytree(WORKFLOW, copy, ignore=shutil.ignore_patterns("*.pyc.*"))
-        change(copy / "stratbench/ps/device.py", BEFORE_A_BUCKET, BEFORE_A_BUCKET + FILL)
+        change(
+            copy / "stratbench/extensions/servers/ps/device.py",
+            BEFORE_A_BUCKET,
+            BEFORE_A_BUCKET + FILL,
+        )
         if not waits:
-            change(copy / "stratbench/ps/device.py", WAIT, "")
+            change(copy / "stratbench/extensions/servers/ps/device.py", WAIT, "")
         with (copy / "stratbench/train/loop.py").open("a") as loop:
             loop.write(SHOW)
         monkeypatch.setenv("SOFTWARE_GPU_LAZY", str(int(lazy)))

@@ -143,9 +143,9 @@ def a_strategy(folder: Path) -> None:
 
 
 def a_policy(folder: Path) -> None:
-    from stratbench.ps.policies.policies import make_policy
-    from stratbench.ps.policies.policy import Hyper
-    from stratbench.ps.tickets import TicketPlan
+    from stratbench.extensions.servers.policies.policies import make_policy
+    from stratbench.extensions.servers.policies.policy import Hyper
+    from stratbench.extensions.servers.ps.tickets import TicketPlan
     from stratbench.strategies import strategy_class, traits_of
     from virtual_clock import Timing, simulate
 

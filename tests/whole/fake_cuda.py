@@ -26,11 +26,11 @@ from torch import nn
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint import fake
-from stratbench.ps import client, device, flat
-from stratbench.ps.tickets import Ticket
+from stratbench.extensions.servers.ps import client, device, flat
+from stratbench.extensions.servers.ps.tickets import Ticket
+from stratbench.extensions.servers.strategy import ParameterServer
 from stratbench.strategies import ddp, option_defaults, slowdown
 from stratbench.strategies.base import Worker
-from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop

@@ -24,7 +24,7 @@ from stratbench.extensions.plan import against_records as against
 from stratbench.extensions.plan.device_rates import CPU_PROCESS_BYTES
 from stratbench.extensions.plan.footprint.footprint import make_footprint
 from stratbench.extensions.plan.needs import data_bytes_of, subject_of
-from stratbench.ps.policies.averaging import SyncPolicy
+from stratbench.extensions.servers.policies.averaging import SyncPolicy
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import Study, load_config

@@ -17,12 +17,12 @@ from launching import each_strategy, settings, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.request import buffer_bytes
 from stratbench.extensions.plan.needs import data_bytes_of
+from stratbench.extensions.servers.ps.tickets import Ticket
+from stratbench.extensions.servers.strategy import ParameterServer
 from stratbench.extensions.splitting.pipeline import Pipeline
-from stratbench.ps.tickets import Ticket
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.needs import faults
-from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog

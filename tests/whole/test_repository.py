@@ -40,7 +40,7 @@ def test_imports_point_down_and_wings_stay_apart():
 @pytest.mark.parametrize(
     ("module", "target", "reason"),
     [
-        ("ps.server", "train.loop", "which lies above it"),
+        ("strategies.ddp", "train.loop", "which lies above it"),
         ("extensions.plan.footprint.cache", "train.loop", "which this extension does without"),
         ("cell.record", "telemetry.machine.cores", "which comes after it on its floor"),
         (

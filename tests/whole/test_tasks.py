@@ -28,8 +28,8 @@ from stratbench.analysis.tables import tables
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell import record
 from stratbench.extensions.audit import audit
-from stratbench.ps.store import EpochLog
-from stratbench.ps.tickets import TicketPlan
+from stratbench.extensions.servers.ps.store import EpochLog
+from stratbench.extensions.servers.ps.tickets import TicketPlan
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import task_trial, tasks, users_code

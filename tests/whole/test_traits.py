@@ -25,11 +25,11 @@ from stratbench.cell.record import SCHEMA_PATH
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan import servers
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
-from stratbench.ps.tickets import TicketPlan
+from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
+from stratbench.extensions.servers.ps.tickets import TicketPlan
+from stratbench.extensions.servers.strategy import class_of_policy, server_configs
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Collective, Traits
-from stratbench.strategies.ps import class_of_policy, server_configs
 from virtual_clock import Timing, WorkerLost, simulate
 
 PACKAGE = Path(strategies.__file__).parents[1]

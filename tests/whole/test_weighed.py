@@ -24,14 +24,14 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.elastic.split import Weighted
 from stratbench.extensions.servers.figures import mean_loss
-from stratbench.ps import server
-from stratbench.ps.policies.averaging import SyncPolicy
-from stratbench.ps.server_run import ServerRun
-from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
+from stratbench.extensions.servers.policies.averaging import SyncPolicy
+from stratbench.extensions.servers.ps import server
+from stratbench.extensions.servers.ps.server_run import ServerRun
+from stratbench.extensions.servers.strategy import server_configs
+from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.strategies import make_strategy, option_defaults
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ddp import DDP
-from stratbench.strategies.ps import server_configs
 from stratbench.telemetry.shards import whole_tensor
 from stratbench.train.loop import summed
 from stratbench.workload.network import models

@@ -34,11 +34,11 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.ps.server import serve
-from stratbench.ps.wire.handshake import new_secret, write_secret
+from stratbench.extensions.servers.ps.server import serve
+from stratbench.extensions.servers.strategy import server_configs
+from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
 from stratbench.strategies import acceptance, make_strategy, option_defaults, strategy_class
 from stratbench.strategies.base import Strategy
-from stratbench.strategies.ps import server_configs
 from stratbench.strategies.sharding.zero import ZeRO1
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter

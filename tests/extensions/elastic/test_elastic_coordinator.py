@@ -15,8 +15,8 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.elastic import member
 from stratbench.extensions.elastic.coordinator import Coordinator
 from stratbench.extensions.elastic.member import Over, Seat, take_seat
-from stratbench.ps.wire.handshake import new_secret, write_secret
-from stratbench.ps.wire.transport import Listeners
+from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
+from stratbench.extensions.servers.wire.transport import Listeners
 
 
 class Cell:

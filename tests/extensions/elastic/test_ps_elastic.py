@@ -30,17 +30,17 @@ from stratbench.extensions.elastic.servers.config import ElasticConfig, ElasticS
 from stratbench.extensions.elastic.servers.evaluations import parse_score
 from stratbench.extensions.elastic.servers.journal import has_state, read_end, read_journal
 from stratbench.extensions.elastic.servers.saved_state import StateError, load_state, pack, unpack
-from stratbench.ps.client import Channel
-from stratbench.ps.policies.policies import POLICIES as ALL_POLICIES
-from stratbench.ps.policies.policies import make_policy
-from stratbench.ps.server_config import ServerConfig
-from stratbench.ps.server_run import ServerRun
-from stratbench.ps.shard import Shard
-from stratbench.ps.tickets import Once, common
-from stratbench.ps.wire.frames import Frame, Kind, ProtocolError
-from stratbench.ps.wire.handshake import JoinLater, JoinRefused
-from stratbench.ps.wire.link import Left
-from stratbench.ps.wire.transport import Closed, Connection, Silent, rendezvous_file
+from stratbench.extensions.servers.policies.policies import POLICIES as ALL_POLICIES
+from stratbench.extensions.servers.policies.policies import make_policy
+from stratbench.extensions.servers.ps.client import Channel
+from stratbench.extensions.servers.ps.server_config import ServerConfig
+from stratbench.extensions.servers.ps.server_run import ServerRun
+from stratbench.extensions.servers.ps.shard import Shard
+from stratbench.extensions.servers.ps.tickets import Once, common
+from stratbench.extensions.servers.wire.frames import Frame, Kind, ProtocolError
+from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused
+from stratbench.extensions.servers.wire.link import Left
+from stratbench.extensions.servers.wire.transport import Closed, Connection, Silent, rendezvous_file
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -42,19 +42,19 @@ from stratbench.extensions.elastic.servers.journal import (
 )
 from stratbench.extensions.elastic.servers.run import ElasticRun
 from stratbench.extensions.elastic.servers.saved_state import Saver, save_state
-from stratbench.ps.buffers import BufferMean
-from stratbench.ps.client import Channel
-from stratbench.ps.member import Member
-from stratbench.ps.policies.policies import make_policy
-from stratbench.ps.server_config import ServerConfig
-from stratbench.ps.server_run import ServerRun
-from stratbench.ps.snapshots import SnapshotWriter, load_snapshot
-from stratbench.ps.store import EpochLog
-from stratbench.ps.tickets import Ticket, TicketPlan
-from stratbench.ps.wire.frames import Frame, Kind
-from stratbench.ps.wire.link import Left, RunEnded
-from stratbench.ps.wire.shm import Layout
-from stratbench.ps.wire.transport import Closed, Connection
+from stratbench.extensions.servers.policies.policies import make_policy
+from stratbench.extensions.servers.ps.buffers import BufferMean
+from stratbench.extensions.servers.ps.client import Channel
+from stratbench.extensions.servers.ps.member import Member
+from stratbench.extensions.servers.ps.server_config import ServerConfig
+from stratbench.extensions.servers.ps.server_run import ServerRun
+from stratbench.extensions.servers.ps.snapshots import SnapshotWriter, load_snapshot
+from stratbench.extensions.servers.ps.store import EpochLog
+from stratbench.extensions.servers.ps.tickets import Ticket, TicketPlan
+from stratbench.extensions.servers.wire.frames import Frame, Kind
+from stratbench.extensions.servers.wire.link import Left, RunEnded
+from stratbench.extensions.servers.wire.shm import Layout
+from stratbench.extensions.servers.wire.transport import Closed, Connection
 
 pytestmark = pytest.mark.timeout(300)
 

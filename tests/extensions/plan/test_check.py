@@ -27,7 +27,7 @@ from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import cache
 from stratbench.extensions.plan.needs import subject_of
 from stratbench.extensions.plan.pages.check_text import check_text
-from stratbench.ps.flat import FlatSpace
+from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.study.config.config import load_config

@@ -28,9 +28,9 @@ from stratbench.extensions.plan.needs import subject_of
 from stratbench.extensions.plan.pages import table
 from stratbench.extensions.plan.pages.answers import answered_questions
 from stratbench.extensions.plan.pages.text import plan_text, write_html
-from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
-from stratbench.ps.policies.policy import Hyper
-from stratbench.ps.policies.preview import CHUNK
+from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
+from stratbench.extensions.servers.policies.policy import Hyper
+from stratbench.extensions.servers.policies.preview import CHUNK
 from stratbench.strategies import option_defaults
 from stratbench.study import plan_file, resources
 from stratbench.study.config import config as configuration

@@ -10,7 +10,7 @@ from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.projection.links import Links
 from stratbench.extensions.projection.replay import Schedule, simulate_step_s
 from stratbench.extensions.projection.traced import trace_schedule
-from stratbench.ps.policies.policies import POLICIES
+from stratbench.extensions.servers.policies.policies import POLICIES
 from stratbench.strategies import REGISTRY, strategy_class
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]

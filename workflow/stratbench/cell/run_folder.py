@@ -129,7 +129,7 @@ class RunFolder:
 
     @property
     def secret(self) -> Path:
-        """The job's secret. `ps.handshake` writes and reads it, and checks its permissions."""
+        """The job's secret. `servers.wire.handshake` writes and reads it, and checks its permissions."""
         return self.path / "secret"
 
     @property
@@ -167,7 +167,7 @@ class RunFolder:
 
     @property
     def servers(self) -> Path:
-        """The folder that the incarnations of an elastic cell's parameter servers share (`ps.elastic`)."""
+        """The folder that the incarnations of an elastic cell's parameter servers share."""
         return self.path / "servers"
 
     def write_unheard(self, number: int, last: dict[str, Any]) -> None:

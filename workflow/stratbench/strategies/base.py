@@ -2,7 +2,7 @@
 
 The loop calls, in this order: `setup`; `save`, a few `step`s and `restore` (the warm-up); then for each epoch
 `batches`, `step` for each batch, and `evaluating`; finally `report` and `close`. A strategy of kind `server`
-has no common epochs: see `strategies/ps.py`. No code in `step` may synchronise the device. This module
+has no common epochs: see the extension `servers`. No code in `step` may synchronise the device. This module
 imports torch inside functions only: the workflow reads strategies' names and options on every parse.
 """
 
@@ -169,7 +169,7 @@ class Strategy:
     kind: ClassVar[Literal["collective", "server", "own"]] = "collective"
     #: Packages that it needs in addition to stratbench's, as `name==version` (`strategies/needs.py`).
     needs: ClassVar[tuple[str, ...]] = ()
-    #: Policy by which its servers update the weights (`ps/policies/policies.py`), or None without servers.
+    #: Name of the update policy of its servers. None: it has no servers.
     policy: ClassVar[str | None] = None
     #: Family of the strategy, which determines its colour in figures; `other` is black.
     family: ClassVar[

@@ -338,7 +338,9 @@ def draw_score_figure(data: FigureData, measure: Measure, count: int) -> Caption
             f"Lines are medians of the repeats; bars are the range of {data.choice[0]}'s repeats."
         )
     sentences += data.iter_mark_notes(flags.values())
-    return draw_score_curves(data, curves, count, sentences, x_label="epoch", has_whole_x_ticks=True)
+    return draw_score_curves(
+        data, curves, count, sentences, x_label="epoch", has_whole_x_ticks=True
+    )
 
 
 def draw_score_curves(

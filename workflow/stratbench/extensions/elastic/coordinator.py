@@ -27,10 +27,10 @@ from stratbench.extensions.elastic.talk import (
     say,
     send_heartbeats_until,
 )
-from stratbench.ps.wire.frames import SMALL_BYTES, ProtocolError
-from stratbench.ps.wire.gate import Gate, Refusals
-from stratbench.ps.wire.handshake import accept_handshake
-from stratbench.ps.wire.transport import Closed, Connection, Listeners, Silent
+from stratbench.extensions.servers.wire.frames import SMALL_BYTES, ProtocolError
+from stratbench.extensions.servers.wire.gate import Gate, Refusals
+from stratbench.extensions.servers.wire.handshake import accept_handshake
+from stratbench.extensions.servers.wire.transport import Closed, Connection, Listeners, Silent
 
 log = logging.getLogger(__name__)
 

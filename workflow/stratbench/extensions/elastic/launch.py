@@ -22,8 +22,8 @@ from stratbench.extensions.elastic.jobs.local_jobs import LocalJobs
 from stratbench.extensions.elastic.jobs.slurm_jobs import SlurmJobs
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.elastic.keys import Elastic
-from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
-from stratbench.ps.wire.transport import Listeners
+from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
+from stratbench.extensions.servers.wire.transport import Listeners
 from stratbench.telemetry.machine.busy import busy_check
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler

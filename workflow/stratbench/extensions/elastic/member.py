@@ -11,9 +11,9 @@ from typing import Any
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.elastic.coordinator import FULL
 from stratbench.extensions.elastic.talk import SILENCE_S, hear, say, send_heartbeats_until
-from stratbench.ps.wire.frames import ProtocolError
-from stratbench.ps.wire.handshake import JoinRefused, join_handshake, load_secret
-from stratbench.ps.wire.transport import Closed, Connection, Silent, dial
+from stratbench.extensions.servers.wire.frames import ProtocolError
+from stratbench.extensions.servers.wire.handshake import JoinRefused, join_handshake, load_secret
+from stratbench.extensions.servers.wire.transport import Closed, Connection, Silent, dial
 
 #: A worker that finds all places taken asks again after so long; one that finds nobody ends after so long.
 AGAIN_S, NOBODY_S = 30.0, 60.0

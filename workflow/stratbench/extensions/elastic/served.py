@@ -31,7 +31,7 @@ from stratbench.extensions.elastic.servers.journal import (
 )
 from stratbench.extensions.servers.cells import count_servers, read_servers
 from stratbench.extensions.servers.node import server_processes
-from stratbench.strategies.ps import server_configs
+from stratbench.extensions.servers.strategy import server_configs
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.train import agent
 from stratbench.train.ending import Ending, slow

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from stratbench.ps.wire.frames import Frame, Kind, ProtocolError
-from stratbench.ps.wire.transport import Closed, Connection
+from stratbench.extensions.servers.wire.frames import Frame, Kind, ProtocolError
+from stratbench.extensions.servers.wire.transport import Closed, Connection
 
 #: How often each side says that it lives, and after how much silence the other is given up, in seconds.
 HEARTBEAT_S, SILENCE_S = 1.0, 10.0

@@ -33,9 +33,9 @@ from stratbench.extensions.elastic.servers.run import make_run
 from stratbench.extensions.elastic.split import ElasticSynchronous
 from stratbench.extensions.servers.cells import has_servers
 from stratbench.extensions.servers.process import serve_as_process
-from stratbench.ps.client import Channel
-from stratbench.ps.server import serve
-from stratbench.ps.wire.link import Left, ServerLost
+from stratbench.extensions.servers.ps.client import Channel
+from stratbench.extensions.servers.ps.server import serve
+from stratbench.extensions.servers.wire.link import Left, ServerLost
 from stratbench.strategies.mesh import Mesh
 from stratbench.train import agent, loop, worker
 from stratbench.train.job import Job

@@ -42,5 +42,7 @@ def run_all(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
 def make_forkserver_context() -> ForkServerContext:
     """Return a `multiprocessing` context whose processes have imported the modules they need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stratbench.extensions.links.timing", "stratbench.ps.server"])
+    context.set_forkserver_preload(
+        ["stratbench.extensions.links.timing", "stratbench.extensions.servers.ps.server"]
+    )
     return context

@@ -19,10 +19,10 @@ from torch import nn
 from stratbench.extensions.links.collective_cost import CollectiveTime
 from stratbench.extensions.links.processes import TIMEOUT_S, make_forkserver_context, run_all
 from stratbench.extensions.links.timing import Sweep
-from stratbench.ps.client import Channel
-from stratbench.ps.flat import FlatSpace
-from stratbench.ps.server import serve
-from stratbench.ps.server_config import ServerConfig
+from stratbench.extensions.servers.ps.client import Channel
+from stratbench.extensions.servers.ps.flat import FlatSpace
+from stratbench.extensions.servers.ps.server import serve
+from stratbench.extensions.servers.ps.server_config import ServerConfig
 
 #: Number of pushes per worker that are not timed; minimum and maximum number of timed ones; bytes above
 #: which fewer are timed.

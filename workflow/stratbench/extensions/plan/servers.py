@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stratbench.cell.settings import Settings
-from stratbench.ps.server_config import ServerConfig
+from stratbench.extensions.servers.ps.server_config import ServerConfig
+from stratbench.extensions.servers.strategy import node_of_server
 from stratbench.strategies import strategy_class
-from stratbench.strategies.ps import node_of_server
 
 #: Number of shard-sized buffers per worker's connection over TCP: a gradient, its reply, and one of them in
 #: the wire's format.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from stratbench.cell.extensions import Extension
-from stratbench.ps.policies.policies import POLICIES
+from stratbench.extensions.servers.policies.policies import POLICIES
 
 EXTENSION = Extension(
     says="parameter servers and their policies",
-    strategies=dict.fromkeys(POLICIES, "stratbench.strategies.ps:class_of_policy"),
+    strategies=dict.fromkeys(POLICIES, "stratbench.extensions.servers.strategy:class_of_policy"),
     runner="stratbench.extensions.servers.runner:ServedRunner",
 )

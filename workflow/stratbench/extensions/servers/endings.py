@@ -8,7 +8,7 @@ from typing import Any
 from stratbench.cell.run_folder import rank_of
 from stratbench.extensions.servers.cells import count_servers, read_servers
 from stratbench.extensions.servers.node import has_joined
-from stratbench.ps.wire.link import RunEnded, ServerLost
+from stratbench.extensions.servers.wire.link import RunEnded, ServerLost
 from stratbench.train.agent import Exits
 from stratbench.train.ending import Ending, first_reason, hung_or_slow
 from stratbench.train.job import Job

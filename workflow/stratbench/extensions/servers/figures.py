@@ -8,7 +8,7 @@ from typing import Any
 
 from stratbench.extensions.servers.cells import read_servers
 from stratbench.extensions.servers.endings import own_reason
-from stratbench.strategies.ps import node_of_server
+from stratbench.extensions.servers.strategy import node_of_server
 from stratbench.train.job import Job
 
 

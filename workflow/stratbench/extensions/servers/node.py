@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder, rank_of, server_name, worker_name
-from stratbench.ps.server_config import ServerConfig
-from stratbench.strategies.ps import node_of_server, server_configs
+from stratbench.extensions.servers.ps.server_config import ServerConfig
+from stratbench.extensions.servers.strategy import node_of_server, server_configs
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train.agent import NodeProcesses, forking, workers_of
 from stratbench.train.forkserver import Process

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import RunFolder, server_name
-from stratbench.ps.server import serve
-from stratbench.ps.server_config import ServerConfig
-from stratbench.ps.wire.handshake import load_secret
+from stratbench.extensions.servers.ps.server import serve
+from stratbench.extensions.servers.ps.server_config import ServerConfig
+from stratbench.extensions.servers.wire.handshake import load_secret
 from stratbench.train.locks import hold_as_worker
 from stratbench.train.worker import EXIT_ERROR, leave, log_to, tell_stacks
 

@@ -10,7 +10,7 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.cells import has_servers, read_servers
 from stratbench.extensions.servers.endings import classify_served
 from stratbench.extensions.servers.figures import served_run, server_entry, traffic_of_servers
-from stratbench.ps.wire.handshake import new_secret, write_secret
+from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
 from stratbench.strategies import strategy_class
 from stratbench.train.agent import Exits
 from stratbench.train.ending import Ending, classify

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stratbench.extensions.elastic.servers.journal import read_end
-from stratbench.ps.client import Channel
-from stratbench.ps.tickets import Evaluation, Ticket
-from stratbench.ps.wire.handshake import JoinLater, JoinRefused
-from stratbench.ps.wire.link import Left, ServerLost
-from stratbench.ps.wire.transport import rendezvous_file
+from stratbench.extensions.servers.ps.client import Channel
+from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
+from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused
+from stratbench.extensions.servers.wire.link import Left, ServerLost
+from stratbench.extensions.servers.wire.transport import rendezvous_file
 
 #: A worker without a free slot asks again after a second, two, four, ..., and then this many, at random.
 MAX_PAUSE_S = 30.0

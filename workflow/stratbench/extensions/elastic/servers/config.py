@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stratbench.ps.server_config import ServerConfig
+from stratbench.extensions.servers.ps.server_config import ServerConfig
 
 
 @dataclass(frozen=True)

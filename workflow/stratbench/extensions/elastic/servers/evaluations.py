@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
-from stratbench.ps.tickets import TicketPlan
-from stratbench.ps.wire.frames import ProtocolError
+from stratbench.extensions.servers.ps.tickets import TicketPlan
+from stratbench.extensions.servers.wire.frames import ProtocolError
 
 #: Values in a SCORE, besides the number of the epoch.
 _FIGURES = ("test_loss", "score", "score_error")

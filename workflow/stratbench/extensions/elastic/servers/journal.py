@@ -126,7 +126,7 @@ class SettledTickets:
 
 
 def state_manifest(folder: str | Path, server: int) -> Path:
-    """Return the file that describes a server's saved state (`ps.elastic.saved_state`)."""
+    """Return the file that describes a server's saved state (`extensions.elastic.servers.saved_state`)."""
     return Path(folder, f"state{server}.json")
 
 

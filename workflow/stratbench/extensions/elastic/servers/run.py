@@ -21,12 +21,12 @@ from stratbench.extensions.elastic.servers.journal import (
     write_end,
 )
 from stratbench.extensions.elastic.servers.saved_state import Saver, load_state, settled_tickets
-from stratbench.ps.member import Member
-from stratbench.ps.membership import OpenMembership
-from stratbench.ps.server_run import ServerRun
-from stratbench.ps.snapshots import drop_later, drop_snapshot
-from stratbench.ps.store import MakePolicy, Store
-from stratbench.ps.wire.frames import ComeAgain, Frame, Kind, ProtocolError
+from stratbench.extensions.servers.ps.member import Member
+from stratbench.extensions.servers.ps.membership import OpenMembership
+from stratbench.extensions.servers.ps.server_run import ServerRun
+from stratbench.extensions.servers.ps.snapshots import drop_later, drop_snapshot
+from stratbench.extensions.servers.ps.store import MakePolicy, Store
+from stratbench.extensions.servers.wire.frames import ComeAgain, Frame, Kind, ProtocolError
 
 #: Snapshots of epochs on the disk at a time: the last, those being evaluated, one to spare.
 _SNAPSHOTS_KEPT = 4

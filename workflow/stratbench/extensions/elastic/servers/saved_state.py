@@ -20,10 +20,10 @@ import torch
 
 from stratbench.cell.files import write_atomic
 from stratbench.extensions.elastic.servers.journal import state_manifest
-from stratbench.ps.policies.policy import Fields
-from stratbench.ps.store import Store
-from stratbench.ps.tickets import Once, common
-from stratbench.ps.wire.shm import DTYPES, Layout, dtype_name
+from stratbench.extensions.servers.policies.policy import Fields
+from stratbench.extensions.servers.ps.store import Store
+from stratbench.extensions.servers.ps.tickets import Once, common
+from stratbench.extensions.servers.wire.shm import DTYPES, Layout, dtype_name
 from stratbench.workload.flat import as_bytes
 
 

@@ -24,7 +24,7 @@ from stratbench.telemetry.machine.cores import usable_cores
 #: The package's files that decide what a training process allocates and sends.
 SOURCES = (
     "cell/settings.py", "workload/**/*.py", "telemetry/collective*.py", "telemetry/memory.py",
-    "telemetry/flops.py", "telemetry/shards.py", "strategies/**/*.py", "ps/flat.py", "ps/wire/shm.py",
+    "telemetry/flops.py", "telemetry/shards.py", "strategies/**/*.py",
     "extensions/plan/check.py", "extensions/plan/footprint/*.py",
     *(f"extensions/{name}/**/*.py" for name, each in installed().items() if each.strategies),
 )  # fmt: skip

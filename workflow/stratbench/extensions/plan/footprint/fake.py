@@ -30,12 +30,12 @@ from stratbench.extensions.plan.footprint.torch_internals import (
     torch_on_fakes,
 )
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.ps.flat import FlatSpace
-from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout
+from stratbench.extensions.servers.ps.flat import FlatSpace
+from stratbench.extensions.servers.strategy import ParameterServer
+from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout
 from stratbench.strategies import acceptance, base, mesh_of, strategy_class
 from stratbench.strategies.compression import PowerSGD
 from stratbench.strategies.mesh import MeshCoordinate
-from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial

@@ -23,8 +23,8 @@ from stratbench.workload.users_code import ModelError
 if TYPE_CHECKING:
     from stratbench.extensions.plan.footprint.equal_blocks import Blocks
     from stratbench.extensions.plan.footprint.trace import OperatorTrace, Phase
+    from stratbench.extensions.servers.strategy import ParameterServer
     from stratbench.strategies.base import Strategy
-    from stratbench.strategies.ps import ParameterServer
     from stratbench.telemetry.collectives import CollectiveCall
     from stratbench.workload.network.trial import Trial
 

@@ -1,0 +1,352 @@
+"""Policies that apply every push when it arrives: plain, bounded, staleness-weighted and compensated.
+
+Notation: W the shard's weights, g the pushed gradient, W_read the weights it was computed on, tau
+its staleness (updates applied to the shard since it was read), N the number of workers, mu the
+momentum, eta the learning rate of one push (`Policy.push_lr`).
+
+Weight decay uses W at the time when the push is applied, and not W_read. So the decay is never stale, and no
+policy has to store W_read for it. With one worker both are equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from stratbench.cell.options import option
+from stratbench.extensions.servers.policies.options import (
+    BoundedOptions,
+    EveryPushOptions,
+    PolicyOptions,
+    lr_scale_option,
+)
+from stratbench.extensions.servers.policies.policy import (
+    Hyper,
+    Momentum,
+    Outcome,
+    Policy,
+    optimizer_of,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AsyncPolicy(Policy):
+    """Every push is a step, without waiting.
+
+    W -= eta * velocity(g), with one momentum on the server. Sources: Downpour SGD of Dean et al., "Large
+    scale distributed deep networks", NIPS 2012, and the asynchronous server of the paper this project
+    re-implements.
+    """
+
+    summary: ClassVar[str] = "parameter server, nobody waits"
+    rule: ClassVar[str] = "W -= eta velocity(g) for each push"
+
+    @dataclass(frozen=True)
+    class Options(EveryPushOptions):
+        refuses_adamw: ClassVar[str | None] = None
+
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        super().__init__(weights, hyper, options)
+        self._optimizer = optimizer_of(weights, hyper)
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        weight = self._weight(self.version - read_version)
+        self._optimizer.step(self.weights, grad, self._step_lr, weight)
+        self.version += 1
+        return Outcome.APPLIED
+
+    @property
+    def _step_lr(self) -> float:
+        return self.push_lr
+
+    def _weight(self, staleness: int) -> float:
+        """Return the factor on a gradient of this staleness, before it enters the momentum."""
+        return 1.0
+
+
+class StalenessLrPolicy(AsyncPolicy):
+    """Older gradients have a smaller weight.
+
+    W -= eta * velocity(g / (1 + tau)). Source: Zhang et al., "Staleness-aware async-SGD for distributed deep
+    learning", IJCAI 2016, who divide each gradient's learning rate by its staleness. Here the divisor is 1 +
+    tau, so that a fresh gradient keeps eta. The gradient is divided before it enters the momentum, so that a
+    stale push does not reduce the momentum of earlier ones.
+    """
+
+    summary: ClassVar[str] = "parameter server, learning rate by staleness"
+    rule: ClassVar[str] = (
+        "W -= eta velocity(g / (1 + tau)) for each push, tau: updates since W was read"
+    )
+
+    @dataclass(frozen=True)
+    class Options(EveryPushOptions):
+        # "full", since 1 / (1 + staleness) divides by about N already.
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
+
+    def _weight(self, staleness: int) -> float:
+        return 1 / (1 + staleness)
+
+
+class SspPolicy(AsyncPolicy):
+    """Asynchronous, with a bound: no batch starts more than `s` pushes ahead of the slowest worker.
+
+    The clock of a worker counts its pushes. A worker waits while its clock is larger than the slowest
+    worker's plus s. Each push is a step, as in ps-async. A worker that joins starts at the slowest clock.
+    Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS
+        2013.
+    """
+
+    summary: ClassVar[str] = "parameter server, bounded staleness"
+    rule: ClassVar[str] = "as ps-async; a worker more than s pushes ahead of the slowest waits"
+
+    @dataclass(frozen=True)
+    class Options(BoundedOptions):
+        refuses_adamw: ClassVar[str | None] = None
+
+        staleness_bound: int = option(
+            3, "pushes a worker may be ahead of the slowest one when it starts a batch", least=0
+        )
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        super().__init__(weights, hyper, options)
+        self._clock = dict.fromkeys(range(hyper.workers), 0)
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        self._clock[worker] += 1
+        return super().on_push(worker, grad, read_version)
+
+    def on_skip(self, worker: int, read_version: int) -> None:
+        self._clock[worker] += 1
+
+    def on_leave(self, worker: int) -> None:
+        self._clock.pop(worker, None)
+
+    def on_join(self, worker: int) -> None:
+        self._clock[worker] = min(self._clock.values(), default=0)
+
+    def ready(self, worker: int) -> bool:
+        return self._clock[worker] <= min(self._clock.values()) + self.options.staleness_bound
+
+
+class AsyncModifiedPolicy(SspPolicy):
+    """The paper's "modified asynchronous" server, section 5.3.
+
+    It differs from ps-async in three ways. A worker splits each batch into f = `pushes_per_batch`
+    sub-batches, and pushes and pulls for each. Staleness is bounded as in ps-ssp, where the clock counts
+    sub-batches. Gradients are weighted by 1 / (1 + tau), as in ps-staleness-lr.
+
+    W -= eta / f * velocity(g / (1 + tau)), so that f sub-batches together have the weight of their batch. The
+    paper gives no values for the three options. The policy is slow for the paper's reason: it has f times the
+    traffic, and workers wait at the bound.
+    """
+
+    summary: ClassVar[str] = "parameter server, the paper's staleness mitigation"
+    rule: ClassVar[str] = (
+        "W -= eta / f velocity(g / (1 + tau)) for each of f pushes per batch, tau: updates since W was "
+        "read; waits as ps-ssp, counted in sub-batches"
+    )
+
+    @dataclass(frozen=True)
+    class Options(BoundedOptions):
+        staleness_bound: int = option(
+            1, "pushes a worker may be ahead of the slowest one when it starts a sub-batch", least=0
+        )
+        pushes_per_batch: int = option(
+            4, "sub-batches, each pushed by itself, of one batch", least=1
+        )
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
+
+        @property
+        def pushes_per_ticket(self) -> int:
+            return self.pushes_per_batch
+
+        @property
+        def synchronous_alone(self) -> bool:
+            """Whether a batch has only one push. Several pushes would be updates on smaller batches."""
+            return self.pushes_per_batch == 1
+
+    @property
+    def _step_lr(self) -> float:
+        return self.push_lr / self.options.pushes_per_batch
+
+    def _weight(self, staleness: int) -> float:
+        return 1 / (1 + staleness)
+
+
+@dataclass(frozen=True)
+class ViewKeepingOptions(EveryPushOptions):
+    """Options of policies that store the weights that each worker has read, and two running means."""
+
+    fixed_buffers: ClassVar[int] = 3
+    buffers_per_worker: ClassVar[int] = 1
+
+
+class ViewKeepingPolicy(Policy):
+    """Base class of policies that compare the present weights with those that the worker has read."""
+
+    scratch = ("_scratch",)
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        import torch
+
+        super().__init__(weights, hyper, options)
+        self._momentum = Momentum(weights, hyper)
+        self._mean_square = torch.zeros_like(weights)
+        self._scratch = torch.zeros_like(weights)
+        self._read = [weights.clone() for _ in range(hyper.workers)]
+
+    def view(self, worker: int, out: Tensor) -> int:
+        self._read[worker].copy_(self.weights)
+        return super().view(worker, out)
+
+
+class DcAsgdPolicy(ViewKeepingPolicy):
+    """Corrects g for the distance the weights have moved since it was read.
+
+    ms <- m ms + (1 - m) g*g;  g' = g + lambda / sqrt(ms + 1e-7) * g*g*(W - W_read);
+    W -= eta * velocity(g'). g*g approximates the Hessian's diagonal. Source: DC-ASGD-a of Zheng et al.,
+    "Asynchronous stochastic gradient descent with delay compensation", ICML 2017. The momentum on the server
+    is an addition.
+    """
+
+    summary: ClassVar[str] = "parameter server, delay-compensated"
+    rule: ClassVar[str] = (
+        "as ps-async with g + lambda / sqrt(ms + 1e-7) g² (W - W_read) in place of g, ms: running "
+        "mean of g²"
+    )
+
+    @dataclass(frozen=True)
+    class Options(ViewKeepingOptions):
+        dc_lambda: float = option(2.0, "strength of the delay compensation", least=0.0)
+        dc_decay: float = option(
+            0.95, "decay of the gradient's running mean square", 0.0, below=1.0
+        )
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        import torch
+
+        decay = self.options.dc_decay
+        self._mean_square.mul_(decay).addcmul_(grad, grad, value=1 - decay)
+        if read_version != self.version:
+            # The stored W_read is not needed after this push. So its memory is reused for W_read - W.
+            moved_back = self._read[worker].sub_(self.weights)
+            curvature = torch.add(self._mean_square, 1e-7, out=self._scratch).sqrt_()
+            torch.div(grad, curvature, out=curvature).mul_(grad)
+            grad.addcmul_(curvature, moved_back, value=-self.options.dc_lambda)
+        self._momentum.step(self.weights, grad, self.push_lr)
+        self.version += 1
+        return Outcome.APPLIED
+
+
+class GapAwarePolicy(ViewKeepingPolicy):
+    """Divides g, weight by weight, by how many typical steps W has moved since read.
+
+    g' = g / (1 + |W - W_read| / (eta RMS(v)));  W -= eta * velocity(g'). v is the step direction
+    (with Nesterov g' + mu times the momentum), and RMS its bias-corrected running root mean square. Source:
+    Barkai et al., "Gap-aware mitigation of gradient staleness", ICLR 2020 (the per-parameter form).
+    """
+
+    summary: ClassVar[str] = "parameter server, gap-aware"
+    rule: ClassVar[str] = (
+        "as ps-async with g / (1 + |W - W_read| / (eta RMS(v))) in place of g, v: the direction of a step"
+    )
+
+    @dataclass(frozen=True)
+    class Options(ViewKeepingOptions):
+        step_decay: float = option(0.999, "decay of the step's running mean square", 0.0, below=1.0)
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        import torch
+
+        decay, lr = self.options.step_decay, self.push_lr
+        if read_version != self.version:
+            # The stored W_read is not needed after this push. So its memory is reused for the gap.
+            seen_share = 1 - decay**self.version
+            typical = torch.div(self._mean_square, seen_share, out=self._scratch).sqrt_()
+            typical.mul_(lr).add_(1e-8)
+            gap = self._read[worker].sub_(self.weights).abs_().div_(typical)
+            grad.div_(gap.add_(1))
+        direction = self._momentum.step(self.weights, grad, lr)
+        self.version += 1
+        self._mean_square.mul_(decay).addcmul_(direction, direction, value=1 - decay)
+        return Outcome.APPLIED
+
+
+class DanaPolicy(Policy):
+    """A momentum for each worker, and workers read where the others' will carry W.
+
+    v_i <- mu v_i + g;  W -= eta v_i. Worker i reads W - eta mu sum over j != i of v_j, which estimates the
+    weights to which its gradient will be applied. With `nesterov`, W -= eta (g + mu v_i). The part of j's
+    next step that does not depend on its gradient is then eta mu^2 v_j (`Momentum.known_share`), so that mu^2
+    replaces mu in the read.
+
+    Source: DANA-Zero of Hakimi et al., "Taming momentum in a distributed asynchronous environment", 2019,
+    which also looks ahead along the worker's own momentum. Without that term, one worker equals
+    torch.optim.SGD exactly.
+
+    The policy stores N + 1 momentum buffers. The last is the sum of the others, so that a read costs the same
+    for any N. Each push updates the sum, and every 8 N pushes it is recomputed, which limits rounding errors.
+    When a worker leaves, its momentum is removed.
+    """
+
+    summary: ClassVar[str] = "parameter server, look-ahead over the other workers' momentum"
+    rule: ClassVar[str] = (
+        "v_i <- mu v_i + g, W -= eta v_i; worker i reads W - eta mu Σ_{j≠i} v_j (Nesterov: mu² for mu)"
+    )
+
+    @dataclass(frozen=True)
+    class Options(EveryPushOptions):
+        buffers_per_worker: ClassVar[int] = 1
+
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+
+        def momentum_buffers(self, workers: int) -> int:
+            return workers + 1
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        import torch
+
+        super().__init__(weights, hyper, options)
+        self._momenta = [Momentum(weights, hyper) for _ in range(hyper.workers)]
+        self._sum = torch.zeros_like(weights) if hyper.momentum else None
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        own = self._momenta[worker]
+        if self._sum is not None:
+            self._sum.sub_(own.value)
+        own.step(self.weights, grad, self.push_lr)
+        self.version += 1
+        if self._sum is not None:
+            self._sum.add_(own.value)
+            if self.version % (8 * self.hyper.workers) == 0:
+                self._sum_anew()
+        return Outcome.APPLIED
+
+    def _sum_anew(self) -> None:
+        """Recompute the sum of all momenta, so that rounding errors do not accumulate."""
+        self._sum.zero_()
+        for momentum in self._momenta:
+            self._sum.add_(momentum.value)
+
+    def view(self, worker: int, out: Tensor) -> int:
+        if self._sum is None:
+            return super().view(worker, out)
+        import torch
+
+        own = self._momenta[worker]
+        others = torch.sub(self._sum, own.value, out=out)  # with one worker this is exactly 0
+        torch.sub(self.weights, others, alpha=self.push_lr * own.known_share, out=out)
+        return self.version
+
+    def on_leave(self, worker: int) -> None:
+        own = self._momenta[worker]
+        if self._sum is not None:
+            self._sum.sub_(own.value)
+        own.reset()

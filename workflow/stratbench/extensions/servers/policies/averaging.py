@@ -1,0 +1,317 @@
+"""Policies that average several gradients into one update: synchronous, backup workers, K-batch.
+
+An update uses the learning rate of a global batch, and `lr_scale` has no effect.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from stratbench.cell.options import option
+from stratbench.extensions.servers.policies.options import PolicyOptions
+from stratbench.extensions.servers.policies.policy import (
+    Fields,
+    Hyper,
+    Outcome,
+    Policy,
+    optimizer_of,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SyncPolicy(Policy):
+    """Averages the gradients of all live workers in one step, for which all wait.
+
+    W -= lr * velocity(mean of the gradients, weighted by `push_weight`). Sources: bulk-synchronous SGD of Li
+    et al., "Scaling distributed machine learning with the parameter server", OSDI 2014 (sequential
+    consistency), and the synchronous server of the paper this project re-implements. Gradients are summed in
+    the order of the slots and not of arrival, so that a run can be repeated bit for bit. No step waits for a
+    worker that has finished. A lost worker ends the run.
+    """
+
+    summary: ClassVar[str] = "parameter server, every step waits for all workers"
+    rule: ClassVar[str] = "W -= lr velocity(mean of all workers' g)"
+    rigid = (
+        "each of its steps is the mean of all workers' gradients, so that it has to stop and begin anew "
+        "whenever a worker comes or goes; ps-backup goes on without those that are missing"
+    )
+
+    @dataclass(frozen=True)
+    class Options(PolicyOptions):
+        refuses_adamw: ClassVar[str | None] = None
+        tolerates_loss: ClassVar[bool] = False
+        averages_all: ClassVar[bool] = True
+        synchronous_alone: ClassVar[bool] = True
+
+        def updates_per_step(self, workers: int) -> float:
+            return 1.0
+
+        def optimizer_buffers(self, workers: int) -> int:
+            """Return the number of buffers: the momentum, and all gradients of a step but the last."""
+            return 1 + (workers - 1)
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        import torch
+
+        super().__init__(weights, hyper, options)
+        self._optimizer = optimizer_of(weights, hyper)
+        self._live = set(range(hyper.workers))
+        self._arrived: set[int] = set()
+        self._arrived_and_left = 0  # workers that left after a push in this round
+        self._weight = 0.0  # sum of the weights of this round's gradients; skipped pushes have none
+        self._total: Tensor | None = None  # sum of the gradients that are already in order
+        self._held: dict[int, Tensor] = {}  # gradients that must wait for those of lower slots
+        slots = self.options.optimizer_buffers(hyper.workers) - 1
+        # Zeros instead of empty: the memory is touched now and not within the timed region.
+        self._free = [torch.zeros_like(weights) for _ in range(slots)]
+
+    def state(self) -> Fields:
+        """Return the state with the number of free buffers in place of their unused contents."""
+        return Fields(super().state(), _free=len(self._free))
+
+    def load(self, state: Fields) -> None:
+        super().load(Fields(state, _free=self._free[: state["_free"]]))
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        self._arrived.add(worker)
+        self._held[worker] = grad
+        if self.push_weight != 1.0:
+            grad.mul_(self.push_weight)
+        self._weight += self.push_weight
+        if self._advance(borrowed=grad):
+            return Outcome.APPLIED
+        if self._total is grad:
+            self._total = self._keep(grad)
+        elif worker in self._held:
+            self._held[worker] = self._keep(grad)
+        return Outcome.HELD
+
+    def on_skip(self, worker: int, read_version: int) -> None:
+        self._arrived.add(worker)
+        self._advance()
+
+    def on_leave(self, worker: int) -> None:
+        self._live.discard(worker)
+        if worker in self._arrived:
+            # Its push stays part of the round. Another worker may get its slot within the round.
+            self._arrived.discard(worker)
+            self._arrived_and_left += 1
+            if worker in self._held:
+                self._sum(self._held.pop(worker))
+        self._advance()
+
+    def on_join(self, worker: int) -> None:
+        self._live.add(worker)
+
+    def ready(self, worker: int) -> bool:
+        return worker not in self._arrived
+
+    def _summable_below(self) -> float:
+        """Return the slot below which all gradients have arrived, or infinity if the round is complete."""
+        return min(self._live - self._arrived, default=math.inf)
+
+    def _advance(self, borrowed: Tensor | None = None) -> bool:
+        """Add the gradients that are in order to the sum. If the round is complete, update the weights.
+
+        Args:
+            borrowed: Gradient that belongs to the caller, so that it must not become a free buffer.
+
+        Returns:
+            Whether the round was complete.
+        """
+        limit = self._summable_below()
+        for worker in sorted(w for w in self._held if w < limit):
+            self._sum(self._held.pop(worker), borrowed)
+        if limit != math.inf:
+            return False
+        if self._total is not None:
+            if self._weight not in (0.0, 1.0):  # if all weights are 0, the sum is 0 as well
+                self._total.div_(self._weight)
+            self._optimizer.step(self.weights, self._total, self.lr)
+            self.version += 1
+            self._release(self._total, borrowed)
+        self._total, self._weight, self._arrived_and_left = None, 0.0, 0
+        self._arrived.clear()
+        return True
+
+    def _sum(self, grad: Tensor, borrowed: Tensor | None = None) -> None:
+        if self._total is None:
+            self._total = grad
+        else:
+            self._total.add_(grad)
+            self._release(grad, borrowed)
+
+    def _keep(self, grad: Tensor) -> Tensor:
+        slot = self._free.pop()
+        slot.copy_(grad)
+        return slot
+
+    def _release(self, tensor: Tensor, borrowed: Tensor | None) -> None:
+        if tensor is not borrowed:
+            self._free.append(tensor)
+
+
+class BackupPolicy(SyncPolicy):
+    """Uses the first N - b of N workers in each step; late pushes are dropped.
+
+    Source: Chen et al., "Revisiting distributed synchronous SGD", 2016. A push is late if its weights were
+    read before the last step. Its worker continues at once with the new weights. A step is also made when
+    every live worker has pushed since the last step, late or not. This happens if workers were lost, or if
+    they wait at another shard: each shard decides by itself which pushes are late.
+    """
+
+    summary: ClassVar[str] = "parameter server, does not wait for the slowest workers"
+    rule: ClassVar[str] = (
+        "as ps-sync, from the first N - b pushes of a step; later ones are dropped"
+    )
+
+    @dataclass(frozen=True)
+    class Options(PolicyOptions):
+        refuses_adamw: ClassVar[str | None] = None
+        backups: int = option(1, "workers a step does not wait for (at most workers - 1)", least=0)
+
+        synchronous_alone: ClassVar[bool] = True  # with one worker, each step waits for its push
+
+        def waits_for_slowest(self, workers: int) -> bool:
+            return self.quorum(workers) == workers
+
+        def quorum(self, workers: int) -> int:
+            """Return how many pushes make a step."""
+            return max(1, workers - self.backups)
+
+        def optimizer_buffers(self, workers: int) -> int:
+            """Return the number of buffers: the momentum, and all gradients of a step but the last."""
+            return 1 + (self.quorum(workers) - 1)
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        super().__init__(weights, hyper, options)
+        self._quorum = self.options.quorum(hyper.workers)
+        self._late: set[int] = set()  # workers whose push since the last step was late
+        #: Workers that were missing in a step whose pushes were all skipped. Their next push is late,
+        #: although the version has not changed.
+        self._passed: set[int] = set()
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        if not self._is_late(worker, read_version):
+            return super().on_push(worker, grad, read_version)
+        self._late.add(worker)
+        self._advance()
+        return Outcome.DROPPED
+
+    def on_skip(self, worker: int, read_version: int) -> None:
+        (self._late if self._is_late(worker, read_version) else self._arrived).add(worker)
+        self._advance()
+
+    def on_leave(self, worker: int) -> None:
+        self._late.discard(worker)
+        self._passed.discard(worker)
+        super().on_leave(worker)
+
+    def _is_late(self, worker: int, read_version: int) -> bool:
+        passed = worker in self._passed
+        self._passed.discard(worker)
+        return passed or read_version != self.version
+
+    def _advance(self, borrowed: Tensor | None = None) -> bool:
+        version, missing = self.version, self._live - self._arrived - self._late
+        pushes = len(self._arrived) + self._arrived_and_left
+        stepped = pushes > 0 and super()._advance(borrowed)
+        if stepped:
+            self._late.clear()
+            if self.version == version:
+                self._passed |= missing
+        return stepped
+
+    def _summable_below(self) -> float:
+        """Return infinity if the step is complete, and -1 otherwise.
+
+        No gradient can be summed before, because any of them may be part of the step.
+        """
+        enough = len(self._arrived) + self._arrived_and_left >= self._quorum
+        return math.inf if enough or self._live <= self._arrived | self._late else -1
+
+
+@dataclass(frozen=True)
+class BucketOptions(PolicyOptions):
+    """Options of policies that average every n pushes from any workers into one update, without waiting."""
+
+    refuses_adamw: ClassVar[str | None] = None
+
+    @property
+    def synchronous_alone(self) -> bool:
+        return self.pushes_per_update(1) == 1
+
+    def waits_for_slowest(self, workers: int) -> bool:
+        return False
+
+    def updates_per_step(self, workers: int) -> float:
+        return workers / self.pushes_per_update(workers)
+
+    def pushes_per_update(self, workers: int) -> int:
+        """Return the number of pushes per update: one global batch, which is one push per worker."""
+        return workers
+
+    def optimizer_buffers(self, workers: int) -> int:
+        """Return the number of buffers: the momentum, and a sum if an update has several pushes."""
+        return 1 + (self.pushes_per_update(workers) > 1)
+
+
+class KBatchPolicy(Policy):
+    """Averages every K pushes, from any workers, into one update, without waiting.
+
+    W -= lr * velocity(mean of K gradients). Sources: K-batch-async SGD of Dutta et al., "Slow and stale
+    gradients can win the race", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. If fewer than K
+    gradients are left at the end, `finish` averages and applies them.
+    """
+
+    summary: ClassVar[str] = "parameter server, averages any K pushes"
+    rule: ClassVar[str] = "W -= lr velocity(mean of any K pushes)"
+
+    @dataclass(frozen=True)
+    class Options(BucketOptions):
+        k: int = option(
+            0, "pushes averaged into one update; 0: as many as there are workers", least=0
+        )
+
+        def pushes_per_update(self, workers: int) -> int:
+            """Return `k`, or the number of workers if `k` is 0."""
+            return self.k or workers
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        import torch
+
+        super().__init__(weights, hyper, options)
+        self._optimizer = optimizer_of(weights, hyper)
+        self._k = self.options.pushes_per_update(hyper.workers)
+        self._sum = torch.zeros_like(weights) if self._k > 1 else None
+        self._count = 0
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        if self._sum is None:
+            self._apply(grad)
+            return Outcome.APPLIED
+        if self._count:
+            self._sum.add_(grad)
+        else:
+            self._sum.copy_(grad)
+        self._count += 1
+        if self._count < self._k:
+            return Outcome.HELD
+        self._apply_sum()
+        return Outcome.APPLIED
+
+    def finish(self) -> None:
+        if self._count:
+            self._apply_sum()
+
+    def _apply_sum(self) -> None:
+        self._apply(self._sum.div_(self._count))
+        self._count = 0
+
+    def _apply(self, grad: Tensor) -> None:
+        self._optimizer.step(self.weights, grad, self.lr)
+        self.version += 1

@@ -1,0 +1,88 @@
+"""Registry of the update policies: name and class of each.
+
+Policies import torch inside functions only, because the workflow reads their options at every start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stratbench.extensions.servers.policies.options import PolicyOptions
+    from stratbench.extensions.servers.policies.policy import Hyper, Policy
+
+POLICIES: dict[str, str] = {
+    "ps-sync": "stratbench.extensions.servers.policies.averaging:SyncPolicy",
+    "ps-async": "stratbench.extensions.servers.policies.asynchronous:AsyncPolicy",
+    "ps-async-modified": "stratbench.extensions.servers.policies.asynchronous:AsyncModifiedPolicy",
+    "ps-ssp": "stratbench.extensions.servers.policies.asynchronous:SspPolicy",
+    "ps-backup": "stratbench.extensions.servers.policies.averaging:BackupPolicy",
+    "ps-kbatch": "stratbench.extensions.servers.policies.averaging:KBatchPolicy",
+    "ps-dcasgd": "stratbench.extensions.servers.policies.asynchronous:DcAsgdPolicy",
+    "ps-gap-aware": "stratbench.extensions.servers.policies.asynchronous:GapAwarePolicy",
+    "ps-staleness-lr": "stratbench.extensions.servers.policies.asynchronous:StalenessLrPolicy",
+    "ps-dana": "stratbench.extensions.servers.policies.asynchronous:DanaPolicy",
+    "ps-ormo": "stratbench.extensions.servers.policies.ormo:OrMoPolicy",
+    "ps-preview": "stratbench.extensions.servers.policies.preview:PreviewPolicy",
+}
+
+
+def policy_class(name: str) -> type[Policy]:
+    """Return the class of a policy.
+
+    Raises:
+        ValueError: If no policy has this name.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"{name!r} is no parameter-server policy; known: {', '.join(POLICIES)}")
+    module, _, attribute = POLICIES[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def policies_that_take(optimizer: str) -> list[str]:
+    """Return the names of the policies that support an optimizer, "sgd" or "adamw"."""
+    return [name for name in POLICIES if not policy_class(name).Options.refusal(optimizer)]
+
+
+def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOptions:
+    """Return the options of a policy from plain values, with defaults for missing keys.
+
+    Raises:
+        ValueError: If the policy or a key is unknown, or if a value has the wrong type or range.
+    """
+    options, given = policy_class(name).Options, given or {}
+    known = [spec.name for spec in fields(options)]
+    for key in given:
+        if key not in known:
+            takes = ", ".join(known) or "none"
+            raise ValueError(f"{name}: unknown option {key!r}; options it takes: {takes}")
+    try:
+        return options(**given)
+    except ValueError as e:
+        raise ValueError(f"{name}: {e}") from None
+
+
+def make_policy(
+    name: str, weights: Tensor, hyper: Hyper, options: Mapping[str, Any] | None = None
+) -> Policy:
+    """Create the policy of one shard.
+
+    Args:
+        name: Name of the policy.
+        weights: Flat parameters of the shard, shape [n], updated in place.
+        hyper: Optimizer settings, whose `lr_scale` is replaced according to `options`.
+        options: Options as in config.yaml. Missing keys have defaults.
+
+    Raises:
+        ValueError: If the policy or an option is unknown, or if the policy does not support the optimizer.
+    """
+    parsed = parse_options(name, options)
+    if reason := parsed.refusal(hyper.optimizer):
+        raise ValueError(f"{name} cannot update by {hyper.optimizer}: {reason}")
+    hyper = replace(hyper, lr_scale=parsed.lr_factor(hyper.workers))
+    return policy_class(name)(weights, hyper, parsed)

@@ -1,0 +1,632 @@
+"""The worker's connections to the parameter servers: it pushes gradients and pulls weights and tickets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stratbench.extensions.servers.ps.device import Staging
+from stratbench.extensions.servers.ps.flat import FlatSpace, cut
+from stratbench.extensions.servers.ps.scale import LossScale, Unscaler
+from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
+from stratbench.extensions.servers.wire.frames import (
+    BUFFERS,
+    NO_TICKET,
+    SMALL_BYTES,
+    Frame,
+    Kind,
+    ProtocolError,
+    unpack_ticket,
+)
+from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused, join_handshake
+from stratbench.extensions.servers.wire.link import Left, Link, RunEnded, ServerLost
+from stratbench.extensions.servers.wire.shm import DTYPES
+from stratbench.extensions.servers.wire.transport import Closed, Connection, Silent, dial
+from stratbench.workload.flat import as_bytes
+
+_HANDSHAKE_S = 30.0
+_REDIAL_S = 0.1
+#: Maximum seconds that a leaving worker waits for the acknowledgement of each server.
+_FAREWELL_S = 2.0
+
+
+class Channel:
+    """One worker's connections to all servers of the run.
+
+    A worker calls, from one thread:
+
+    1. `channel = Channel.connect(...)`.
+    2. `channel.rehearse()` in each step of the warm-up, in place of `push_pull`.
+    3. `ticket = channel.first()`.
+    4. Per ticket: zero the gradients, run forward and backward on its batch, `ticket = channel.push_pull()`.
+       None means that no ticket is left.
+    5. `channel.close()`.
+
+    Other threads of the channel receive frames, send frames to all servers but the first, and send
+    heartbeats, so that a slow worker does not count as lost.
+    """
+
+    def __init__(
+        self,
+        flat: FlatSpace,
+        worker: int,
+        wire: str,
+        scale: LossScale | None,
+    ) -> None:
+        """Create a channel without connections, for `connect`."""
+        self.worker, self.flat, self.scale = worker, flat, scale
+        #: Folder in which the servers write a snapshot at the end of each epoch.
+        self.snapshot_dir: str | None = None
+        #: Number of the worker that evaluates after the training: the lowest of those still connected.
+        self.evaluator: int | None = None
+        #: Number of updates in the current weights, as counted by the shard that arrived last.
+        self.version = 0
+        #: Seconds between the last byte of a push and the last byte of the reply, summed over pushes.
+        self.wait_s = 0.0
+        self._wire = wire
+        self._incarnation: int | None = None
+        self._start = ""
+        self._links: list[Link] = []
+        self._ticket = NO_TICKET
+        self._rehearsing = True
+        self._next: Ticket | Evaluation | None = None
+        # Set when TICKET, EVAL or DONE has arrived, or the channel has ended.
+        self._told = threading.Event()
+        self._was_idle = False
+        self._gone = threading.Event()  # set once `leave` has finished
+        self._error: Exception | None = None
+        self._done = False
+        self._closing = threading.Event()
+        self._staging: Staging | None = None
+        self._weight = 1.0  # of the current push
+        self._lock = threading.Lock()
+
+    @classmethod
+    def connect(
+        cls,
+        rendezvous: str | Path,
+        worker: int,
+        flat: FlatSpace,
+        secret: bytes,
+        transport: str = "auto",
+        wire: str = "native",
+        deadline_s: float = 60.0,
+        scale: LossScale | None = None,
+        n_servers: int = 1,
+        incarnation: int | None = None,
+        start: str = "",
+    ) -> Channel:
+        """Connect a worker to all servers of a run.
+
+        Worker r connects to server r mod n first and then to the following ones, so that the servers get
+        connections at different times. After the run has ended for this worker, the next call raises.
+
+        Args:
+            rendezvous: Path of the servers' rendezvous files, without their suffix.
+            worker: Number of the worker.
+            flat: Flat tensors of the model.
+            secret: Secret of the job.
+            transport: "shm" (same host), "tcp", or "auto", which prefers shared memory.
+            wire: "native", or "bfloat16" to push half the bytes of fp32 over TCP. Shared memory always uses
+                "native", because nothing is copied there.
+            deadline_s: Maximum seconds for connecting.
+            scale: Loss scale of each backward, or None. A push divides by it, is skipped as a whole if a
+                gradient overflowed, and updates it.
+            n_servers: Number of servers.
+            incarnation: Incarnation of the servers of an elastic run. None: the workers are a gang.
+            start: Hash of the model's initial weights, which must be equal for all workers.
+
+        Raises:
+            ConnectionError: If the worker is not connected by `deadline_s`. JoinRefused has the server's
+                reason.
+        """
+        if wire not in ("native", "bfloat16"):
+            raise ValueError(f"wire is {wire!r}; expected native or bfloat16")
+        if flat.host.descriptor is None and transport == "auto":
+            transport = "tcp"
+        channel = cls(flat, worker, wire, scale)
+        channel._incarnation, channel._start = incarnation, start
+        deadline = time.monotonic() + deadline_s
+        try:
+            # Elastic workers may be more than the slots: all ask server 0 first, which assigns the slots.
+            first = worker if incarnation is None else 0
+            for k in range(first, first + n_servers):
+                link = channel._join(rendezvous, k % n_servers, secret, transport, deadline)
+                channel._links.append(link)
+                if link.incarnation != incarnation:
+                    raise JoinLater(
+                        f"server {link.server} is in incarnation {link.incarnation}, not {incarnation}"
+                    )
+                if link.n_servers != n_servers:
+                    raise JoinRefused(f"the run has {link.n_servers} servers, not {n_servers}")
+                channel.snapshot_dir = link.snapshot_dir
+            channel._links.sort(key=lambda link: link.server)
+        except BaseException:
+            if incarnation is not None:  # the worker will try again, and must not count as lost
+                channel._say(Kind.LEAVE)
+            channel._close_connections()
+            raise
+        channel._begin()
+        return channel
+
+    def _join(
+        self, rendezvous: str | Path, server: int, secret: bytes, transport: str, deadline: float
+    ) -> Link:
+        while True:
+            sock, used = dial(rendezvous, server, transport, deadline)
+            try:
+                return self._shake_hands(sock, server, secret, used)
+            except Closed as error:  # without a reason: the server had too many new connections
+                if time.monotonic() > deadline:
+                    reason = f"server {server} refuses worker {self.worker}: {error}"
+                    raise JoinRefused(reason) from None
+            time.sleep(_REDIAL_S)
+
+    def _shake_hands(self, sock: socket.socket, server: int, secret: bytes, used: str) -> Link:
+        try:
+            connection = Connection(sock, tick_s=1.0)
+        except OSError as error:  # the server has closed it already
+            sock.close()
+            raise Closed(str(error)) from None
+        connection.deadline = time.monotonic() + _HANDSHAKE_S
+        wire = "native" if used == "shm" else self._wire
+        hello = {
+            "worker": self.worker,
+            "layout": asdict(self.flat.layout),
+            "wire": wire,
+            "scaled": self.scale is not None,
+            "start": self._start,
+            **({} if self._incarnation is None else {"incarnation": self._incarnation}),
+        }
+        try:
+            welcome = join_handshake(connection, secret, hello)
+            if used == "shm":
+                with contextlib.suppress(Closed):  # the next frame has the reason
+                    connection.send_descriptor(Frame(Kind.MEMORY), self.flat.host.descriptor)
+        except Closed:
+            connection.close()
+            raise
+        except (ProtocolError, Silent) as error:
+            connection.close()
+            raise JoinRefused(f"server {server} refuses worker {self.worker}: {error}") from None
+        connection.deadline = None
+        return Link(connection, server, used, welcome)
+
+    def _begin(self) -> None:
+        """Compute the bounds of all shards, and start the threads."""
+        self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
+        if self.flat.is_mirrored:
+            pushes = self._push_buffers, self._push_shards, self._end_push
+            self._staging = Staging(self.flat, self._bounds, *pushes, self.scale, self._weigh)
+            self._staging.fetch_initial()  # the warm-up copies these weights back to the device
+        self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
+        self._weight_bytes = as_bytes(self.flat.host.weights)
+        self._grad_bytes = as_bytes(self.flat.host.grads)
+        self._itemsize = self.flat.host.weights.element_size()
+        uses_wire = self._wire != "native" and any(x.transport == "tcp" for x in self._links)
+        self._grads = self.flat.host.grads
+        if uses_wire:
+            self._grads = torch.empty(self.flat.layout.numel, dtype=DTYPES[self._wire])
+        for link in self._links:
+            link.connection.silence_s = link.deadline_s
+            link.receiver = self._thread(self._receive, link)
+            if link.server > 0:
+                self._thread(self._send_queued, link)
+        self._thread(self._keep_heartbeat)
+
+    def _thread(self, target: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        return thread
+
+    @property
+    def transports(self) -> list[str]:
+        """Transport to each server: "shm" or "tcp"."""
+        return [link.transport for link in self._links]
+
+    @property
+    def moved_bytes(self) -> list[int]:
+        """Bytes sent to and received from each server since `first`."""
+        return [n for link in self._links for n in (link.bytes_out, link.bytes_in)]
+
+    # --- what the worker calls -------------------------------------------------------------------
+
+    def first(self) -> Ticket | Evaluation | None:
+        """Wait until all workers are ready, load the initial weights, and return the first ticket.
+
+        The initial weights are those of one of the workers. So the model must be in its initial state.
+        """
+        self._rehearsing = False
+        self.count_anew()
+        self._expect()
+        if self._staging is not None:
+            self._staging.accept_weights()
+        for link in reversed(self._links):  # server 0 last: it starts the run
+            self._send(link, Frame(Kind.PULL))
+        ticket = self._await_reply(time.perf_counter())
+        self.wait_s = 0.0  # does not include the wait for other workers to be ready
+        return ticket
+
+    def count_anew(self) -> None:
+        """Reset the counters of bytes and of waiting time."""
+        self.wait_s = 0.0
+        for link in self._links:
+            link.bytes_out = link.bytes_in = 0
+
+    def arm(self) -> None:
+        """On a GPU, send gradients bucket by bucket while the next backward still runs.
+
+        Call it only if this backward makes the gradients final, except for the loss scale, and if `push_pull`
+        or `rehearse` follows. It has no effect on a CPU.
+        """
+        if self._staging is not None:
+            self._expect()
+            self._staging.arm()
+
+    def weigh(self, weight: torch.Tensor) -> None:
+        """Set the weight of the next push in the average of a step, a scalar. Call it before `arm`."""
+        if self._staging is not None:
+            self._staging.weight = weight
+        else:
+            self._weigh(weight)
+
+    def _weigh(self, weight: torch.Tensor) -> None:
+        self._weight = float(weight)
+
+    def push_pull(self) -> Ticket | Evaluation | None:
+        """Push gradients and buffers of the current ticket, and wait for new weights and the next ticket.
+
+        The content of `flat.grads` is undefined afterwards.
+
+        Returns:
+            The next ticket, or an evaluation to do. None if no ticket is left: then the weights are
+            undefined, and the final ones are in the servers' snapshots.
+
+        Raises:
+            RunEnded: If a server has ended the run, with its reason.
+            ServerLost: If the connection to a server is lost.
+        """
+        self._push()
+        return self._await_reply(time.perf_counter())
+
+    def score(self, figures: dict[str, float | None]) -> Ticket | Evaluation | None:
+        """Send the results of a requested evaluation, and wait for weights and the next ticket."""
+        self._told.clear()
+        self._next = None
+        if self._staging is not None:
+            self._staging.accept_weights()  # the evaluation is over
+        self._send(self._links[0], Frame(Kind.SCORE), json.dumps(figures).encode())
+        if self._error is not None:
+            raise self._error
+        return self._await_reply(time.perf_counter())
+
+    def leave(self) -> None:
+        """Leave before the run is over, from any thread, so that another worker gets the current ticket.
+
+        Other calls that are waiting, or come later, raise Left.
+        """
+        with self._lock:
+            if self._error is not None or self._done:
+                return
+            self._error = Left("this worker has left")
+        try:
+            self._say(Kind.LEAVE)
+            for link in self._links:  # a server closes the connection when it has read LEAVE
+                link.receiver.join(_FAREWELL_S)
+                link.replied.set()
+        finally:
+            self._told.set()
+            self._close_connections()
+            self._gone.set()
+
+    def rehearse(self) -> None:
+        """Push and pull in a step of the warm-up, before `first`.
+
+        The servers discard the push. Weights and buffers do not change, nothing is counted, and the worker
+        does not wait for others.
+        """
+        self._push()
+        self._await_weights()
+        if self._error is not None:
+            raise self._error
+        if self._staging is not None:
+            self._staging.deliver_weights()
+
+    def close(self) -> None:
+        """Close all connections and stop the threads. If the run is over, tell the servers first."""
+        if self._done and self._error is None:
+            for link in self._links[1:] if self._incarnation is not None else ():
+                sent = threading.Event()  # set when DONE has been sent, which must come before BYE
+                link.to_send.put(sent.set)
+                sent.wait(_FAREWELL_S)
+            self._say(Kind.BYE)
+        if isinstance(self._error, Left):  # the servers must read LEAVE before a connection ends
+            self._gone.wait(_FAREWELL_S)
+        self._close_connections()
+
+    def _say(self, kind: Kind) -> None:
+        """Tell all servers that this worker leaves, and how long it has waited for them."""
+        report = json.dumps({"wait_s": self.wait_s}).encode()
+        for link in self._links:
+            with contextlib.suppress(
+                Closed
+            ):  # the server's statistics then lack this worker's wait
+                link.connection.send(Frame(kind), report)
+
+    def _close_connections(self) -> None:
+        self._closing.set()
+        if self._staging is not None:
+            self._staging.close()
+        for link in self._links:
+            link.to_send.put(None)
+            link.connection.close()
+
+    # --- pushing ---------------------------------------------------------------------------------
+
+    def _expect(self) -> None:
+        self._told.clear()
+        self._next = None
+        for link in self._links:
+            link.expect_all()
+        if (
+            self._error is not None
+        ):  # checked last: a later error sets the events that are waited for
+            raise self._error
+
+    def _push(self) -> None:
+        """Push buffers and gradients; with a loss scale, report whether they overflowed."""
+        self.flat.check()
+        overflowed = False
+        if self._staging is not None:
+            if not self._staging.armed:
+                self._expect()
+            self._staging.finish_push()
+            overflowed = self._staging.overflowed
+        else:
+            self._expect()
+            if self._unscaler is not None:
+                self._unscaler.begin(self.scale)
+                self._unscaler.unscale(self.flat.grads)
+                overflowed = bool(self._unscaler.found)
+            if not overflowed:
+                self._push_buffers()
+                self._push_shards(0, len(self._bounds))
+            if self.scale is not None:
+                self._end_push(overflowed)
+        if self.scale is not None:
+            self.scale.update(overflowed)
+        self._join_senders()
+
+    def _end_push(self, overflowed: bool) -> None:
+        """Tell every server, after its last shard, to apply or drop the push."""
+        frame = Frame(Kind.SKIP if overflowed else Kind.APPLY, ticket=self._ticket)
+        for link in reversed(self._links):
+            if link.server == 0:
+                self._send(link, frame)
+            else:
+                self._queue(link, frame)
+
+    def _push_buffers(self) -> None:
+        """Push the buffers. They come before the gradients, because the last shard completes a ticket."""
+        link = self._links[0]
+        if link.has_buffers:
+            payload = b"" if link.transport == "shm" else as_bytes(self.flat.host.buffers)
+            self._send(link, Frame(Kind.PUSH, BUFFERS, 0, self._ticket), payload)
+            link.bytes_out += self.flat.layout.buffer_bytes
+
+    def _push_shards(self, first: int, stop: int) -> None:
+        """Push shards `first` to `stop` - 1 from the host's gradients, each to its server."""
+        for link in reversed(self._links):
+            mine = range(max(first, link.shards.start), min(stop, link.shards.stop))
+            if not mine:
+                continue
+            if link.server == 0:
+                self._push_to(link, mine, self._ticket)
+            else:
+                link.to_send.put(lambda x=link, m=mine, t=self._ticket: self._push_to(x, m, t))
+
+    def _push_to(self, link: Link, shards: range, ticket: int) -> None:
+        if link.transport == "shm":
+            self._send(
+                link, Frame(Kind.PUSH, shards.start, len(shards), ticket, weight=self._weight)
+            )
+            start, stop = self._bounds[shards.start][0], self._bounds[shards.stop - 1][1]
+            link.bytes_out += (stop - start) * self._itemsize
+            return
+        for shard in shards:
+            start, stop = self._bounds[shard]
+            if self._grads is not self.flat.host.grads:
+                self._grads[start:stop].copy_(self.flat.host.grads[start:stop])
+            payload = as_bytes(self._grads[start:stop])
+            self._send(link, Frame(Kind.PUSH, shard, 1, ticket, weight=self._weight), payload)
+            link.bytes_out += len(payload)
+
+    def _queue(self, link: Link, frame: Frame) -> None:
+        """Send a frame to a server other than 0, after the shards that are queued for it."""
+        link.to_send.put(lambda: self._send(link, frame))
+
+    def _send_queued(self, link: Link) -> None:
+        while (job := link.to_send.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # raised later in the thread that uses the channel
+                self._fail(error)
+                return
+
+    def _join_senders(self) -> None:
+        """Wait until all shards for servers other than 0 are sent."""
+        sent = []
+        for link in self._links[1:]:
+            event = threading.Event()
+            link.to_send.put(event.set)
+            sent.append(event)
+        for event in sent:
+            while not event.wait(0.1):
+                if self._error is not None:
+                    raise self._error
+
+    def _send(self, link: Link, frame: Frame, payload: Any = b"") -> None:
+        try:
+            link.connection.send(frame, payload)
+        except Closed as error:
+            # The receiving thread reads to the end: the server may have sent a reason.
+            link.receiver.join(link.deadline_s)
+            self._fail(ServerLost(f"server {link.server} was lost: {error}"))
+            raise self._error from None
+
+    # --- replies ---------------------------------------------------------------------------------
+
+    def _await_reply(self, pushed_at: float) -> Ticket | Evaluation | None:
+        if not self._done:
+            self._told.wait()
+        if self._error is None and isinstance(self._next, Ticket):
+            self._await_weights()
+        self.wait_s += time.perf_counter() - pushed_at
+        if self._error is not None:
+            raise self._error
+        if self._staging is not None:
+            self._staging.deliver_weights()
+        if self._done:
+            return None
+        if isinstance(self._next, Ticket):
+            self._ticket = self._next.number
+        return self._next
+
+    def _await_weights(self) -> None:
+        """Wait until all expected weights have arrived, or the training is over."""
+        for link in self._links:
+            if not self._done:  # after the end, weights that are still expected never arrive
+                link.replied.wait()
+
+    def _receive(self, link: Link) -> None:
+        """Receive and handle the frames of one server, in a thread of its own."""
+        try:
+            while True:
+                self._handle(link, link.connection.receive())
+        except (Closed, Silent, ProtocolError) as error:
+            if not self._closing.is_set() and not self._done:
+                self._fail(ServerLost(f"server {link.server} was lost: {error}"))
+        except Exception as error:  # RunEnded, or an error of a copy to the device
+            self._fail(error)
+
+    def _handle(self, link: Link, frame: Frame) -> None:
+        kind = frame.kind
+        if kind is Kind.OK:
+            self._take_weights(link, frame)
+        elif kind is Kind.TICKET:
+            self._take_ticket(Ticket(*unpack_ticket(link.connection.read(frame.length))))
+        elif kind is Kind.ACK:
+            with contextlib.suppress(Closed):  # the receiving thread of server 0 gets the reason
+                self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
+        elif kind is Kind.WAIT:
+            self._go_idle(link)
+        elif kind is Kind.INIT:
+            with contextlib.suppress(Closed):  # the next frame has the reason
+                self._send_initial(link)
+        elif kind is Kind.EVAL:
+            self._go_idle(link)
+            self._next = Evaluation(frame.shard)
+            self._told.set()
+        elif kind is Kind.DONE:
+            self.evaluator = frame.shard
+            self._end()
+        elif kind is Kind.ERR:
+            raise RunEnded(link.connection.read(frame.length).decode(errors="replace"))
+        elif kind is not Kind.HEARTBEAT:
+            raise ProtocolError(f"malformed frame: {kind.name} from a server")
+
+    def _end(self) -> None:
+        """End the training, and tell the servers other than 0, which do not know of an early end."""
+        self._done = True
+        for link in self._links[1:] if self._incarnation is not None else ():
+            self._queue(link, Frame(Kind.DONE))
+        for link in self._links:  # the receiving threads, which set these events, may have ended
+            link.replied.set()
+        self._told.set()
+
+    def _take_weights(self, link: Link, frame: Frame) -> None:
+        first, last = frame.shard, frame.shard + frame.count - 1
+        if not link.shards.start <= first <= last < link.shards.stop:
+            raise ProtocolError(f"malformed frame: OK of shards {first}..{last}")
+        start, stop = self._bounds[first][0], self._bounds[last][1]
+        low, high = start * self._itemsize, stop * self._itemsize
+        if link.transport == "tcp":
+            if frame.length != high - low:
+                raise ProtocolError(
+                    f"malformed frame: OK of {frame.length} bytes, not {high - low}"
+                )
+            # Replies in the warm-up are no weights, so they overwrite gradients, which have been pushed.
+            target = self._grad_bytes if self._rehearsing else self._weight_bytes
+            link.connection.receive_into(target[low:high])
+        if self._staging is not None:
+            self._staging.take_weights(start, stop)
+        link.bytes_in += high - low
+        self.version = frame.version
+        link.arrived(range(first, last + 1))
+
+    def _take_ticket(self, ticket: Ticket) -> None:
+        if self._was_idle:
+            self._was_idle = False
+            for link in self._links[1:]:
+                self._queue(link, Frame(Kind.PULL))
+        self._next = ticket
+        self._told.set()
+
+    def _go_idle(self, link: Link) -> None:
+        """Record that there is no ticket now. All weights will arrive again with the next ticket.
+
+        Server 0 sends WAIT first. The other servers repeat it after the last weights that they had to send.
+        """
+        link.expect_all()
+        if link.server == 0:
+            self._was_idle = True
+            for other in self._links[1:]:
+                other.expect_all(outdated=True)
+                self._queue(other, Frame(Kind.WAIT))
+
+    def _send_initial(self, link: Link) -> None:
+        """Send the initial weights to one server, which sends no other frame before it has them."""
+        host = self.flat.host
+        if self._staging is not None:
+            self._staging.fetch_initial()
+        shared = link.transport == "shm"
+        if link.has_buffers:
+            payload = b"" if shared else as_bytes(host.buffers)
+            link.connection.send(Frame(Kind.INIT, BUFFERS), payload)
+        for shard in link.shards:
+            start, stop = self._bounds[shard]
+            payload = b"" if shared else as_bytes(host.weights[start:stop])
+            link.connection.send(Frame(Kind.INIT, shard, 1), payload)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+        for link in self._links:
+            link.replied.set()
+            if isinstance(
+                error, RunEnded
+            ):  # the other servers must not report this worker as the cause
+                with contextlib.suppress(Closed):
+                    link.connection.send_if_free(Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES])
+            link.connection.close()
+        self._told.set()
+
+    def _keep_heartbeat(self) -> None:
+        interval_s = min(1.0, min(link.deadline_s for link in self._links) / 4)
+        while not self._closing.wait(interval_s):
+            for link in self._links:
+                try:
+                    link.connection.send_if_free(Frame(Kind.HEARTBEAT))
+                except Closed:
+                    return  # the receiving thread has the reason

@@ -1,0 +1,275 @@
+"""Copies of a CUDA worker's gradients to the host during backward, and of new weights to the device.
+
+Gradients become final in about the reverse order of the forward. Once all gradients of a bucket are final, a
+side stream copies the bucket to pinned host memory, and its shards are sent. With a loss scale, the side
+stream first divides the bucket by the scale and looks for overflows in the same pass. The result of this
+check is copied after the last bucket. A second side stream copies weights to the device, shard by shard,
+because a device can copy in both directions at once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stratbench.extensions.servers.ps.flat import FlatSpace, host_scalar
+from stratbench.extensions.servers.ps.scale import LossScale, Unscaler
+
+#: Bytes of gradients in one device-to-host copy.
+BUCKET_BYTES = 16 << 20
+
+
+def buckets_of(bounds: list[tuple[int, int]], itemsize: int) -> list[tuple[int, int]]:
+    """Group shards into buckets of about `BUCKET_BYTES`.
+
+    Args:
+        bounds: First element and end of each shard in the flat tensor.
+        itemsize: Bytes per element.
+
+    Returns:
+        First shard and end of each bucket, in ascending order.
+    """
+    numel = bounds[0][1] - bounds[0][0]
+    per_bucket = max(1, BUCKET_BYTES // (numel * itemsize))
+    return [(k, min(k + per_bucket, len(bounds))) for k in range(0, len(bounds), per_bucket)]
+
+
+class Countdown:
+    """Counts the gradients that each bucket still lacks, and tells which buckets are complete.
+
+    `spans` has the first element and the end of each parameter in the flat tensor, and `edges` those of each
+    bucket.
+    """
+
+    def __init__(self, spans: list[tuple[int, int]], edges: list[tuple[int, int]]) -> None:
+        self._touching = [
+            [b for b, (low, high) in enumerate(edges) if start < high and low < stop]
+            for start, stop in spans
+        ]
+        self._total = [0] * len(edges)
+        for touched in self._touching:
+            for bucket in touched:
+                self._total[bucket] += 1
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new step, in which no gradient is final."""
+        self._left = list(self._total)
+        self._final: set[int] = set()
+
+    def final(self, parameter: int) -> list[int]:
+        """Count the gradient of a parameter as final, and return the buckets that are complete by it.
+
+        Raises:
+            RuntimeError: If the gradient was final already in this step.
+        """
+        if parameter in self._final:
+            raise RuntimeError(
+                "backward added to a gradient again after it had been sent; checkpoint with "
+                "use_reentrant=False"
+            )
+        self._final.add(parameter)
+        complete = []
+        for bucket in self._touching[parameter]:
+            self._left[bucket] -= 1
+            if self._left[bucket] == 0:
+                complete.append(bucket)
+        return complete
+
+
+class Staging:
+    """Copies a CUDA worker's flat tensors to and from their pinned copies on the host."""
+
+    def __init__(
+        self,
+        flat: FlatSpace,
+        bounds: list[tuple[int, int]],
+        push_buffers: Callable[[], None],
+        push_shards: Callable[[int, int], None],
+        end_push: Callable[[bool], None],
+        scale: LossScale | None,
+        weigh: Callable[[torch.Tensor], None] = lambda weight: None,
+    ) -> None:
+        """Allocate the host's buffers, and register hooks on the gradients.
+
+        Args:
+            flat: Flat tensors of the model.
+            bounds: First element and end of each shard.
+            push_buffers: Sends the float buffers, once they are on the host.
+            push_shards: Sends the shards from its first argument to before its second, once they are on the
+                host.
+            end_push: Called at the end of a push with whether a gradient overflowed, if there is a `scale`.
+            scale: Loss scale, or None.
+            weigh: Called before the gradients are sent with the weight of the push, once it is on the host.
+        """
+        #: The weight of the next push, a scalar on the device. None: every push has the same weight.
+        self.weight: torch.Tensor | None = None
+        self._weigh, self._own_weight = weigh, host_scalar(flat.device, torch.float64)
+        self.armed = self.overflowed = False
+        self._flat, self._push_shards, self._push_buffers = flat, push_shards, push_buffers
+        self._end_push, self._scale = end_push, scale
+        self._unscaler = None if scale is None else Unscaler(flat.device)
+        self._found = host_scalar(flat.device)  # the host's copy of the unscaler's overflow flag
+        self._buckets = buckets_of(bounds, flat.grads.element_size())
+        self._edges = [(bounds[a][0], bounds[b - 1][1]) for a, b in self._buckets]
+        spans = [
+            (start, start + p.numel())
+            for p, start in zip(flat.parameters, flat.starts, strict=True)
+        ]
+        self._countdown = Countdown(spans, self._edges)
+        self._stream = torch.cuda.Stream(flat.device)
+        self._back = torch.cuda.Stream(flat.device)
+        self._arrivals = threading.Lock()  # guards `_accepting` and `_early`
+        self._accepting = False
+        self._early: list[
+            tuple[int, int]
+        ] = []  # (start, stop) of weights that arrived before they may be copied
+        self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting: set[int] = set()  # buckets whose copy has not been started
+        self._error: Exception | None = None
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, number=number: self._on_final(number)
+            )
+            for number, parameter in enumerate(flat.parameters)
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks, so that another channel may copy these gradients."""
+        self.armed = False
+        for hook in self._hooks:
+            hook.remove()
+
+    def arm(self) -> None:
+        """Copy each bucket during the next backward, as soon as it is complete."""
+        self._begin()
+        self.armed = True
+
+    def _begin(self) -> None:
+        self._countdown.reset()
+        self._waiting = set(range(len(self._buckets)))
+        self._error = None
+        if self._unscaler is not None:
+            self.overflowed = False
+            with torch.cuda.stream(self._stream):
+                self._unscaler.begin(self._scale)
+        self._sender = threading.Thread(target=self._send_copied, daemon=True)
+        self._sender.start()
+        if self.weight is not None:
+            self._copy(self.weight, self._own_weight, lambda: self._weigh(self._own_weight))
+        # Running statistics are final after the forward.
+        self._copy(self._flat.buffers, self._flat.host.buffers, self._push_buffers)
+
+    def _on_final(self, parameter: int) -> None:
+        if self.armed:
+            for bucket in self._countdown.final(parameter):
+                self._copy_bucket(bucket)
+
+    def _copy_bucket(self, bucket: int) -> None:
+        low, high = self._edges[bucket]
+        first, stop = self._buckets[bucket]
+        self._waiting.discard(bucket)
+        self._copy(
+            self._flat.grads[low:high],
+            self._flat.host.grads[low:high],
+            lambda: self._push_shards(first, stop),
+            self._unscaler,
+        )
+
+    def _copy(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        send: Callable[[], None],
+        unscaler: Unscaler | None = None,
+    ) -> None:
+        """Copy a tensor once the current stream has computed it, and call `send` when it has arrived."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
+        with torch.cuda.stream(self._stream):
+            if unscaler is not None:
+                unscaler.unscale(source)
+            target.copy_(source, non_blocking=True)
+            # A blocking wait does not keep a CPU core busy.
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record()
+        self._copied.put((arrived, send))
+
+    def _send_copied(self) -> None:
+        try:
+            torch.cuda.set_device(self._flat.device)  # a thread starts on device 0
+            while (item := self._copied.get()) is not None:
+                arrived, send = item
+                arrived.synchronize()
+                send()
+        except Exception as error:
+            self._error = error  # raised by finish_push
+
+    def finish_push(self) -> None:
+        """Copy the remaining buckets (all, unless `arm` was called), and wait until everything is sent."""
+        self.accept_weights()  # the backward is over
+        if not self.armed:
+            self._begin()
+        self.armed = False
+        for bucket in sorted(self._waiting, reverse=True):
+            self._copy_bucket(bucket)
+        if self._unscaler is not None:
+            self._copy(self._unscaler.found, self._found, self._judge)
+        self._copied.put(None)
+        self._sender.join()
+        while not self._copied.empty():  # a sender that failed leaves items in the queue
+            self._copied.get()
+        if self._error is not None:
+            raise self._error
+
+    def _judge(self) -> None:
+        self.overflowed = bool(self._found)
+        self._end_push(self.overflowed)
+
+    def fetch_initial(self) -> None:
+        """Copy the initial weights and buffers to the host."""
+        self._flat.host.weights.copy_(self._flat.weights)
+        self._flat.host.buffers.copy_(self._flat.buffers)
+
+    def accept_weights(self) -> None:
+        """From now on, copy arriving weights to the device, after the current stream's work.
+
+        Call it when no kernel reads the old weights any more: after a backward, or before the first pull.
+        """
+        self._back.wait_stream(torch.cuda.current_stream(self._flat.device))
+        with self._arrivals:
+            self._accepting = True
+            for start, stop in self._early:
+                self._copy_back(start, stop)
+            self._early.clear()
+
+    def take_weights(self, start: int, stop: int) -> None:
+        """Copy elements `start` to `stop` - 1 of the weights from the host to the device.
+
+        While a backward may read the old weights, the copy is left to the next `accept_weights`. Any thread
+        may call this method. The host does not wait.
+        """
+        with self._arrivals:
+            if self._accepting:
+                self._copy_back(start, stop)
+            else:
+                self._early.append((start, stop))
+
+    def _copy_back(self, start: int, stop: int) -> None:
+        torch.cuda.set_device(self._flat.device)  # a thread starts on device 0
+        with torch.cuda.stream(self._back):
+            self._flat.weights[start:stop].copy_(
+                self._flat.host.weights[start:stop], non_blocking=True
+            )
+
+    def deliver_weights(self) -> None:
+        """Let the current stream wait for the weights that have arrived. The host does not wait.
+
+        The host's copy is not written again before the next push, whose gradients need these weights.
+        """
+        with self._arrivals:
+            self._accepting = False
+        torch.cuda.current_stream(self._flat.device).wait_stream(self._back)

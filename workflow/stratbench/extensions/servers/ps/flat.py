@@ -1,0 +1,136 @@
+"""A model's parameters, gradients and float buffers as views of three flat tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from stratbench.extensions.servers.wire.shm import FlatTensors, Layout, allocate, dtype_name
+from stratbench.workload.flat import copied_into, offsets_of, strided
+
+
+def cut(numel: int, shard_numel: int) -> list[tuple[int, int]]:
+    """(start, stop) of each shard of a flat tensor.
+
+    All of `shard_numel` elements but the last.
+    """
+    return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
+
+
+def _same_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype:
+    dtypes = {tensor.dtype for _, tensor in named}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"the model's {what} have several dtypes ({names}); one is needed")
+    return dtypes.pop() if dtypes else torch.float32
+
+
+class FlatSpace:
+    """Re-homes a model's trainable parameters, gradients and float buffers in flat tensors.
+
+    After construction every `p.data`, `p.grad` and float buffer is a view of `weights`, `grads` or
+    `buffers` (shapes [numel], [numel], [buffer_numel]; the model's own dtype and strides; padding
+    between tensors stays zero). Use `zero_grads()` instead of `zero_grad()`, which would drop the
+    views. Buffers of other dtypes (`num_batches_tracked`) and frozen parameters stay where they
+    are: evaluation does not read the former, and nobody changes the latter.
+
+    On a CUDA model `host` mirrors the three in pinned memory; on a CPU it is the same tensors.
+    `shared` puts `host` in memory that a server on this host can map. `allocate` makes `host`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shared: bool = True,
+        allocate: Callable[[Layout, bool], FlatTensors] = allocate,
+    ) -> None:
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        named_buffers = [(n, b) for n, b in model.named_buffers() if b.is_floating_point()]
+        if not named:
+            raise ValueError("the model has no trainable parameters")
+        self.parameters = [p for _, p in named]
+        buffers = [b for _, b in named_buffers]
+        self.starts, numel = offsets_of(self.parameters)
+        buffer_starts, buffer_numel = offsets_of(buffers)
+        described = [
+            (name, list(t.shape), list(t.stride()), start)
+            for (name, t), start in zip(
+                named + named_buffers, self.starts + buffer_starts, strict=True
+            )
+        ]
+        self.layout = Layout(
+            numel,
+            dtype_name(_same_dtype(named, "parameters")),
+            buffer_numel,
+            dtype_name(_same_dtype(named_buffers, "float buffers")),
+            hashlib.sha256(json.dumps(described).encode()).hexdigest(),
+        )
+        self.device = self.parameters[0].device
+        self.host: FlatTensors = allocate(self.layout, shared)
+        self._place_on_device()
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            parameter.data = copied_into(parameter.data, self.weights, start)
+            parameter.grad = strided(parameter, self.grads, start)
+        for buffer, start in zip(buffers, buffer_starts, strict=True):
+            buffer.data = copied_into(buffer.data, self.buffers, start)
+        self._grads = [p.grad for p in self.parameters]
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether `host` has copies, because the model is on another device."""
+        return self.weights is not self.host.weights
+
+    def _place_on_device(self) -> None:
+        host = self.host
+        if self.device.type == "cpu":
+            self.weights, self.grads, self.buffers = host.weights, host.grads, host.buffers
+            return
+        for tensor in (host.weights, host.grads, host.buffers):
+            if tensor.numel():
+                _pin(tensor)
+        self.weights = torch.zeros_like(host.weights, device=self.device)
+        self.grads = torch.zeros_like(host.grads, device=self.device)
+        self.buffers = torch.zeros_like(host.buffers, device=self.device)
+
+    def zero_grads(self) -> None:
+        """Set all gradients to zero, keeping the views; call it before a step's backward."""
+        self.grads.zero_()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a gradient is no longer a view of `grads`."""
+        for parameter, grad in zip(self.parameters, self._grads, strict=True):
+            if parameter.grad is not grad:
+                raise RuntimeError(
+                    "a gradient was replaced: use FlatSpace.zero_grads() in place of zero_grad()"
+                )
+
+    def load(self, weights: torch.Tensor, buffers: torch.Tensor) -> None:
+        """Set the model's parameters and float buffers from flat CPU tensors (a snapshot's)."""
+        self.weights.copy_(weights)
+        self.buffers.copy_(buffers)
+
+
+def host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a host tensor of shape [1], to which `device` can copy asynchronously."""
+    scalar = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=dtype, count=1)
+    if device.type == "cuda":
+        _pin(scalar)
+    return scalar
+
+
+def _pin(tensor: torch.Tensor) -> None:
+    """Page-lock memory that torch did not allocate: copies to the device are then asynchronous.
+
+    Complete pages are locked, and a page can be locked once. So the memory must be mapped, not taken from the
+    heap, where two tensors may share a page.
+    """
+    cudart = torch.cuda.cudart()
+    status = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(status) != 0:
+        reason = cudart.cudaGetErrorString(status)  # "out of memory" where the host has none to pin
+        raise RuntimeError(f"cudaHostRegister refused to pin {tensor.nbytes} bytes: {reason}")

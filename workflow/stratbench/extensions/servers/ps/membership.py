@@ -1,0 +1,116 @@
+"""The workers of a run, with the number and the slot of each.
+
+A worker's *number* identifies it in files, logs, records and tickets. Its *slot* (`place`), from 0 to W - 1,
+identifies it to policies and shards. In a gang both are equal. An elastic worker gets a new number and the
+lowest free slot each time it joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from stratbench.extensions.servers.ps.member import Member
+from stratbench.extensions.servers.wire.frames import ComeAgain, ProtocolError
+
+
+class Membership:
+    """The workers of a gang: all join once before training starts, each in the slot of its number.
+
+    Not thread-safe: the server calls its methods under a lock.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.members: dict[int, Member] = {}  # by number
+        self._at: dict[int, Member] = {}  # slot -> its present worker, or else its last one
+
+    @property
+    def numbers(self) -> int:
+        """The exclusive upper bound of workers' numbers."""
+        return self.places
+
+    def choose_place(self, number: int) -> int:
+        """Return the slot for a worker that wants to join.
+
+        Raises:
+            ProtocolError: If the worker has joined before.
+        """
+        known = self.members.get(number)
+        if known is not None:
+            state = "is connected already" if known.alive else "was here and cannot come back"
+            raise ProtocolError(f"worker {number} {state}")
+        return number
+
+    def enter(self, member: Member, slot: int) -> None:
+        """Put a worker into a slot."""
+        member.place = slot
+        self.members[member.worker] = self._at[slot] = member
+
+    def at(self, slot: int) -> Member:
+        """Return the present worker of a slot, or its last one."""
+        return self._at[slot]
+
+    @property
+    def live(self) -> list[Member]:
+        """The workers that are connected, in order of arrival."""
+        return [m for m in self.members.values() if m.alive]
+
+    @property
+    def ready(self) -> list[Member]:
+        """The connected workers that have asked for weights."""
+        return [m for m in self.live if m.pulled]
+
+    def may_start(self, n_lost: int) -> bool:
+        """Return whether training may begin, if `n_lost` workers were lost before it."""
+        return len(self.ready) + n_lost >= self.places
+
+    def absent(self, lost: Collection[int]) -> set[int]:
+        """Return the slots that have no worker when training begins.
+
+        Args:
+            lost: Numbers of the workers that were lost before.
+        """
+        return set(lost)
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether no worker is connected and none can still join."""
+        return not self.live and len(self.members) >= self.places
+
+
+class OpenMembership(Membership):
+    """Elastic workers, which join and leave at any time: at most `places` at once, each with a new number."""
+
+    @property
+    def numbers(self) -> int:
+        return 1 << 31
+
+    def choose_place(self, number: int) -> int:
+        """Return the lowest free slot.
+
+        A connected worker that has not asked for weights may join again: another server had refused it.
+
+        Raises:
+            ComeAgain: If no slot is free, or if the worker's old connection still exists.
+        """
+        known = self.members.get(number)
+        if known is None or known.pulled:
+            super().choose_place(number)
+        elif known.alive:
+            raise ComeAgain(f"worker {number} has not left yet; come again later")
+        taken = {m.place for m in self.live}
+        for slot in range(self.places):
+            if slot not in taken:
+                return slot
+        raise ComeAgain(f"all {self.places} places are taken; come again later")
+
+    def may_start(self, n_lost: int) -> bool:
+        return bool(self.ready)
+
+    def absent(self, lost: Collection[int]) -> set[int]:
+        return set(range(self.places)) - {m.place for m in self.ready}
+
+    @property
+    def all_gone(self) -> bool:
+        """False, because workers may join until the training is over."""
+        return False

@@ -1,0 +1,66 @@
+"""The parameter server: `serve(config, secret)` runs one server process until its run is over.
+
+One thread accepts connections. Each worker has one thread that receives and applies its pushes, and one that
+sends. One thread writes snapshots, and the calling thread checks deadlines. PyTorch and the kernel release
+Python's interpreter lock during their work.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stratbench.cell.files import write_atomic
+from stratbench.extensions.servers.policies.policies import make_policy
+from stratbench.extensions.servers.ps.server_config import ServerConfig
+from stratbench.extensions.servers.ps.server_run import ServerRun
+from stratbench.extensions.servers.ps.store import MakePolicy
+from stratbench.extensions.servers.wire.gate import Gate
+from stratbench.extensions.servers.wire.transport import Listeners
+
+__all__ = ["ServerConfig", "serve"]
+
+
+def serve(
+    config: ServerConfig,
+    secret: bytes,
+    make: MakePolicy = make_policy,
+    make_run: Callable[[ServerConfig, bytes, MakePolicy], ServerRun] = ServerRun,
+) -> dict[str, Any]:
+    """Run one server until the run is over, and return its statistics.
+
+    The statistics are those of `ServerRun.statistics`, which are also written to `config.stats_path`. PyTorch
+    is set to one thread, since the threads of the workers share the cores.
+
+    Args:
+        config: Settings of the server.
+        secret: Secret of the job.
+        make: Function that creates a shard's policy.
+        make_run: Class or function that creates the run.
+
+    Returns:
+        The statistics. Their `status` is "lost", with the reason in `error`, if a lost worker ended the run.
+    """
+    torch.set_num_threads(1)
+    run = make_run(config, secret, make)
+    gate = Gate(secret, config.handshake_deadline_s, run.refusals, run.enter)
+    listeners = Listeners(config.bind, config.advertise)
+    accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)
+    accepting.start()
+    listeners.publish(config.rendezvous, config.server, run.incarnation)
+    try:
+        run.watch()
+    finally:
+        run.over.set()
+        gate.close()
+        run.close()
+        accepting.join()
+        listeners.close()
+    statistics = run.statistics()
+    if config.stats_path:
+        write_atomic(config.stats_path, json.dumps(statistics, indent=1))
+    return statistics

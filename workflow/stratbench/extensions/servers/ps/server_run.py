@@ -1,0 +1,610 @@
+"""The run of one server: its workers, their tickets, and the handling of lost workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from stratbench.extensions.servers.policies.policy import Hyper
+from stratbench.extensions.servers.ps.member import Member, parse_hello
+from stratbench.extensions.servers.ps.membership import Membership
+from stratbench.extensions.servers.ps.server_config import ServerConfig
+from stratbench.extensions.servers.ps.shard import Shard
+from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
+from stratbench.extensions.servers.ps.store import EpochLog, MakePolicy, Store, check_length
+from stratbench.extensions.servers.ps.tickets import TicketPlan, Tickets
+from stratbench.extensions.servers.wire.frames import (
+    BUFFERS,
+    NO_TICKET,
+    SMALL_BYTES,
+    Frame,
+    Kind,
+    ProtocolError,
+    pack_ticket,
+)
+from stratbench.extensions.servers.wire.gate import Refusals
+from stratbench.extensions.servers.wire.handshake import accept_handshake
+from stratbench.extensions.servers.wire.transport import Awake, Closed, Connection, Silent
+from stratbench.workload.generators import OTHER_START
+
+log = logging.getLogger(__name__)
+
+_OF_A_TICKET = (Kind.PUSH, Kind.APPLY, Kind.SKIP)
+
+
+class ServerRun:
+    """The state of one server process.
+
+    `_lock` guards members and tickets. A thread that holds it may take a shard's lock, but a thread that
+    holds a shard's lock must not take `_lock`.
+    """
+
+    #: Class that assigns slots to workers.
+    members_by: ClassVar[type[Membership]] = Membership
+    #: Number of the servers' incarnation, from 1.
+    incarnation = 1
+
+    def __init__(self, config: ServerConfig, secret: bytes, make: MakePolicy) -> None:
+        self.config, self._secret = config, secret
+        self.hyper = Hyper(**config.hyper, workers=config.workers)
+        self._make = lambda weights: make(config.policy, weights, self.hyper, config.policy_options)
+        self._tolerates_loss = self._make(torch.zeros(1)).tolerates_loss
+        self.over = threading.Event()
+        self.refusals = Refusals()
+        self.error: str | None = None
+        self.done = False  # every ticket is completed
+        self.lost: list[dict[str, Any]] = []
+        self.plan = TicketPlan(config.epochs, config.steps_per_epoch, config.slices, config.steps)
+        self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands them out
+        self._writer: SnapshotWriter | None = None
+        if config.snapshot_dir:
+            self._writer = SnapshotWriter(
+                config.snapshot_dir, config.server, config.n_servers, self._stop
+            )
+        self.epochs = EpochLog(self.plan, self._writer)
+        self._lock = threading.Lock()
+        self._membership = self.members_by(config.workers)
+        self._members = self._membership.members
+        self._store: Store | None = (
+            None  # created when the first worker sends the sizes of its tensors
+        )
+        self._start: str | None = None  # hash of the initial weights of the first worker
+        self._initialiser: Member | None = None
+        self._evaluator = 0  # the worker that evaluates at the end
+        self._initialised = self._started = False
+        self._first_ticket_s = self._last_push_s = 0.0
+
+    # --- joining ---------------------------------------------------------------------------------
+
+    def enter(self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str):
+        """Admit a worker that has shown the secret.
+
+        Args:
+            connection: Connection to the worker.
+            hello: The worker's description of itself and its model.
+            nonces: Nonces of the handshake.
+            transport: Transport of the connection.
+
+        Returns:
+            The function that the connection's thread runs from then on.
+        """
+        member = self._admit(connection, hello, transport)
+        try:
+            self._welcome(member, nonces)
+        except Exception as error:
+            self._lose(member, str(error))
+            raise
+        return lambda: self._listen(member)
+
+    def _admit(self, connection: Connection, hello: dict[str, Any], transport: str) -> Member:
+        c = self.config
+        peer = parse_hello(hello, self._membership.numbers, transport)
+        worker, layout = peer.worker, peer.layout
+        with self._lock:
+            if self.over.is_set():  # a late worker would otherwise start a run of its own
+                raise ProtocolError(self.error or "the run is over")
+            slot = self._membership.choose_place(worker)
+            if self._store is None:
+                self._store = Store(layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
+                self._check_room(layout.weight_bytes + layout.buffer_bytes)
+            elif layout != self._store.layout:
+                raise ProtocolError(f"worker {worker}'s model differs from the other workers'")
+            if self._start is None:
+                self._start = peer.start
+            elif peer.start != self._start:
+                raise ProtocolError(OTHER_START)
+            member = Member(peer, connection, transport)
+            self._membership.enter(member, slot)
+        return member
+
+    @property
+    def _snapshots_kept(self) -> int:
+        """Maximum number of epochs whose snapshots are on the disk at the same time."""
+        return self.config.epochs
+
+    def _check_room(self, snapshot_bytes: int) -> None:
+        """End the run before it begins if the disk has no room for its snapshots. `_lock` is held."""
+        folder, max_snapshots = self.config.snapshot_dir, self._snapshots_kept
+        needed = max_snapshots * snapshot_bytes
+        if folder and (free := shutil.disk_usage(folder).free) < needed:
+            self._fail(
+                f"the servers' snapshots of {max_snapshots} epochs need {needed / 1e9:.3g} GB in "
+                f"{folder}, where {free / 1e9:.3g} GB are free: make room there, or, for a cell on one "
+                "node, set TMPDIR to a folder with more"
+            )
+            raise ProtocolError(self.error)
+
+    def _welcome(self, member: Member, nonces: bytes) -> None:
+        store, connection = self._store, member.connection
+        welcome = {
+            "shard_numel": store.shard_numel,
+            "first": store.mine.start,
+            "stop": store.mine.stop,
+            "n_servers": self.config.n_servers,
+            "buffers": store.buffers is not None,
+            "snapshot_dir": self.config.snapshot_dir,
+            "heartbeat_deadline_s": self.config.heartbeat_deadline_s,
+            "limit_bytes": store.limit_bytes,
+        } | self._more_of_welcome(member)
+        accept_handshake(connection, self._secret, nonces, welcome, store.limit_bytes)
+        member.open_lane(store.bounds, store.layout, store.mine)
+        sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
+        sender.start()
+        member.sender = sender  # set after the start, because `close` joins this thread
+
+    def _more_of_welcome(self, member: Member) -> dict[str, Any]:
+        return {}
+
+    def _answer(self, member: Member) -> None:
+        try:
+            member.send_replies(self._store)
+        except Closed:
+            pass  # the receiving thread notices it after the worker's last frames, such as BYE
+        except Exception as error:
+            self._break_down(error)
+            member.drop_shards()
+            with contextlib.suppress(Closed):
+                member.send_replies(self._store)  # sends the reason
+
+    def _handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
+        """Return the handlers of frames that have no payload, by kind of frame."""
+        return {
+            Kind.PULL: self._on_pull,
+            Kind.SKIP: self._on_verdict,
+            Kind.APPLY: self._on_verdict,
+            Kind.SETTLE: self._on_settle,
+            Kind.WAIT: self._on_wait,
+            Kind.HEARTBEAT: lambda member, frame: None,
+        }
+
+    def _listen(self, member: Member) -> None:
+        try:
+            self._attend(member)
+        except Exception as error:
+            self._break_down(error)
+        member.sender.join()  # it may still send a reason; `close` closes a connection that nobody reads
+        member.let_go()
+
+    def _attend(self, member: Member) -> None:
+        """Handle a worker's frames until it leaves or is lost."""
+        connection, handlers = member.connection, self._handlers()
+        try:
+            while True:
+                frame = connection.receive()
+                if not member.alive:
+                    raise ProtocolError(f"{frame.kind.name} of a worker that was given up")
+                if frame.ticket == NO_TICKET and frame.kind in _OF_A_TICKET:
+                    self._rehearse(member, frame)
+                elif frame.kind is Kind.PUSH:
+                    self._on_push(member, frame)
+                elif frame.kind is Kind.INIT:
+                    self._on_init(member, frame)
+                elif frame.kind is Kind.ERR:
+                    self._on_error(member, frame)
+                elif frame.kind in (Kind.BYE, Kind.LEAVE):
+                    member.wait_s = self._read_report(member, frame)
+                    (self._on_bye if frame.kind is Kind.BYE else self._on_leave)(member)
+                    break
+                elif frame.kind is Kind.SCORE:
+                    self._on_score(member, self._read_json(member, frame))
+                elif frame.kind in handlers:
+                    check_length(frame, 0)
+                    handlers[frame.kind](member, frame)
+                else:
+                    raise ProtocolError(f"malformed frame: {frame.kind.name} from a worker")
+        except ProtocolError as error:
+            self.refusals.add(f"worker {member.worker}", str(error))
+            self._lose(member, str(error))
+        except (Closed, Silent) as error:
+            self._lose(member, str(error))
+
+    def _break_down(self, error: Exception) -> None:
+        """End the run because of an unexpected error, so that workers do not wait forever."""
+        log.exception("the server failed")
+        self._stop(f"the server failed: {type(error).__name__}: {error}")
+
+    def _stop(self, message: str) -> None:
+        """End the run for all workers with an error. If the run is over already, record the error only."""
+        with self._lock:
+            self._fail(message)
+            self.error = self.error or message
+
+    # --- starting --------------------------------------------------------------------------------
+
+    def _on_pull(self, member: Member, frame: Frame) -> None:
+        """Handle PULL: a worker is ready to start, or, on servers other than 0, has a ticket again."""
+        with self._lock:
+            if (
+                not member.alive
+            ):  # it counts as lost meanwhile, and its slot may have another worker
+                return
+            if member.idle:
+                member.idle = False
+                self._store.join(member.place)
+            elif not member.pulled:
+                member.pulled = True
+                self._take_in(member)
+
+    def _take_in(self, member: Member) -> None:
+        """Add a worker that is ready to start to the shards, once they exist. `_lock` is held."""
+        self._ask_for_weights()
+        if self._initialised:
+            self._store.join(member.place)
+        self._start_if_ready()
+
+    def _ask_for_weights(self) -> None:
+        member = self._initialiser
+        if self._initialised or (member is not None and member.alive):
+            return
+        if ready := self._membership.ready:
+            self._initialiser = ready[0]
+            self._store.begin_filling()
+            ready[0].tell(Frame(Kind.INIT))
+
+    def _on_init(self, member: Member, frame: Frame) -> None:
+        if member is not self._initialiser or self._initialised:
+            raise ProtocolError("malformed frame: INIT that was not asked for")
+        initial = self._store.receive_initial(frame, member.lane)
+        with self._lock:
+            if (
+                not member.alive
+            ):  # it counts as lost meanwhile, and another worker sends its weights
+                raise ProtocolError("INIT of a worker that was given up")
+            if not self._store.fill(frame.shard, initial):
+                return
+            self._store.make_shards(self._make_shard)
+            self._initialised = True
+            for slot in self._membership.absent([entry["worker"] for entry in self.lost]):
+                self._store.leave(slot, lost=True)
+            for other in self._membership.ready:
+                self._store.join(other.place)
+            self._start_if_ready()
+
+    def _make_shard(self, number: int, weights: Tensor) -> Shard:
+        return Shard(number, self._make(weights), self._release, self.config.lr_share)
+
+    def _release(self, slot: int, shard: int) -> None:
+        self._membership.at(slot).post(shard)
+
+    def _start_if_ready(self) -> None:
+        may_start = self._initialised and self._membership.may_start(len(self.lost))
+        if self._started or not may_start:
+            return
+        self._started = True
+        self._begin_clock()
+        if self.config.server == 0:
+            for member in sorted(self._membership.ready, key=lambda m: m.place):
+                self._hand_ticket(member)
+
+    def _begin_clock(self) -> None:
+        self._first_ticket_s = time.perf_counter()
+
+    # --- working ---------------------------------------------------------------------------------
+
+    def _check_ticket(self, member: Member, frame: Frame) -> None:
+        """Check the ticket of a frame. On servers other than 0, the first frame of a ticket assigns it."""
+        if self.config.server and self._initialised and member.ticket is None:
+            if not 0 <= frame.ticket < len(self.plan):
+                raise ProtocolError(f"malformed frame: ticket {frame.ticket} is not in the plan")
+            member.assign(frame.ticket, self._store.mine)
+        member.check_ticket(frame)
+
+    def _reserve_ticket(self, member: Member) -> None:
+        """Choose a worker's next ticket before its last shard is applied.
+
+        This shard may release other workers from a barrier. All workers then have a ticket of the next step
+        already, so that a fast worker cannot take two of them.
+        """
+        if self.config.server == 0:
+            with self._lock:
+                if member.alive and member.next is None and self._hands_out:
+                    member.next = self.tickets.take(member.worker, member.place)
+
+    @property
+    def _hands_out(self) -> bool:
+        """Whether workers get another ticket after the current one, if one is left."""
+        return not self.done
+
+    def _rehearse(self, member: Member, frame: Frame) -> None:
+        """Receive and send as many bytes as in a training step, without applying or counting them."""
+        if member.pulled:
+            raise ProtocolError(f"malformed frame: {frame.kind.name} without a ticket")
+        if frame.kind is Kind.PUSH:
+            answered = self._store.shards_of(member, frame)
+            for k in answered:
+                member.lane.receive(k)
+        else:
+            check_length(frame, 0)
+            answered = list(self._store.mine)
+        if member.scaled == (frame.kind is Kind.PUSH):
+            return  # with a loss scale, the reply follows APPLY or SKIP; without one, it follows the push
+        for k in answered:
+            if k != BUFFERS:
+                member.tell(Frame(Kind.OK, k, 1), member.lane.blank(k))
+
+    def _on_push(self, member: Member, frame: Frame) -> None:
+        self._check_ticket(member, frame)
+        if not member.scaled and frame.shard != BUFFERS and frame.count >= len(member.todo):
+            self._reserve_ticket(member)
+        self._store.push(member, frame)
+        if not member.todo and not member.scaled:
+            self._finish_push(member)
+
+    def _on_verdict(self, member: Member, frame: Frame) -> None:
+        """Handle APPLY and SKIP: apply or drop a whole push, depending on whether a gradient overflowed."""
+        self._check_ticket(member, frame)
+        self._reserve_ticket(member)
+        if frame.kind is Kind.APPLY:
+            self._store.apply(member, frame.ticket)
+        else:
+            member.skips += 1
+            self._store.skip(member, frame.ticket)
+        self._finish_push(member)
+
+    def _finish_push(self, member: Member) -> None:
+        self._complete(member)
+        with contextlib.suppress(Closed):  # as in `_answer`
+            member.send_now(self._store)
+
+    def _complete(self, member: Member) -> None:
+        """Complete a ticket, for which the worker has pushed all shards of this server."""
+        with self._lock:
+            number = member.ticket
+            if not member.alive or number is None:
+                return
+            member.ticket = None
+            member.tickets += 1
+            self._last_push_s = time.perf_counter()
+            self.epochs.count(number, self._last_push_s - self._first_ticket_s, self._store)
+            if self.config.server:
+                self.done = self.epochs.complete
+                member.tell(Frame(Kind.ACK, ticket=number))
+                return
+            self._settle(member.worker, number, server=0)
+            self._hand_ticket(member)
+
+    def _on_settle(self, member: Member, frame: Frame) -> None:
+        """Handle SETTLE: a worker reports that another server has all gradients of a ticket."""
+        if self.config.server or not 0 < frame.shard < self.config.n_servers:
+            raise ProtocolError(f"malformed frame: SETTLE of server {frame.shard}")
+        with self._lock:
+            if member.alive and frame.ticket in self.tickets.held_by(member.worker):
+                self._settle(member.worker, frame.ticket, frame.shard)
+
+    def _settle(self, worker: int, number: int, server: int) -> None:
+        self.tickets.settle(worker, number, server)
+        self._finish_if_over()
+
+    def _finish_if_over(self) -> None:
+        if self.tickets.all_settled:
+            self._finish()
+
+    def _finish(self) -> None:
+        """End the training: all workers leave, after one of them has evaluated. `_lock` is held."""
+        self.done = True
+        live = self._membership.live
+        self._evaluator = min((m.worker for m in live), default=0)
+        for other in live:
+            other.tell(Frame(Kind.DONE, shard=self._evaluator))
+
+    def _hand_ticket(self, member: Member) -> None:
+        """Give a worker its next ticket, or tell it to wait if none is free. `_lock` is held."""
+        if self.done:
+            return
+        ticket, member.next = member.next or self.tickets.take(member.worker, member.place), None
+        if ticket is not None:
+            if member.idle:
+                member.idle = False
+                self._store.join(member.place)
+            member.assign(ticket.number, self._store.mine)
+            member.tell(Frame(Kind.TICKET, ticket=ticket.number), pack_ticket(*ticket))
+        elif not member.idle:
+            self._let_wait(member)
+
+    def _let_wait(self, member: Member) -> None:
+        """Tell a worker that no ticket is free now. `_lock` is held."""
+        self._let_idle(member)
+        member.tell(Frame(Kind.WAIT))
+
+    def _let_idle(self, member: Member) -> None:
+        member.idle = True
+        if self._tolerates_loss:
+            self._store.leave(member.place, lost=False)
+
+    def _on_wait(self, member: Member, frame: Frame) -> None:
+        """Handle WAIT: a worker reports that server 0 has no ticket for it now."""
+        with self._lock:
+            if member.alive:
+                self._let_wait(member)
+
+    # --- leaving ---------------------------------------------------------------------------------
+
+    def _read_small(self, member: Member, frame: Frame) -> bytes:
+        """Return the payload of a frame, which may have `SMALL_BYTES` at most."""
+        if frame.length > SMALL_BYTES:
+            raise ProtocolError(f"oversized frame: {frame.kind.name} of {frame.length} bytes")
+        return member.connection.read(frame.length)
+
+    def _read_json(self, member: Member, frame: Frame) -> Any:
+        try:
+            return json.loads(self._read_small(member, frame))
+        except ValueError as error:
+            raise ProtocolError(f"malformed {frame.kind.name}: {error}") from None
+
+    def _read_report(self, member: Member, frame: Frame) -> float:
+        """Return how many seconds a leaving worker has waited for servers, from its report."""
+        try:
+            return float(self._read_json(member, frame)["wait_s"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError(f"malformed {frame.kind.name}: {error}") from None
+
+    def _on_bye(self, member: Member) -> None:
+        if not self.done:
+            raise Closed("it left before the run was over")
+        with self._lock:
+            member.alive = False
+            self._end_if_empty()
+        member.end()
+
+    def _on_leave(self, member: Member) -> None:
+        raise ProtocolError("malformed frame: LEAVE of a gang, whose workers stay")
+
+    def _on_score(self, member: Member, values: Any) -> None:
+        raise ProtocolError("malformed frame: SCORE of a gang, which evaluates after the end")
+
+    def _on_error(self, member: Member, frame: Frame) -> None:
+        """Handle ERR: another server has ended the run, or this worker's part in it."""
+        reason = self._read_small(member, frame).decode(errors="replace")
+        raise Closed(f"another server: {reason}")
+
+    def _end_if_empty(self) -> None:
+        if not self._membership.all_gone:
+            return
+        if not self.done:
+            self._fail(f"all {self.config.workers} workers were lost")
+        self.over.set()
+
+    def _lose(self, member: Member, reason: str) -> None:
+        """Handle the loss of a worker: give its tickets to others, or end the run."""
+        with self._lock:
+            if not member.alive or self.over.is_set():
+                return
+            member.alive = False
+            step = self.plan.global_step(member.last_ticket)
+            log.warning("worker %d was lost at step %d: %s", member.worker, step, reason)
+            # A worker that was only stopped will read this when it resumes.
+            member.tell(Frame(Kind.ERR), f"the server gave this worker up: {reason}".encode())
+            member.end()
+            if not self.done:
+                after_s = time.perf_counter() - self._first_ticket_s if self._started else 0.0
+                self.lost.append(
+                    {"worker": member.worker, "step": step, "reason": reason, "after_s": after_s}
+                )
+                if not self._tolerates_loss:
+                    self._fail(f"step {step}: worker {member.worker} was lost ({reason})")
+                    return
+                self._go_on_without(member)
+            self._end_if_empty()
+
+    def _go_on_without(self, member: Member) -> None:
+        self.tickets.give_back(member.worker)
+        if self._initialised:
+            self._store.leave(member.place, lost=True)
+        else:
+            self._ask_for_weights()
+        self._start_if_ready()
+        self._employ_idle()
+
+    def _employ_idle(self) -> None:
+        """Give tickets to workers that had to wait for one. `_lock` is held."""
+        for other in self._membership.live if self.config.server == 0 else ():
+            if other.idle and other.evaluates is None:
+                self._hand_ticket(other)
+
+    def _fail(self, message: str) -> None:
+        """End the run with an error, and tell all workers. `_lock` is held."""
+        if self.over.is_set():
+            return
+        self.error = message
+        log.error("%s", message)
+        for member in self._membership.live:
+            member.tell(Frame(Kind.ERR), message.encode()[:SMALL_BYTES])
+        self.over.set()
+
+    # --- watching --------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Send heartbeats and look for silent workers until the run is over."""
+        interval_s = min(1.0, self.config.heartbeat_deadline_s / 4)
+        born, awake = time.monotonic(), Awake(interval_s)
+        while not self.over.wait(interval_s):
+            now = time.monotonic()
+            self._look_for_silence(now, awake.look(now))
+            self._look_further(now - born)
+
+    def _look_further(self, age_s: float) -> None:
+        """Check the deadline of the start, about once per second.
+
+        Args:
+            age_s: Seconds since the server has started.
+        """
+        if not self._started and age_s > self.config.start_deadline_s:
+            with self._lock:
+                here = sorted(m.worker for m in self._membership.ready)
+                self._fail(
+                    f"only workers {here} of {self.config.workers} were ready to start within "
+                    f"{self.config.start_deadline_s:g} s"
+                )
+
+    def _look_for_silence(self, now: float, awake_since: float) -> None:
+        deadline_s = self.config.heartbeat_deadline_s
+        for member in list(self._members.values()):
+            if member.alive and member.silent_s(now, awake_since) > deadline_s:
+                self._lose(member, f"no heartbeat for {deadline_s:g} s")
+            elif member.alive and not member.has_mail:
+                member.tell(Frame(Kind.HEARTBEAT))
+
+    def close(self) -> None:
+        """Send the frames that are queued, close all connections, and finish the snapshots."""
+        members = list(self._members.values())
+        give_up = time.monotonic() + self.config.heartbeat_deadline_s
+        for member in members:
+            member.end()
+        # Connected workers leave when they have read why the run ended. Lost ones may never read it.
+        readers = [m.reader for m in members if m.alive]
+        for thread in [*(m.sender for m in members if m.sender), *readers]:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        for member in members:
+            member.connection.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the statistics of the run as values that JSON can represent. Times are in seconds."""
+        c = self.config
+        return {
+            "status": "ok" if self.error is None else "lost",
+            "error": self.error,
+            "policy": c.policy,
+            "server": c.server,
+            "n_servers": c.n_servers,
+            "train_time_s": max(0.0, self._last_push_s - self._first_ticket_s),
+            "epochs": self.epochs.ends,
+            **({"step_ends_s": self.epochs.step_ends_s.tolist()} if c.steps else {}),
+            "tickets_settled": self.tickets.n_settled if c.server == 0 else None,
+            "workers": [self._members[w].summary() for w in sorted(self._members)],
+            "lost": self.lost,
+            "reassigned": self.tickets.reassigned,
+            "refused": self.refusals.count,
+            "refusals": self.refusals.first,
+            **(self._store.statistics() if self._store is not None else {}),
+        }

@@ -1,0 +1,270 @@
+"""One shard of a server: its policy under a lock, the workers that wait for it, and its statistics."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratbench.extensions.servers.policies.policy import Outcome, Policy
+from stratbench.extensions.servers.ps.tickets import Once
+
+
+def _always() -> bool:
+    return True
+
+
+class Shard:
+    """One shard: a policy with a lock.
+
+    A ticket is applied to the shard once, even if it is pushed again.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        policy: Policy,
+        release: Callable[[int, int], None],
+        lr_share: Callable[[int], float] | None = None,
+    ) -> None:
+        """Create a shard in which all workers are present.
+
+        Args:
+            index: Number of the shard.
+            policy: Policy of the shard, with its weights.
+            release: Called under the lock with a worker's slot and `index`, if this worker may read the
+                shard.
+            lr_share: Function from the number of pushes to the factor on the learning rate. None: always 1.
+        """
+        workers = policy.hyper.workers
+        self.index = index
+        self.policy = policy
+        self.staleness: Counter[int] = Counter()  # applied pushes by their staleness in updates
+        self.dropped = 0
+        self.apply_s = 0.0
+        self._release = release
+        self._lr_share = lr_share
+        self._lock = threading.Lock()
+        self._taken = Once()
+        self._waiting: set[int] = set()
+        self._left: set[int] = set()
+        self._read_version = [0] * workers
+        self._snapshots: list[Tensor] = []
+        #: Whether every worker reads the weights themselves, so that they are sent without a copy.
+        self._shows_weights = type(policy).view is Policy.view
+        self._borrowers = 0  # number of threads that are sending the present tensor of weights
+        self._lent_on: dict[
+            int, int
+        ] = {}  # id of an earlier tensor of weights -> threads that send it
+        self._spare: Tensor | None = (
+            None  # an earlier tensor of weights that no thread sends any more
+        )
+
+    def push(
+        self,
+        worker: int,
+        ticket: int,
+        grad: Tensor | None,
+        alive: Callable[[], bool],
+        weight: float = 1.0,
+    ) -> None:
+        """Apply a worker's gradient of a ticket.
+
+        If the shard has had the ticket before, because its first worker was lost half-way, the step counts as
+        skipped. If the worker is lost by now, nothing changes.
+
+        Args:
+            worker: Slot of the worker.
+            ticket: Number of the ticket.
+            grad: Gradient, shape [n], or None if the step was skipped.
+            alive: Returns whether the worker is still part of the run.
+            weight: Weight of the gradient in a mean over pushes.
+        """
+        with self._lock:
+            if not alive():
+                return
+            if worker in self._left:
+                self._left.discard(worker)
+                self.policy.on_join(worker)
+            if not self._taken.add(ticket):
+                grad = None
+            if self._lr_share is not None:
+                self.policy.lr_share = self._lr_share(len(self._taken))
+            self.policy.push_weight = weight
+            self._before_change()
+            started = time.perf_counter()
+            self._apply(worker, grad)
+            self._waiting.add(worker)
+            self._release_ready()
+            self.apply_s += time.perf_counter() - started
+
+    def _apply(self, worker: int, grad: Tensor | None) -> None:
+        read_version = self._read_version[worker]
+        if grad is None:
+            self.policy.on_skip(worker, read_version)
+            return
+        staleness = self.policy.version - read_version
+        if self.policy.on_push(worker, grad, read_version) is Outcome.DROPPED:
+            self.dropped += 1
+        else:
+            self.staleness[staleness] += 1
+
+    def _release_ready(self) -> None:
+        for worker in [w for w in self._waiting if self.policy.ready(w)]:
+            self._waiting.discard(worker)
+            self._release(worker, self.index)
+
+    def view(self, worker: int, out: Tensor, alive: Callable[[], bool] = _always) -> int:
+        """Write the weights that a worker shall read to `out`, and return their version.
+
+        If the worker is lost, the read is not recorded, because another worker may have its slot.
+
+        Args:
+            worker: Slot of the worker.
+            out: Tensor for the weights, shape [n].
+            alive: Returns whether the worker is still part of the run.
+        """
+        with self._lock:
+            return self._view(worker, out, alive())
+
+    def _view(self, worker: int, out: Tensor, alive: bool) -> int:
+        """Write the weights for a worker to `out`, and return their version. `_lock` is held."""
+        if not alive:
+            out.copy_(self.policy.weights)
+            return self.policy.version
+        version = self._read_version[worker] = self.policy.view(worker, out)
+        return version
+
+    @contextmanager
+    def lend(
+        self, worker: int, spare: Tensor, alive: Callable[[], bool] = _always
+    ) -> Iterator[tuple[Tensor, int]]:
+        """Yield the weights that a worker shall read, shape [n], and their version.
+
+        The tensor does not change within the block, which may take long to send it. If workers read the
+        weights unchanged, it is the shard's own tensor, and updates meanwhile go to a copy. Otherwise it is
+        `spare`.
+
+        Args:
+            worker: Slot of the worker.
+            spare: Tensor for weights that the policy computes for this worker, shape [n].
+            alive: Returns whether the worker is still part of the run.
+        """
+        with self._lock:
+            if self._shows_weights:
+                lent, version = self.policy.weights, self.policy.version
+                self._borrowers += 1
+                if alive():
+                    self._read_version[worker] = version
+            else:
+                lent, version = spare, self._view(worker, spare, alive())
+        try:
+            yield lent, version
+        finally:
+            with self._lock:
+                self._take_back(lent)
+
+    def join(self, worker: int) -> None:
+        """Add a worker, or add it again, and let it read the shard at once."""
+        with self._lock:
+            if worker in self._left:
+                self._left.discard(worker)
+                self.policy.on_join(worker)
+            self._release(worker, self.index)
+
+    def leave(self, worker: int) -> None:
+        """Remove a worker that is idle or lost, so that no other worker waits for it."""
+        with self._lock:
+            self._waiting.discard(worker)
+            if worker in self._left:
+                return
+            self._left.add(worker)
+            self._before_change()
+            self.policy.on_leave(worker)
+            self._release_ready()
+
+    @property
+    def taken(self) -> Once:
+        """A copy of the set of tickets that were pushed to this shard."""
+        with self._lock:
+            return Once(self._taken.floor, self._taken.above)
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of the shard's state for `load`, without workers that wait or read."""
+        with self._lock:
+            return {
+                "policy": self.policy.state(),
+                "floor": self._taken.floor,
+                "above": self._taken.above,
+                "staleness": dict(self.staleness),
+                "dropped": self.dropped,
+                "apply_s": self.apply_s,
+                "left": set(self._left),
+            }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore a state, in which no worker is present."""
+        self.policy.load(state["policy"])
+        self._taken = Once(state["floor"], state["above"])
+        self.staleness = Counter(state["staleness"])
+        self.dropped, self.apply_s = state["dropped"], state["apply_s"]
+        self._left = set(state["left"])
+        for slot in range(self.policy.hyper.workers):
+            self.leave(slot)
+
+    def finish(self) -> None:
+        """End the training: remove all workers, and apply the gradients that the policy still holds."""
+        with self._lock:
+            self._before_change()
+            for worker in range(self.policy.hyper.workers):
+                if worker not in self._left:
+                    self._left.add(worker)
+                    self.policy.on_leave(worker)
+            self.policy.finish()
+            for worker in self._waiting:  # a worker that repeats a ticket needs weights
+                self._release(worker, self.index)
+            self._waiting.clear()
+
+    def snapshot(self, out: Tensor) -> None:
+        """Request a copy of the present weights in `out`, shape [n].
+
+        The copy is made by `save_snapshots`, or before the next change of the shard if that comes first. So
+        no worker waits for a copy of the whole model.
+        """
+        with self._lock:
+            self._snapshots.append(out)
+
+    def save_snapshots(self) -> None:
+        """Make the copies that `snapshot` has requested."""
+        with self._lock:
+            self._save_snapshots()
+
+    def _before_change(self) -> None:
+        """Save the present weights for those that still need them, before they change. `_lock` is held."""
+        self._save_snapshots()
+        if self._borrowers:
+            weights = self.policy.weights
+            fresh = torch.empty_like(weights) if self._spare is None else self._spare
+            self._lent_on[id(weights)], self._borrowers = self._borrowers, 0
+            self.policy.weights, self._spare = fresh.copy_(weights), None
+
+    def _take_back(self, lent: Tensor) -> None:
+        """Record that a thread has sent the tensor `lent`. `_lock` is held."""
+        if lent is self.policy.weights:
+            self._borrowers -= 1
+        elif id(lent) in self._lent_on:
+            self._lent_on[id(lent)] -= 1
+            if not self._lent_on[id(lent)]:
+                del self._lent_on[id(lent)]
+                self._spare = lent  # reused, since its memory has been touched already
+
+    def _save_snapshots(self) -> None:
+        for out in self._snapshots:
+            out.copy_(self.policy.weights)
+        self._snapshots.clear()

@@ -1,0 +1,204 @@
+"""Snapshots of the servers' weights at the end of each epoch, as .npy files without pickled data.
+
+`epoch<e>.weights.<s>.npy` has the parameters of server s, and `epoch<e>.buffers.npy` the averaged float
+buffers. Each server writes `epoch<e>.<s>.json` last. It marks that the snapshot is complete, and has the
+epoch's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stratbench.cell.files import write_atomic
+from stratbench.extensions.servers.ps.shard import Shard
+from stratbench.extensions.servers.wire.shm import DTYPES, dtype_name
+from stratbench.workload.flat import as_bytes
+
+
+def _weights_file(folder: Path, epoch: int, server: int) -> Path:
+    return folder / f"epoch{epoch}.weights.{server}.npy"
+
+
+def _buffers_file(folder: Path, epoch: int) -> Path:
+    return folder / f"epoch{epoch}.buffers.npy"
+
+
+def _notice_file(folder: Path, epoch: int, server: int) -> Path:
+    return folder / f"epoch{epoch}.{server}.json"
+
+
+def _save(path: Path, tensor: Tensor) -> None:
+    """Write a tensor as bytes. The JSON file names the dtype, because NumPy has no bfloat16.
+
+    The function does not use `np.save`, whose error on a full disk does not name the reason.
+    """
+    partial = path.with_suffix(".part")
+    header = {"descr": "|u1", "fortran_order": False, "shape": (as_bytes(tensor).nbytes,)}
+    try:
+        with partial.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            file.write(as_bytes(tensor))
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _load(path: Path, dtype: str) -> Tensor:
+    return torch.from_numpy(np.load(path, allow_pickle=False)).view(DTYPES[dtype])
+
+
+class SnapshotWriter:
+    """Copies and writes snapshots in a thread of its own."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        server: int,
+        n_servers: int,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            folder: Folder for the snapshots.
+            server: Number of the server.
+            n_servers: Number of servers.
+            on_failure: Called from the thread with the reason if a snapshot cannot be written.
+        """
+        self.folder, self._on_failure = Path(folder), on_failure
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._server, self._n_servers = server, n_servers
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
+        self._thread.start()
+
+    def take(self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None) -> None:
+        """Request a snapshot of the present weights, and return at once.
+
+        Args:
+            epoch: Number of the epoch.
+            seconds: Seconds from the first ticket to the end of the epoch.
+            shards: Shards of the server.
+            buffers: Averaged buffers, or None.
+        """
+        numel = sum(shard.policy.weights.numel() for shard in shards)
+        weights = torch.empty(numel, dtype=shards[0].policy.weights.dtype)
+        start = 0
+        for shard in shards:
+            stop = start + shard.policy.weights.numel()
+            shard.snapshot(weights[start:stop])
+            start = stop
+        self._queue.put((epoch, seconds, shards, weights, buffers))
+
+    def wait(self) -> None:
+        """Wait until all snapshots that were requested so far are on the disk."""
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait()
+
+    def close(self) -> None:
+        """Wait until all snapshots are on the disk, and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            epoch, seconds, shards, weights, buffers = item
+            try:
+                for shard in shards:
+                    shard.save_snapshots()
+                self._write(epoch, seconds, weights, buffers)
+            except Exception as error:  # of any kind: `wait` would wait forever for a dead thread
+                cause = getattr(error, "strerror", None) or error
+                reason = f"the snapshot of epoch {epoch + 1} could not be written to {self.folder}"
+                self._on_failure(f"{reason}: {cause}")
+
+    def _write(self, epoch: int, seconds: float, weights: Tensor, buffers: Tensor | None) -> None:
+        _save(_weights_file(self.folder, epoch, self._server), weights)
+        notice = {
+            "epoch": epoch,
+            "seconds": seconds,
+            "n_servers": self._n_servers,
+            "dtype": dtype_name(weights.dtype),
+            "buffer_dtype": None,
+        }
+        if buffers is not None:
+            _save(_buffers_file(self.folder, epoch), buffers)
+            notice["buffer_dtype"] = dtype_name(buffers.dtype)
+        write_atomic(_notice_file(self.folder, epoch, self._server), json.dumps(notice))
+
+
+def load_snapshot(
+    folder: str | Path, epoch: int, wait_s: float = 0.0
+) -> tuple[float, Tensor, Tensor | None]:
+    """Return the servers' state after `epoch`.
+
+    Waits up to `wait_s` for the servers' writing. Counts epochs from 0.
+
+    Args:
+        folder: Folder of the snapshots.
+        epoch: Number of the epoch.
+        wait_s: Maximum time to wait.
+
+    Returns:
+        Seconds since the first ticket, flat weights [numel], and flat buffers or None.
+
+    Raises:
+        FileNotFoundError: When `wait_s` is not enough.
+    """
+    folder, deadline = Path(folder), time.monotonic() + wait_s
+    notices, n_servers = [], 1
+    while len(notices) < n_servers:
+        path = _notice_file(folder, epoch, len(notices))
+        if path.exists():
+            notices.append(json.loads(path.read_text(encoding="utf-8")))
+            n_servers = notices[0]["n_servers"]
+        elif time.monotonic() > deadline:
+            raise FileNotFoundError(f"no snapshot of epoch {epoch}: {path} is missing")
+        else:
+            time.sleep(0.02)
+    first = notices[0]
+    parts = [_load(_weights_file(folder, epoch, s), first["dtype"]) for s in range(n_servers)]
+    buffers = None
+    if first["buffer_dtype"] is not None:
+        buffers = _load(_buffers_file(folder, epoch), first["buffer_dtype"])
+    return first["seconds"], torch.cat(parts), buffers
+
+
+def drop_later(folder: str | Path, server: int, epochs: int) -> None:
+    """Delete a server's snapshots after its first `epochs`, which an earlier incarnation has left.
+
+    Args:
+        folder: Folder of the snapshots.
+        server: Number of the server.
+        epochs: Number of epochs to keep.
+    """
+    for path in Path(folder).glob(f"epoch*.{server}.json"):
+        if int(path.name.removeprefix("epoch").partition(".")[0]) >= epochs:
+            path.unlink(missing_ok=True)
+
+
+def drop_snapshot(folder: str | Path, epoch: int) -> None:
+    """Delete the files of a snapshot that has been loaded.
+
+    Its folder stays, for those to come.
+    """
+    for path in Path(folder).glob(f"epoch{epoch}.*"):
+        path.unlink(missing_ok=True)

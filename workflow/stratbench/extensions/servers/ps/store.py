@@ -1,0 +1,332 @@
+"""The data of one server: its shards with their policies, the float buffers, and the ends of epochs."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratbench.extensions.servers.policies.policy import Hyper, Policy
+from stratbench.extensions.servers.ps.buffers import BufferMean
+from stratbench.extensions.servers.ps.flat import cut
+from stratbench.extensions.servers.ps.member import Member, SharedLane, StreamLane
+from stratbench.extensions.servers.ps.shard import Shard
+from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
+from stratbench.extensions.servers.ps.tickets import Once, TicketPlan, common
+from stratbench.extensions.servers.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
+from stratbench.extensions.servers.wire.shm import DTYPES, Layout
+
+MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
+MakeShard = Callable[
+    [int, Tensor], Shard
+]  # from the shard's number and its initial weights, shape [n]
+
+
+def check_length(frame: Frame, expected: int) -> None:
+    """Raise ProtocolError unless the frame's payload has `expected` bytes."""
+    if frame.length != expected:
+        raise ProtocolError(
+            f"malformed frame: {frame.kind.name} of {frame.length} bytes, expected {expected}"
+        )
+
+
+class Store:
+    """One server's part of the model: the shards `mine` of all shards in `bounds`.
+
+    It is allocated for the sizes that the first worker sends, and filled with the initial weights of one
+    worker.
+    """
+
+    def __init__(
+        self, layout: Layout, shard_bytes: int, server: int, n_servers: int, most_bytes: int
+    ) -> None:
+        """Cut the model into shards, and choose those of this server.
+
+        Args:
+            layout: Sizes and dtypes of the model's flat tensors.
+            shard_bytes: Maximum size of a shard, in bytes.
+            server: Number of this server.
+            n_servers: Number of servers.
+            most_bytes: Maximum size of a model, in bytes.
+
+        Raises:
+            ProtocolError: If the model is larger than `most_bytes`, or has fewer shards than servers.
+        """
+        if 2 * layout.weight_bytes + layout.buffer_bytes > most_bytes:
+            raise ProtocolError(f"the model needs more than max_model_bytes = {most_bytes}")
+        itemsize = DTYPES[layout.dtype].itemsize
+        # All shards have the same size, chosen so that every server has the same number of them.
+        part = -(-layout.numel // n_servers)
+        numel = max(1, -(-part // -(-part // max(1, shard_bytes // itemsize))))
+        self.layout = layout
+        self.shard_numel = numel
+        self.bounds = cut(layout.numel, numel)
+        n = len(self.bounds)
+        if n < n_servers:
+            raise ProtocolError(f"the model makes {n} shards, too few for {n_servers} servers")
+        self.mine = range(n * server // n_servers, n * (server + 1) // n_servers)
+        self.limit_bytes = max(SMALL_BYTES, numel * itemsize, layout.buffer_bytes)
+        self.shards: dict[int, Shard] = {}
+        # Each shard has a tensor of its own, so that it can be replaced and its memory reused.
+        self._initial: dict[int, Tensor] = {}
+        buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
+        self._initial_buffers = buffers
+        #: Mean of the float buffers. None on servers other than 0, and if the model has none.
+        self.buffers = BufferMean(buffers) if layout.buffer_numel and server == 0 else None
+        self._to_fill: set[int] = set()
+
+    def begin_filling(self) -> None:
+        """Expect the initial weights and buffers of one worker."""
+        self._to_fill = set(self.mine) | ({BUFFERS} if self.buffers is not None else set())
+
+    def receive_initial(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
+        """Receive the initial weights of a shard, or the initial buffers, and return them for `fill`."""
+        if frame.shard not in self._to_fill:
+            raise ProtocolError(f"malformed frame: INIT of shard {frame.shard}, not asked for")
+        if frame.shard == BUFFERS:
+            check_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
+            lane.receive(BUFFERS)
+            return lane.received(BUFFERS)
+        start, stop = self.bounds[frame.shard]
+        weights = torch.empty(stop - start, dtype=DTYPES[self.layout.dtype])
+        check_length(frame, lane.payload_bytes(weights.nbytes))
+        lane.take_weights(frame.shard, weights)
+        return weights
+
+    def fill(self, shard: int, initial: Tensor) -> bool:
+        """Store initial weights or buffers, and return whether all of them have arrived."""
+        if shard == BUFFERS:
+            self._initial_buffers.copy_(initial)
+        else:
+            self._initial[shard] = initial
+        self._to_fill.discard(shard)
+        return not self._to_fill
+
+    def make_shards(self, make: MakeShard) -> None:
+        """Create all shards from their initial weights."""
+        self.shards = {k: make(k, self._initial.pop(k)) for k in self.mine}
+
+    def shards_of(self, member: Member, frame: Frame) -> list[int]:
+        """Return the numbers of the shards that a PUSH frame has, or `BUFFERS`.
+
+        Raises:
+            ProtocolError: If this server does not have these shards, or if the frame's length is wrong.
+        """
+        if frame.shard == BUFFERS:
+            if self.buffers is None:
+                raise ProtocolError(
+                    "malformed frame: PUSH of buffers, which this server does not have"
+                )
+            numbers = [BUFFERS]
+        else:
+            first, last = frame.shard, frame.shard + frame.count - 1
+            if not self.mine.start <= first <= last < self.mine.stop:
+                raise ProtocolError(f"malformed frame: PUSH of shards {first}..{last}")
+            numbers = list(range(first, last + 1))
+        moved_bytes = sum(member.lane.moved_bytes(k) for k in numbers)
+        check_length(frame, member.lane.payload_bytes(moved_bytes))
+        return numbers
+
+    def push(self, member: Member, frame: Frame) -> None:
+        """Receive the gradients, or the buffers, of a PUSH frame and apply them.
+
+        If the worker has a loss scale, they are stored until `apply` or `skip` is called.
+        """
+        for k in self.shards_of(member, frame):
+            if k != BUFFERS and k not in member.todo:
+                raise ProtocolError(f"malformed frame: shard {k} was pushed already")
+            member.lane.receive(k)
+            member.weight = frame.weight
+            member.bytes_in += member.lane.moved_bytes(k)
+            if member.scaled:
+                member.held.append(k)
+            else:
+                self._take(member, frame.ticket, k)
+            member.todo.discard(k)
+
+    def _take(self, member: Member, ticket: int, k: int) -> None:
+        received = member.lane.received(k)
+        if k == BUFFERS:
+            self.buffers.push(member.place, received, member.is_alive)
+        else:
+            self.shards[k].push(member.place, ticket, received, member.is_alive, member.weight)
+
+    def apply(self, member: Member, ticket: int) -> None:
+        """Apply the stored gradients and buffers of a worker's ticket.
+
+        Raises:
+            ProtocolError: If some of its shards have not arrived.
+        """
+        if member.todo or not member.scaled:
+            raise ProtocolError("malformed frame: APPLY of a push that is not complete")
+        for k in member.held:
+            self._take(member, ticket, k)
+        member.held.clear()
+
+    def skip(self, member: Member, ticket: int) -> None:
+        """Count a worker's ticket as a step without gradients, and drop what was stored for it."""
+        for k in sorted(member.todo.union(member.held) - {BUFFERS}):
+            self.shards[k].push(member.place, ticket, None, member.is_alive)
+        member.todo.clear()
+        member.held.clear()
+
+    def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int:
+        """Write the weights of a shard that a worker shall read to `out`, and return their version.
+
+        Args:
+            slot: Slot of the worker.
+            shard: Number of the shard.
+            out: Tensor for the weights, shape [n].
+            alive: Returns whether the worker is still part of the run.
+        """
+        return self.shards[shard].view(slot, out, alive)
+
+    def lend(
+        self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
+    ) -> AbstractContextManager[tuple[Tensor, int]]:
+        """Return a context in which the weights of a shard do not change while they are sent (`Shard.lend`).
+
+        Args:
+            slot: Slot of the worker.
+            shard: Number of the shard.
+            spare: Tensor for weights that the policy computes for this worker, shape [n].
+            alive: Returns whether the worker is still part of the run.
+        """
+        return self.shards[shard].lend(slot, spare, alive)
+
+    def join(self, slot: int) -> None:
+        """Add the worker of a slot to all shards, and let it read them."""
+        for shard in self.shards.values():
+            shard.join(slot)
+
+    def leave(self, slot: int, lost: bool) -> None:
+        """Remove the worker of a slot from all shards. If it is lost, its buffers no longer count, too."""
+        for shard in self.shards.values():
+            shard.leave(slot)
+        if lost and self.buffers is not None:
+            self.buffers.lose(slot)
+
+    def resume(
+        self,
+        make: MakeShard,
+        shards: Mapping[int, dict[str, Any]],
+        buffers: dict[str, Any] | None,
+    ) -> None:
+        """Restore all shards and the buffers from their saved states.
+
+        Args:
+            make: Function that creates a shard.
+            shards: Results of `Shard.state`, by number of the shard.
+            buffers: Result of `BufferMean.state`, or None.
+        """
+        for k in self.mine:
+            self._initial[k] = torch.empty_like(shards[k]["policy"]["weights"])
+        self.make_shards(make)
+        for k, shard in self.shards.items():
+            shard.load(shards[k])
+        if self.buffers is not None and buffers is not None:
+            self.buffers.load(buffers)
+
+    def taken(self) -> Once:
+        """Return the tickets that were pushed to all shards."""
+        return common(shard.taken for shard in self.shards.values())
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the statistics of this server's shards. Lists have one element per shard."""
+        shards = list(self.shards.values())
+        total: Counter[int] = sum((s.staleness for s in shards), Counter())
+        return {
+            "shard_numel": self.shard_numel,
+            "updates": [s.policy.version for s in shards],
+            "staleness": [_histogram(s.staleness) for s in shards],
+            "staleness_all_shards": _histogram(total),
+            "dropped": [s.dropped for s in shards],
+            "apply_s": sum(s.apply_s for s in shards),
+        }
+
+
+class EpochLog:
+    """Counts completed tickets, ends epochs, and takes a snapshot at the end of each.
+
+    Epoch e ends when as many tickets are completed as the epochs 0 to e have. These may be other tickets than
+    those of these epochs, because a slow worker may hold an old one. If the run has a number of steps, the
+    end of each step is recorded in the same way.
+    """
+
+    def __init__(self, plan: TicketPlan, writer: SnapshotWriter | None) -> None:
+        self.ends: list[dict[str, float]] = []
+        self.step_ends_s = array("d")
+        self._plan, self._writer = plan, writer
+        self._seen = Once()
+        #: Number of completed tickets at which the next epoch ends.
+        self._next_end = 0
+        self._await_next()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tickets of the plan are completed."""
+        return len(self._seen) == len(self._plan)
+
+    def resume(
+        self, settled: Collection[int], ends: list[dict[str, float]], seconds: float, store: Store
+    ) -> None:
+        """Restore the tickets and epochs that were completed before the server was restarted.
+
+        An epoch that is over but has no recorded end ends now.
+
+        Args:
+            settled: Numbers of the completed tickets.
+            ends: Recorded ends of epochs.
+            seconds: Seconds since the first ticket was handed out.
+            store: Shards, of which a snapshot is taken.
+        """
+        for number in sorted(settled):
+            self._seen.add(number)
+        for end in ends:
+            if self._next_end > len(self._seen):
+                break
+            self.ends.append(end)
+            self._await_next()
+        self._end_what_is_over(seconds, store)
+
+    def count(self, number: int, seconds: float, store: Store) -> None:
+        """Count a completed ticket, and end the epochs that are over by it.
+
+        Args:
+            number: Number of the ticket.
+            seconds: Seconds since the first ticket was handed out.
+            store: Shards, of which a snapshot is taken.
+        """
+        if not self._seen.add(number):
+            return
+        if self._plan.steps and not len(self._seen) % self._plan.slices:
+            self.step_ends_s.append(seconds)
+        self._end_what_is_over(seconds, store)
+
+    def _end_what_is_over(self, seconds: float, store: Store) -> None:
+        if self.complete:
+            for shard in store.shards.values():
+                shard.finish()
+        while len(self._seen) >= self._next_end and len(self.ends) < self._plan.epochs:
+            self._end(len(self.ends), seconds, store)
+            self._await_next()
+
+    def _end(self, epoch: int, seconds: float, store: Store) -> None:
+        self.ends.append({"epoch": epoch, "end_s": seconds})
+        if self._writer is not None:
+            buffers = None if store.buffers is None else store.buffers.mean()
+            self._writer.take(epoch, seconds, list(store.shards.values()), buffers)
+
+    def _await_next(self) -> None:
+        if not self.complete:
+            self._next_end += self._plan.tickets_of(len(self.ends))
+
+
+def _histogram(counts: Counter[int]) -> list[int]:
+    """Return counts as a list, in which element i is the number of times that the value i occurred."""
+    return [counts[value] for value in range(max(counts, default=-1) + 1)]

@@ -1,0 +1,477 @@
+"""Workers that push gradients to parameter servers, which update the weights by a policy.
+
+Each policy in `policies/policies.py` makes one strategy of the same name (`class_of_policy`). Workers take
+batches as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep
+the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from stratbench.cell.options import option
+from stratbench.cell.text.words import names_text
+from stratbench.extensions.servers.policies.options import EveryPushOptions
+from stratbench.extensions.servers.policies.policies import policies_that_take, policy_class
+from stratbench.extensions.servers.ps.server_config import ServerConfig
+from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
+from stratbench.strategies import base, strategy_class
+from stratbench.workload.network.precision import PURE_BF16, autocast, effective_dtypes
+from stratbench.workload.tasks import loss_and_weight, ratio
+from stratbench.workload.users_code import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from stratbench.cell.run_folder import RunFolder
+    from stratbench.cell.settings import Settings
+    from stratbench.extensions.servers.ps.client import Channel
+    from stratbench.extensions.servers.ps.flat import FlatSpace
+
+
+@dataclass(frozen=True)
+class ServerOptions(base.Options):
+    """Options of every strategy with parameter servers, in addition to its policy's own."""
+
+    servers: int = option(1, "server processes, each with a part", least=1)
+    transport: Literal["auto", "shm", "tcp"] = option(
+        "auto", "auto: shared memory on one host, TCP between"
+    )
+    wire: Literal["native", "bfloat16"] = option(
+        "native", "bfloat16 halves a push of fp32 over TCP"
+    )
+    server_placement: Literal["central", "colocated"] = option(
+        "central",
+        "central: `servers` processes, dealt over the nodes from the first; colocated: one for each "
+        "worker, on the worker's node",
+    )
+
+
+@cache
+def class_of_policy(policy: str) -> type[ParameterServer]:
+    """Return the strategy whose servers follow the policy registered as `policy`."""
+    rules = policy_class(policy)
+
+    @dataclass(frozen=True)
+    class Options(ServerOptions, rules.Options):
+        """The policy's options, with what follows from them, and those of the servers."""
+
+    facts = {
+        "policy": policy,
+        "family": "servers" if issubclass(rules.Options, EveryPushOptions) else "averaging servers",
+        "summary": rules.summary,
+        "rule": rules.rule,
+        "rigid": rules.rigid,
+        "Options": Options,
+        "__doc__": rules.__doc__,
+        "__module__": __name__,
+    }
+    return type(f"ServedBy{rules.__name__}", (ParameterServer,), facts)
+
+
+#: The settings by which a server updates the weights.
+HYPER = ("lr", "momentum", "weight_decay", "nesterov", "optimizer", "betas", "eps")
+
+
+def server_configs(
+    s: Settings,
+    train_samples: int,
+    folder: RunFolder,
+    host: str | None,
+) -> list[ServerConfig]:
+    """Return the config of each server process of a cell.
+
+    Args:
+        s: Settings of the cell.
+        train_samples: Number of training samples.
+        folder: Run folder of the cell.
+        host: Name by which other nodes reach this one. None if there are no others; the servers then
+            listen on loopback only.
+    """
+    strategy = strategy_class(s.strategy)
+    options = strategy.Options(**s.options)
+    own = [spec.name for spec in fields(policy_class(strategy.policy).Options)]
+    return [
+        ServerConfig(
+            rendezvous=str(folder.rendezvous),
+            workers=s.gpus,
+            epochs=s.passes(train_samples),
+            steps=s.steps,
+            steps_per_epoch=train_samples // s.global_batch,
+            slices=s.gpus * options.pushes_per_ticket,
+            policy=strategy.policy,
+            hyper={name: getattr(s, name) for name in HYPER},
+            policy_options={name: getattr(options, name) for name in own},
+            schedule={
+                "schedule": s.schedule,
+                "warmup": s.lr_warmup_steps,
+                "final": s.final_lr / s.lr,
+            }
+            if s.changes_lr
+            else None,
+            server=k,
+            n_servers=options.servers,
+            bind="127.0.0.1" if host is None else "0.0.0.0",
+            advertise=host,
+            snapshot_dir=None if s.steps else str(folder.snapshots(host is not None)),
+            stats_path=str(folder.server_statistics(k)),
+        )
+        for k in range(options.servers)
+    ]
+
+
+def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
+    """Return the number of the node on which a server of a cell runs.
+
+    Args:
+        s: Settings of the cell.
+        server: Number of the server.
+        n_nodes: Number of nodes.
+    """
+    server_placement = strategy_class(s.strategy).Options(**s.options).server_placement
+    return node_by_placement(server_placement, server, s.gpus, n_nodes)
+
+
+def node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
+    """Return the node of a server, by the placement of a cell's servers.
+
+    Args:
+        server_placement: The option.
+        server: Number of the server.
+        workers: Number of workers.
+        n_nodes: Number of nodes.
+    """
+    # As workers are: each node full but the last (`Job.ranks_of`).
+    return server // -(-workers // n_nodes) if server_placement == "colocated" else server % n_nodes
+
+
+class ParameterServer(base.Strategy):
+    """A worker of parameter servers; `class_of_policy` makes a subclass for each policy."""
+
+    kind = "server"
+    needs_group = False
+    updates_by_zeros = True
+    buffers_note = "each worker keeps its own, and the mean of the float ones is evaluated"
+    evaluated_on = "the servers' weights with the workers' mean BatchNorm statistics"
+    alike_on_any_count = True
+    collectives = ()
+    own_phases = (*base.BEFORE_BACKWARD, "slowdown", "backward")
+    breakdown_note: ClassVar[str] = (
+        "server_wait is the time from the last byte pushed to the last byte of the reply: the "
+        "server's update, waiting for other workers and the transfer of the weights are one"
+    )
+
+    def traits(self, gpus: int) -> base.Traits:
+        own = self.options
+        exact = own.wire == "native"
+        alone = exact and own.synchronous_alone
+        return base.Traits(
+            ends_with_a_worker=not own.tolerates_loss,
+            waits_for_slowest=own.waits_for_slowest(gpus),
+            synchronous_alone=alone,
+            equals_ddp=(exact and own.averages_all) or (alone and gpus == 1),
+            updates_per_step=own.updates_per_step(gpus),
+        )
+
+    @classmethod
+    def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
+        return (
+            options | {"servers": gpus} if options["server_placement"] == "colocated" else options
+        )
+
+    @classmethod
+    def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
+        if options["server_placement"] == "colocated" and options["servers"] != 1:
+            raise ValueError(
+                f"servers = {options['servers']} with server_placement = 'colocated', which runs a server "
+                "for each "
+                "worker; leave servers out, or set server_placement to 'central'"
+            )
+        pushes = cls.Options(**options).pushes_per_ticket
+        if per_worker_batch % pushes:
+            raise ValueError(
+                f"{name} pushes {pushes} times a batch, which {per_worker_batch} samples for each of "
+                f"{gpus} workers do not divide into; change pushes_per_batch or the batch"
+            )
+
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        optimizer = values["optimizer"]
+        if reason := cls.Options.refusal(optimizer):
+            others = ", ".join(policies_that_take(optimizer))
+            yield f".optimizer = {optimizer!r}: {reason} ({others} take it)"
+        if values["precision"] == PURE_BF16:
+            yield ".precision = 'bf16-true': servers keep the weights in float32; use bf16"
+        if (implementation := values["optimizer_impl"]) != "fused":
+            yield (
+                f".optimizer_impl = {implementation!r}: servers update the weights by code of their own; set "
+                "it to fused"
+            )
+        if (chunks := values["loss_chunks"]) > 1:
+            yield f".loss_chunks = {chunks}: the loss in parts is not tried with servers; set it to 1"
+        if values["gradient_accumulation_steps"] != 1:
+            yield (
+                f".gradient_accumulation_steps = {values['gradient_accumulation_steps']}: a worker's flat "
+                "gradients are pushed while backward "
+                "makes them, so that a batch cannot come in parts"
+            )
+        if values["max_grad_norm"] is not None:
+            yield (
+                f".max_grad_norm = {values['max_grad_norm']}: each server takes its part of one worker's "
+                "gradient, "
+                "so that the norm of the whole is unknown"
+            )
+
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        dtypes = base.dtype_names(p for p in model.parameters() if p.requires_grad)
+        if len(dtypes) > 1:
+            yield (
+                f"its parameters have several dtypes ({', '.join(dtypes)}), and servers keep one "
+                "flat tensor; use one dtype"
+            )
+        trial, trained = worker.trial, {n for n, p in model.named_parameters() if p.requires_grad}
+        if changed := [name for name in trial.overwritten if name in trained]:
+            yield base.changes_lost(changed)
+        if trial.kept_aside:
+            yield (
+                f"forward changes {names_text(trial.kept_aside)}, and evaluation depends on it, but the "
+                "servers keep weights and buffers of real numbers alone; make it a float buffer "
+                "(register_buffer) that is written in place"
+            )
+        elif trial.counts:
+            yield (
+                f"forward changes {names_text(trial.counts)}, and training depends on it, but servers hand a "
+                "batch to whichever worker is free, so that no worker knows how many there were; use ddp"
+            )
+
+    @classmethod
+    def samples_per_step(cls, s: Settings) -> int:
+        return s.per_worker_batch // cls.Options(**s.options).pushes_per_ticket
+
+    def setup(self, model: nn.Module, worker: base.Worker) -> None:
+        from stratbench.extensions.servers.ps.scale import LossScale
+
+        self.worker, self.model = worker, model
+        self.flat = self.flatten()
+        self.compiled = base.compiled(model, worker.settings)
+        self.scale = LossScale() if worker.settings.precision == "fp16" else None
+        self.channel = self.connect()
+        self.ticket: Ticket | Evaluation | None = None
+        self._exchange: Callable[[], None] | None = self.channel.rehearse  # None: the run is over
+        self._before: tuple[float, ...] = (0.0,)
+        self.reset()
+
+    def flatten(self) -> FlatSpace:
+        """Return the model's tensors as views of flat ones."""
+        from stratbench.extensions.servers.ps.flat import FlatSpace
+
+        return FlatSpace(self.model, shared=self.worker.settings.options["transport"] != "tcp")
+
+    def connect(self) -> Channel:
+        """Return the connections to the cell's servers."""
+        by = self.worker.channel_by
+        return by(self._connect) if by else self._connect(None, 300.0)
+
+    def _connect(self, incarnation: int | None, deadline_s: float) -> Channel:
+        from stratbench.extensions.servers.ps.client import Channel
+        from stratbench.extensions.servers.wire.handshake import JoinRefused, load_secret
+        from stratbench.workload.generators import OTHER_START
+
+        worker, options = self.worker, self.worker.settings.options
+        try:
+            return Channel.connect(
+                worker.folder.rendezvous,
+                worker.rank,
+                self.flat,
+                load_secret(worker.folder.secret),
+                transport=options["transport"],
+                wire=options["wire"],
+                deadline_s=deadline_s,
+                scale=self.scale,
+                n_servers=options["servers"],
+                incarnation=incarnation,
+                start=worker.start,
+            )
+        except JoinRefused as refused:
+            if OTHER_START in str(refused):
+                raise ModelError(f"model {worker.settings.model!r}: {OTHER_START}") from refused
+            raise
+
+    def weights_and_buffers(self) -> list[Tensor]:
+        return [self.flat.weights, *self.model.buffers()]
+
+    def kept_tensors(self) -> dict[str, list[Tensor]]:
+        return {"gradients": [self.flat.grads]}
+
+    def reset(self) -> None:
+        self.steps = 0
+        self.flat.zero_grads()
+        if self.scale is not None:
+            self.scale.reset()
+
+    def tickets(
+        self, evaluate: Callable[[int], dict[str, float | None]] | None = None
+    ) -> Iterator[tuple[int, slice]]:
+        """Yield this worker's batches: the epoch, and the slice of its shuffled samples.
+
+        The first waits until all workers are ready. `step` must be called for each. In an elastic cell the
+        servers also request evaluations: `evaluate(epoch)` returns the values that `Channel.score` takes.
+        """
+        self.ticket = self._next(self.channel.first)
+        self._before = self._exchange_counts()
+        self._exchange = self._take_ticket
+        while self.ticket is not None:
+            t = self.ticket
+            if isinstance(t, Evaluation):
+                self.ticket = self._next(partial(self.channel.score, evaluate(t.epoch)))
+                continue
+            yield t.epoch, self._samples_of(t.step, t.slice)
+        self._exchange = None
+
+    def likely_ticket(self, train_samples: int) -> tuple[int, slice] | None:
+        """Return the batch that this worker is probably handed next, as `tickets` gives it.
+
+        Return None at the end.
+
+        Its slice of the next step, which the server keeps for it while it keeps pace. Which one it really is,
+        is known after the push only.
+        """
+        s, t = self.worker.settings, self.ticket
+        assert isinstance(t, Ticket)  # it trains, and evaluates nothing
+        steps = train_samples // s.global_batch
+        following = t.epoch * steps + t.step + 1
+        if following >= self.worker.total_steps:
+            return None
+        return following // steps, self._samples_of(following % steps, t.slice)
+
+    def _samples_of(self, step: int, part: int) -> slice:
+        samples = self.samples_per_step(self.worker.settings)
+        start = step * self.worker.settings.global_batch + part * samples
+        return slice(start, start + samples)
+
+    def _take_ticket(self) -> None:
+        self.ticket = self._next(self.channel.push_pull)
+        self.steps += 1
+
+    def _next(self, work: Callable[[], Ticket | Evaluation | None]) -> Ticket | Evaluation | None:
+        """Return the next ticket or request, or None at the end.
+
+        None also if this worker must leave.
+        """
+        from stratbench.extensions.servers.wire.link import Left
+
+        try:
+            return work()
+        except Left:
+            return None
+
+    def _exchange_counts(self) -> tuple[float, ...]:
+        """Return seconds waited so far, and the bytes sent to and received from each server."""
+        return self.channel.wait_s, *self.channel.moved_bytes
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One training step, as in other strategies.
+
+        Of a task that weighs it returns sum and weight [2].
+
+        The weight of the global batch no worker knows.
+        """
+        import torch
+
+        mark = self.worker.mark
+        with autocast(self.worker.settings.precision, self.worker.device):
+            loss, weight = loss_and_weight(self.worker.task, self.compiled(x), y)
+        detached = loss.detach()
+        if weight is not None:  # a push is a mean, too; a mean of several goes by their weights
+            detached = torch.stack([detached.double(), weight])
+            loss = loss * ratio(1.0, weight).to(loss.dtype)
+            self.channel.weigh(weight / y.numel())
+        mark("forward")
+        if self.worker.settings.slowdown:
+            self.worker.delay()
+            mark("slowdown")
+        self.flat.zero_grads()
+        if self._exchange is not None and not self.adds_again:
+            self.channel.arm()
+        (loss if self.scale is None else loss * self.scale.value).backward()
+        mark("backward")
+        if self._exchange is not None:
+            self._exchange()
+            mark("server")
+        return detached
+
+    def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        exchange, self._exchange = self._exchange, None
+        self.step(x, y)
+        self._exchange = exchange
+        return [self.flat.grads.clone()]
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this worker evaluates for all, known after the last ticket."""
+        return self.channel.evaluator == self.worker.rank
+
+    def load_epoch(self, epoch: int) -> float:
+        """Load the servers' state after `epoch` (from 0) into the model.
+
+        Return the seconds from the first ticket to the end of that epoch.
+        """
+        from stratbench.extensions.servers.ps.snapshots import load_snapshot
+
+        seconds, weights, buffers = load_snapshot(self.channel.snapshot_dir, epoch, wait_s=120.0)
+        self.flat.load(weights, self.flat.buffers if buffers is None else buffers)
+        return seconds
+
+    @contextmanager
+    def holding_epoch(self, epoch: int) -> Iterator[float]:
+        """Load the servers' state after `epoch` into the model for a block.
+
+        Yield as `load_epoch` returns.
+
+        Its own running statistics return with the block's end, its weights with the next ticket.
+        """
+        own = self.flat.buffers.clone()
+        yield self.load_epoch(epoch)
+        self.flat.buffers.copy_(own)
+
+    def drop_epoch(self, epoch: int) -> None:
+        """Delete the servers' state after `epoch`, once it has been evaluated."""
+        from stratbench.extensions.servers.ps.snapshots import drop_snapshot
+
+        drop_snapshot(self.channel.snapshot_dir, epoch)
+
+    def report(self) -> dict[str, Any]:
+        s = self.worker.settings
+        return {
+            "details": {
+                "transports": self.channel.transports,
+                "skipped_steps": 0 if self.scale is None else self.scale.skipped,
+                "push_lr": s.lr * self.options.lr_factor(s.gpus),
+                "optimizer_dtype": self.flat.layout.dtype if s.momentum or s.betas else None,
+            }
+            | effective_dtypes(s.precision, self.worker.device),
+            "evaluated_on": self.evaluated_on,
+            "updates_applied": None,  # the servers count them
+        }
+
+    def communication(self) -> dict[str, Any] | None:
+        if not self.steps:
+            return None
+        wait_s, *moved_bytes = (
+            now - then for now, then in zip(self._exchange_counts(), self._before, strict=True)
+        )
+        sent, received = moved_bytes[::2], moved_bytes[1::2]
+        return {
+            "method": "measured",
+            "sent_bytes_per_step": sum(sent) / self.steps,
+            "received_bytes_per_step": sum(received) / self.steps,
+            "by_server_bytes": list(zip(sent, received, strict=True)),
+            "server_wait_ms": 1e3 * wait_s / self.steps,
+        }
+
+    def close(self) -> None:
+        self.channel.close()

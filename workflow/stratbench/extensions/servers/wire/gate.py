@@ -1,0 +1,200 @@
+"""The part of a server that accepts connections and admits peers that know the job's secret."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stratbench.extensions.servers.wire.frames import ComeAgain, Frame, Kind, ProtocolError
+from stratbench.extensions.servers.wire.handshake import open_handshake
+from stratbench.extensions.servers.wire.transport import Closed, Connection, Listeners, Silent
+
+log = logging.getLogger(__name__)
+
+#: Maximum number of connections at a time that have not proved the secret yet.
+_MAX_PENDING = 64
+_REFUSALS_KEPT = 100
+#: Errors of `accept` if process or system have no resources left, and the seconds to wait after one.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_EXHAUSTED_PAUSE_S = 0.2
+
+
+class Refusals:
+    """Counts refused connections, and stores the first of them for the log and the statistics."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[str] = []  # the first hundred
+        self._lock = threading.Lock()
+
+    def add(self, who: str, reason: str) -> None:
+        """Count a refusal. The first hundred are also logged and stored.
+
+        Args:
+            who: Name of the peer.
+            reason: Why it was refused.
+        """
+        with self._lock:
+            self.count += 1
+            if len(self.first) >= _REFUSALS_KEPT:
+                return
+            self.first.append(f"{who}: {reason}")
+            last = len(self.first) == _REFUSALS_KEPT
+        log.warning("refused %s: %s", who, reason)
+        if last:
+            log.warning("from here on refusals are only counted")
+
+
+class Gate:
+    """Accepts connections until it is closed. Each connection has a thread of its own.
+
+    Peers that prove the secret are passed to `enter`, and refused if it raises an exception. Connections of
+    other users to the local socket are refused at once. If too many peers have not proved the secret, the
+    oldest connection is closed.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        deadline_s: float,
+        refusals: Refusals,
+        enter: Callable[[Connection, dict[str, Any], bytes, str], Callable[[], None]],
+    ) -> None:
+        """Create a gate, which accepts connections once `accept` is called.
+
+        Args:
+            secret: Secret of the job.
+            deadline_s: Maximum seconds of a handshake.
+            refusals: Counter of refused connections.
+            enter: Called with connection, HELLO, nonces and transport of an admitted peer. It returns the
+                function that the peer's thread runs from then on.
+        """
+        self._secret, self._deadline_s = secret, deadline_s
+        self._refusals, self._enter = refusals, enter
+        self._closed = threading.Event()
+        self._wake, self._waker = socket.socketpair()  # ends the wait for connections
+        self._pending: dict[Connection, None] = {}  # in order of arrival
+        self._lock = threading.Lock()  # guards `_pending`
+
+    def accept(self, listeners: Listeners) -> None:
+        """Accept connections until `close` is called."""
+        with self._wake, selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for listener in listeners.sockets:
+                listener.setblocking(False)
+                selector.register(listener, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                for key, _ in selector.select():
+                    if key.fileobj is not self._wake:
+                        self._accept_from(key.fileobj, key.fileobj is listeners.local)
+
+    def close(self) -> None:
+        """Stop accepting connections, so that `accept` returns."""
+        self._closed.set()
+        self._waker.close()
+
+    def _accept_from(self, listener: socket.socket, local: bool) -> None:
+        try:
+            sock, address = listener.accept()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # the connection stays in the queue: let others end first
+                self._refusals.add("a connection", f"accept failed: {error.strerror}")
+                self._dismiss_oldest()
+                self._closed.wait(_EXHAUSTED_PAUSE_S)
+            return  # otherwise the peer has closed the connection already
+        transport = "shm" if local else "tcp"
+        peer = "a local socket" if local else f"{address[0]}:{address[1]}"
+        try:
+            if local:
+                _check_user(sock)
+            connection = Connection(sock, tick_s=min(1.0, self._deadline_s / 4))
+            with self._lock:
+                crowded = len(self._pending) >= _MAX_PENDING
+                self._pending[connection] = None
+            if crowded:
+                self._dismiss_oldest()
+            attend = threading.Thread(
+                target=self._attend, args=(connection, transport, peer), daemon=True
+            )
+            try:
+                attend.start()
+            except RuntimeError:  # no more threads can be started
+                self._forget(connection)
+                raise
+        except (OSError, RuntimeError, ProtocolError) as error:
+            self._refusals.add(peer, str(error))
+            sock.close()
+
+    def _dismiss_oldest(self) -> None:
+        """Close the oldest connection that has not proved the secret. Its thread counts the refusal."""
+        with self._lock:  # so that no admitted peer is closed
+            oldest = next(iter(self._pending), None)
+            if oldest is not None:
+                del self._pending[oldest]
+                oldest.close()
+
+    def _forget(self, connection: Connection) -> bool:
+        """Remove a connection from those without proof, and return whether it was still one of them."""
+        with self._lock:
+            known = connection in self._pending
+            self._pending.pop(connection, None)
+        return known
+
+    def _attend(self, connection: Connection, transport: str, peer: str) -> None:
+        try:
+            serve = self._greet(connection, transport, peer)
+        finally:
+            self._forget(connection)
+        if serve is not None:
+            serve()
+
+    def _greet(
+        self, connection: Connection, transport: str, peer: str
+    ) -> Callable[[], None] | None:
+        connection.on_replay = lambda frame: self._refusals.add(
+            peer, f"replayed frame: {frame.kind.name}"
+        )
+        connection.deadline = time.monotonic() + self._deadline_s
+        try:
+            hello, nonces = open_handshake(connection, self._secret)
+            if not self._forget(
+                connection
+            ):  # `_dismiss_oldest` has closed it, so that the peer will retry
+                raise Closed("it had to make room for another connection")
+            serve = self._enter(connection, hello, nonces, transport)
+        except ComeAgain as error:
+            _dismiss(connection, str(error), for_now=True)
+            return None
+        except Exception as error:
+            if not isinstance(
+                error, (ProtocolError, Closed, Silent)
+            ):  # such as missing memory or threads
+                log.exception("%s could not be taken in", peer)
+            self._refusals.add(peer, str(error))
+            _dismiss(connection, str(error))
+            return None
+        connection.deadline = None
+        return serve
+
+
+def _check_user(sock: socket.socket) -> None:
+    """Raise ProtocolError if a local socket belongs to another user, who may know its name."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if user not in (0, os.geteuid()):
+        raise ProtocolError(f"user {user} is not the one who runs this job")
+
+
+def _dismiss(connection: Connection, reason: str, for_now: bool = False) -> None:
+    with contextlib.suppress(Closed):  # the peer may have closed the connection already
+        connection.send(Frame(Kind.ERR, count=int(for_now)), reason.encode()[:1024])
+    connection.close()

@@ -1,0 +1,157 @@
+"""The secret of a job, and the handshake by which server and worker prove that they know it.
+
+The server starts with a nonce. The worker answers with its own nonce and an HMAC-SHA256 over both nonces and
+its description. The server answers likewise. A recorded handshake cannot be used again, since nonces differ.
+The keys of the connection's frames are derived from secret and nonces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from stratbench.extensions.servers.wire.frames import Frame, Kind, ProtocolError
+from stratbench.extensions.servers.wire.transport import Connection
+
+NONCE_BYTES = 32
+DIGEST_BYTES = 32
+#: Maximum bytes of a HELLO or WELCOME. Nothing longer is read from a peer before it has proved the secret.
+HELLO_BYTES = 4096
+_NO_KEY = b"\0" * 32  # frames of the handshake have a tag that only detects accidental changes
+
+
+class JoinRefused(ConnectionError):
+    """The server does not accept this worker, or does not know the job's secret."""
+
+
+class JoinLater(JoinRefused):
+    """The server has no free slot for this worker now, so that the worker may try again."""
+
+
+def new_secret() -> bytes:
+    """Return a fresh secret of 32 random bytes."""
+    return os.urandom(32)
+
+
+def write_secret(path: str | Path, secret: bytes) -> None:
+    """Write `secret` as hex to a new file with mode 0600."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(secret.hex())
+
+
+def load_secret(path: str | Path) -> bytes:
+    """Return the job's secret from a file that `write_secret` has written.
+
+    Raises:
+        ValueError: If other users may read the file, or if its secret is missing or too short.
+        OSError: If the file cannot be read.
+    """
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & 0o077:
+        raise ValueError(f"{path}: mode {mode:04o} lets others read the secret; chmod 600 it")
+    try:
+        secret = bytes.fromhex(Path(path).read_text(encoding="utf-8").strip())
+    except ValueError:
+        raise ValueError(f"{path}: the secret is not hexadecimal") from None
+    if len(secret) < 16:
+        raise ValueError(f"{path}: a secret of at least 16 bytes is needed, got {len(secret)}")
+    return secret
+
+
+def _prove(secret: bytes, side: bytes, nonces: bytes, payload: bytes) -> bytes:
+    return hmac.digest(secret, side + nonces + payload, hashlib.sha256)
+
+
+def session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
+    """Return the 32-byte keys of the frames from worker to server and from server to worker."""
+    return (
+        hmac.digest(secret, b"worker frames" + nonces, hashlib.sha256),
+        hmac.digest(secret, b"server frames" + nonces, hashlib.sha256),
+    )
+
+
+def _said(connection: Connection, kind: Kind, least_bytes: int) -> bytes:
+    frame = connection.receive()
+    if frame.kind is Kind.ERR:
+        reason = connection.read(frame.length).decode(errors="replace")
+        raise JoinLater(reason) if frame.count else JoinRefused(reason)
+    if frame.kind is not kind or frame.length < least_bytes:
+        raise ProtocolError(f"{frame.kind.name} of {frame.length} bytes, expected {kind.name}")
+    return connection.read(frame.length)
+
+
+def _parsed(payload: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(payload)
+    except ValueError:
+        raise ProtocolError("malformed handshake: not JSON") from None
+    if not isinstance(value, dict):
+        raise ProtocolError("malformed handshake: not a JSON object")
+    return value
+
+
+def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any], bytes]:
+    """Challenge a worker, as the server, and return its HELLO and both nonces.
+
+    Raises:
+        ProtocolError: If the worker does not know the secret or does not follow the protocol.
+    """
+    connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
+    nonce = os.urandom(NONCE_BYTES)
+    connection.send(Frame(Kind.CHALLENGE), nonce)
+    body = _said(connection, Kind.HELLO, DIGEST_BYTES + NONCE_BYTES)
+    digest, theirs = body[:DIGEST_BYTES], body[DIGEST_BYTES : DIGEST_BYTES + NONCE_BYTES]
+    payload = body[DIGEST_BYTES + NONCE_BYTES :]
+    if not hmac.compare_digest(digest, _prove(secret, b"worker", nonce + theirs, payload)):
+        raise ProtocolError("the peer does not know this job's secret")
+    return _parsed(payload), nonce + theirs
+
+
+def accept_handshake(
+    connection: Connection, secret: bytes, nonces: bytes, welcome: dict[str, Any], limit_bytes: int
+) -> None:
+    """Send WELCOME to a worker, as the server, and authenticate all later frames.
+
+    Args:
+        connection: Connection to the worker.
+        secret: Secret of the job.
+        nonces: Nonces of server and worker, concatenated.
+        welcome: Content of the WELCOME.
+        limit_bytes: Maximum size of later payloads, in bytes.
+    """
+    payload = json.dumps(welcome).encode()
+    connection.send(Frame(Kind.WELCOME), _prove(secret, b"server", nonces, payload) + payload)
+    to_server, to_worker = session_keys(secret, nonces)
+    connection.use_keys(to_worker, to_server, limit_bytes)
+
+
+def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any]) -> dict[str, Any]:
+    """Answer the challenge of a server, as a worker, and return the server's WELCOME.
+
+    Args:
+        connection: Connection to the server.
+        secret: Secret of the job.
+        hello: The worker's description of itself and its model.
+
+    Raises:
+        JoinRefused: If the server refuses the worker, with its reason, or does not know the secret.
+    """
+    connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
+    nonces = _said(connection, Kind.CHALLENGE, NONCE_BYTES)[:NONCE_BYTES] + os.urandom(NONCE_BYTES)
+    payload = json.dumps(hello).encode()
+    proof = _prove(secret, b"worker", nonces, payload)
+    connection.send(Frame(Kind.HELLO), proof + nonces[NONCE_BYTES:] + payload)
+    body = _said(connection, Kind.WELCOME, DIGEST_BYTES)
+    payload = body[DIGEST_BYTES:]
+    if not hmac.compare_digest(body[:DIGEST_BYTES], _prove(secret, b"server", nonces, payload)):
+        raise JoinRefused("the server does not know this job's secret")
+    welcome = _parsed(payload)
+    to_server, to_worker = session_keys(secret, nonces)
+    connection.use_keys(to_server, to_worker, int(welcome["limit_bytes"]))
+    return welcome
