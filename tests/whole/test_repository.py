@@ -207,7 +207,7 @@ def test_tables_say_of_every_option_what_it_takes_and_means_in_words():
     strategy, _, value, default, meaning = (cell.strip() for cell in row.strip("|").split("|"))
     assert (strategy, default) == ("`fsdp`", '`"all"`')
     assert value == "a whole number, at least 1; or `all`, `node`"
-    assert meaning.startswith("workers that hold one model")
+    assert meaning.startswith("number of workers among which one model is sharded")
     servers = config_tables.strategy_tables("servers")
     assert servers.count("`transport`") == 1, "what all servers share is told once"
     pages = "".join(config_tables.generated_pages().values())

@@ -180,7 +180,7 @@ def draw_mark(
 def draw_row_name(axes: Axes, y: float, name: str, mark: Mark, chosen: bool) -> None:
     """Draw a strategy's name and its mark to the left of the axes."""
     draw_mark(axes, 0, y, mark, chosen, 8.5, transform=offset_transform(axes, -10))
-    write_text(
+    draw_text(
         axes,
         0,
         y,
@@ -191,7 +191,7 @@ def draw_row_name(axes: Axes, y: float, name: str, mark: Mark, chosen: bool) -> 
     )
 
 
-def write_text(axes: Axes, x: float, y: float, text: str, colour: str = INK, **style: Any) -> Text:
+def draw_text(axes: Axes, x: float, y: float, text: str, colour: str = INK, **style: Any) -> Text:
     """Write a text that is vertically centred at height `y`."""
     weight = "bold" if style.pop("bold", False) else "normal"
     return axes.text(x, y, text, color=colour, weight=weight, **({"va": "center_baseline"} | style))

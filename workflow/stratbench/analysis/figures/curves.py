@@ -22,7 +22,7 @@ from stratbench.analysis.figures.axes import (
     set_ticks,
     shorten_name,
     spread_positions,
-    write_text,
+    draw_text,
 )
 from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.sheet import (
@@ -112,7 +112,7 @@ def draw_curves(shown: CurveChart) -> Figure:
         draw_ideal(axes, shown)
     if shown.level:
         axes.axhline(shown.level[0], color=MUTED, linestyle=dash_style("2 2.5"), zorder=1.5)
-        write_text(axes, 0, *shown.level, MUTED, va="bottom", transform=offset_transform(axes, 4))
+        draw_text(axes, 0, *shown.level, MUTED, va="bottom", transform=offset_transform(axes, 4))
     names = []
     for curve in shown.lines:
         mark, text = shown.marks[curve.strategy], shorten_name(curve.strategy) + curve.name_suffix
@@ -177,7 +177,7 @@ def draw_ideal(axes: Axes, shown: CurveChart) -> None:
         axes.plot([first, last], [first, last], color=RULE, zorder=1.4)
         # The label is left of the line, where only points better than ideal could be.
         place = offset_transform(axes, -8, of=axes.transData)
-        write_text(axes, last, last, "ideal", MUTED, ha="right", transform=place)
+        draw_text(axes, last, last, "ideal", MUTED, ha="right", transform=place)
 
 
 def dash_style(lengths: str) -> Any:
@@ -212,7 +212,7 @@ def write_line_names(
         names: For each line its name, colour, whether the name is bold, and the line's last point.
     """
     written = [
-        write_text(
+        draw_text(
             axes, 1, end[1], text, colour, bold=bold, transform=offset_transform(axes, NAMES_FROM)
         )
         for text, colour, bold, end in names

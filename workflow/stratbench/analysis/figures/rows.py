@@ -22,7 +22,7 @@ from stratbench.analysis.figures.axes import (
     new_axes,
     offset_transform,
     set_ticks,
-    write_text,
+    draw_text,
 )
 from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.sheet import (
@@ -188,7 +188,7 @@ def draw_rows(shown: Rows) -> Figure:
         draw_row_name(axes, middle, row.strategy, mark, row.chosen)
         axes.axhline(middle, color=LINE, zorder=1)
         full = choose_colour(mark, True) if row.chosen else MUTED
-        write_text(
+        draw_text(
             axes,
             1,
             middle,
@@ -209,7 +209,7 @@ def draw_rows(shown: Rows) -> Figure:
             )
             below = low + (ROW + LINE_HEIGHT) / 2 - 2 if row.points else 0
             paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0}
-            write_text(
+            draw_text(
                 axes, 0, middle + below, words, BAD, transform=offset_transform(axes, 0), bbox=paper
             )
     return apply_layout(axes)
@@ -232,7 +232,7 @@ def draw_scale(axes: Axes, shown: Rows, scale: RowScale) -> None:
     if shown.equality_band:
         axes.axvspan(*shown.equality_band, color=BAND, linewidth=0, zorder=0)
     if shown.value_heading:
-        write_text(
+        draw_text(
             axes,
             1,
             0,
@@ -244,7 +244,7 @@ def draw_scale(axes: Axes, shown: Rows, scale: RowScale) -> None:
     if shown.labelled_limit:
         value, text = shown.labelled_limit
         axes.axvline(value, color=MUTED, linewidth=1.5 * PX, zorder=2)
-        write_text(axes, value, axes.get_ylim()[0] + LINE_HEIGHT / 2, text, MUTED, ha="right")
+        draw_text(axes, value, axes.get_ylim()[0] + LINE_HEIGHT / 2, text, MUTED, ha="right")
 
 
 def draw_point(axes: Axes, point: Point, mark: Mark, y: float) -> None:
@@ -264,4 +264,4 @@ def draw_point(axes: Axes, point: Point, mark: Mark, y: float) -> None:
         color=colour, markerfacecolor=colour if chosen else PAPER, markeredgewidth=1.25 * PX, zorder=5,
     )  # fmt: skip
     text = PAPER if chosen else INK
-    write_text(axes, point.value, y, point.workers_text, text, ha="center", bold=chosen, zorder=6)
+    draw_text(axes, point.value, y, point.workers_text, text, ha="center", bold=chosen, zorder=6)

@@ -15,7 +15,7 @@ from stratbench.analysis.figures.axes import (
     new_axes,
     offset_transform,
     set_ticks,
-    write_text,
+    draw_text,
 )
 from stratbench.analysis.figures.curves import dash_style
 from stratbench.analysis.figures.figure_data import FigureData
@@ -99,7 +99,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
             reason = (
                 "no timeline" if cell["status"] == "ok" else shorten_outcome(str(cell["status"]))
             )
-            write_text(axes, 0, i + used / 2, reason, BAD, transform=offset_transform(axes, 4))
+            draw_text(axes, 0, i + used / 2, reason, BAD, transform=offset_transform(axes, 4))
             continue
         if "phase" in timeline:
             training = timeline.loc[timeline["phase"] == "train", "t_s"]
@@ -113,7 +113,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
             }
             style |= {"color": choose_colour(mark, chosen), "linewidth": 1.25 * PX}
             axes.plot(t, bottom - used * v / highest, **style)
-    write_text(
+    draw_text(
         axes,
         1,
         0,

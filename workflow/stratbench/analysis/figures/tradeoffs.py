@@ -21,7 +21,7 @@ from stratbench.analysis.figures.axes import (
     offset_transform,
     set_ticks,
     shorten_name,
-    write_text,
+    draw_text,
 )
 from stratbench.analysis.figures.curves import Curve, CurveChart, draw_curves
 from stratbench.analysis.figures.figure_data import FigureData
@@ -94,7 +94,7 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
         full = choose_colour(mark, True) if chosen else MUTED
         place = offset_transform(axes, 6, of=axes.transData)
         text = f"{format_number(width, None)} ms"
-        write_text(axes, width, y, text, full, bold=chosen, transform=place)
+        draw_text(axes, width, y, text, full, bold=chosen, transform=place)
     bars = axes.get_legend_handles_labels()[0]
     key = [bar for column in range(KEY_COLUMNS) for bar in bars[column::KEY_COLUMNS]]
     find_root_figure(axes).legend(handles=key, loc="outside upper left", ncols=KEY_COLUMNS)
@@ -191,7 +191,7 @@ def draw_tradeoff(
         chosen, doubt = key == data.choice, DOUBT if flags.get(key) else ""
         colour = choose_colour(data.marks[key[0]], True) if chosen else INK
         text = f"{shorten_name(key[0])} × {key[1]}{doubt}"
-        name = write_text(axes, 0, 0, text, colour, bold=chosen, zorder=6)
+        name = draw_text(axes, 0, 0, text, colour, bold=chosen, zorder=6)
         box = find_free_box(
             places[key], name.get_window_extent().width + 6, taken, find_root_figure(axes).bbox
         )
