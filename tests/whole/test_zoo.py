@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launching import LIMIT_S, settings
+from stratbench.cell.extensions import resolve
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
@@ -132,7 +133,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
         except Exception as e:  # whatever a network makes of a strategy
             return {"failed": users_code.error_text(e)}
         log = PhaseLog(folder / f"phases{rank}", rank, time.monotonic())
-        taking = loop.train_with_server if strategy.kind == "server" else loop.train
+        taking = resolve(strategy.loop) if strategy.loop else loop.train
         try:
             result = taking(
                 strategy, data, ready.worker, Phases(device, log), log, MemoryMeter(device),

@@ -169,6 +169,8 @@ class Strategy:
     kind: ClassVar[Literal["collective", "server", "own"]] = "collective"
     #: Packages that it needs in addition to stratbench's, as `name==version` (`strategies/needs.py`).
     needs: ClassVar[tuple[str, ...]] = ()
+    #: Training loop of the strategy in place of `train.loop.train`, as "module:function". None: that loop.
+    loop: ClassVar[str | None] = None
     #: Name of the update policy of its servers. None: it has no servers.
     policy: ClassVar[str | None] = None
     #: Family of the strategy, which determines its colour in figures; `other` is black.
@@ -500,6 +502,11 @@ class Strategy:
         return states | {
             "optimizer_bytes": states["optimizer_bytes"] + sum(t.nbytes for t in tensors)
         }
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this worker reports for all, known after the training."""
+        return self.worker.rank == 0
 
     def report(self) -> dict[str, Any]:
         """Return the strategy's own entries of the record: `details`, `evaluated_on`, `updates_applied`."""

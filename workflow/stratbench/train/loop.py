@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import gc
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -21,7 +18,6 @@ import torch.distributed as dist
 
 from stratbench.cell.files import finite
 from stratbench.cell.run_folder import RunFolder
-from stratbench.cell.settings import Settings
 from stratbench.strategies import compiled
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.mesh import Mesh
@@ -30,7 +26,7 @@ from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.beside.beside import Beside, Start
-from stratbench.workload.data.device_data import Augmentation, DeviceData, EpochTables, eval_batch
+from stratbench.workload.data.device_data import Augmentation, DeviceData, eval_batch
 from stratbench.workload.generators import Generators
 from stratbench.workload.tasks import Evaluated, Task, evaluated, sums_of_batch
 from stratbench.workload.torch_internals import wait_for_collectives
@@ -61,7 +57,7 @@ class Result:
     steps: int
     samples: int
     memory: dict[str, Any]
-    #: With parameter servers, per epoch and step: the sum of this worker's batch losses, and their number or
+    #: Without common epochs, per epoch and step: the sum of this worker's batch losses, and their number or
     #: the sum of their weights. A task without weights has only step 0.
     losses: dict[int, dict[int, tuple[float | None, float]]] = field(default_factory=dict)
 
@@ -169,186 +165,6 @@ def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
         if not isfinite(value):
             return f"the {name} loss became {value} in {where}"
     return None
-
-
-def train_with_server(
-    strategy: Any,
-    data: DeviceData,
-    worker: Worker,
-    phases: Phases,
-    log: PhaseLog,
-    memory: MemoryMeter,
-    progress: Progress,
-) -> Result:
-    """Warm up, then train on the tickets of parameter servers until none is left.
-
-    Workers do not wait for each other between epochs. The servers write a snapshot at the end of each epoch,
-    and one worker evaluates the snapshots after the training. A worker of an elastic cell evaluates during
-    the training if the servers request it, and may have to leave.
-
-    Args:
-        strategy: Strategy whose `setup` has been called.
-        data: Data set.
-        worker: This worker.
-        phases: Meter of the seconds in each phase.
-        log: Log of the phases for the timeline.
-        memory: Meter of peak memory.
-        progress: Results of finished epochs, to which the evaluating worker adds.
-    """
-    s = worker.settings
-
-    def evaluate_now(epoch: int) -> dict[str, float | None]:
-        if clock.running:
-            clock.end()
-        with phases("eval"):
-            return evaluate_epoch(strategy, data, worker, epoch)
-
-    with phases("warmup"):
-        warm_up(strategy, data, worker)
-    passes = s.passes(data.train_samples)
-    tables = drawn_tables(data, s, passes)
-    memory.start()
-    clock = StepClock(worker.device, worker.heartbeat, strategy.own_phases)
-    worker.mark = clock.mark
-    losses: dict[int, dict[int, list[torch.Tensor]]] = {}
-    samples = taken = 0
-    reports = ThreadPoolExecutor(1)  # prints in a thread, so that a slow disk does not delay a step
-    tables(0)
-    settle_garbage()
-    for epoch, where in strategy.tickets(evaluate_now):
-        if not samples:
-            reports.submit(log.write, "train", "start", at_s=time.monotonic())
-        if not clock.running:
-            clock.begin()
-        if epoch not in losses:
-            # Each worker prints it, since workers begin an epoch at different times.
-            reports.submit(print, f"epoch {epoch + 1}/{passes} begun", flush=True)
-        order, augmentation = tables(epoch)
-        x, y = data.batch(order[where], augmentation)
-        if data.fetches_ahead and (likely := strategy.likely_ticket(data.train_samples)):
-            order, augmentation = tables(likely[0])
-            data.expect(order[likely[1]], augmentation)
-        clock.mark("data")
-        step = where.start // s.global_batch if worker.weighs else 0
-        losses.setdefault(epoch, {}).setdefault(step, []).append(strategy.step(x, y))
-        clock.tick()
-        samples += len(y)
-        taken += 1
-    if clock.running:
-        clock.end()
-    reports.shutdown()
-    if samples:
-        log.write("train", "end")
-    used = memory.read()
-    sums = {e: {n: summed(v) for n, v in steps.items()} for e, steps in losses.items()}
-    diverged = [
-        f"training loss of epoch {e + 1}"
-        for e, steps in sums.items()
-        if not isfinite(sum(x for x, _ in steps.values()))
-    ]
-    finite_losses = {
-        e: {n: (finite(x), w) for n, (x, w) in steps.items()} for e, steps in sums.items()
-    }
-    if strategy.is_evaluator and not s.steps:
-        with phases("eval"):
-            diverged += evaluate_epochs(strategy, data, worker, progress)
-    reason = f"the {diverged[0]} is not a finite number" if diverged else None
-    return Result(
-        "diverged" if reason else "ok", reason, clock, progress, taken, samples, used, finite_losses,
-    )  # fmt: skip
-
-
-def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
-    """Return the sum of batch losses, and their number or the sum of their weights.
-
-    Args:
-        losses: Scalars, or pairs [2] of a sum and its weight.
-    """
-    stacked = torch.stack(losses).double()
-    if stacked.dim() == 1:
-        return float(stacked.sum()), len(losses)
-    total, weight = stacked.sum(0).tolist()
-    return total, weight
-
-
-def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
-    """Draw order and augmentation of all epochs, and return a function that copies one epoch's to the device.
-
-    They are drawn in advance, because training with servers has no pause between two epochs.
-
-    Args:
-        data: Data set.
-        s: Settings of the cell.
-        epochs: Number of epochs.
-    """
-    drawn = [data.tables(s.seed, epoch, s.augment).packed() for epoch in range(epochs)]
-
-    @lru_cache(maxsize=2)  # a ticket of a lost worker may belong to the previous epoch
-    def tables(epoch: int) -> EpochTables:
-        return drawn[epoch].on(data.index_device)
-
-    return tables
-
-
-def evaluate_epoch(
-    strategy: Any, data: DeviceData, worker: Worker, epoch: int
-) -> dict[str, float | None]:
-    """Evaluate the servers' snapshot of one epoch, and return loss, score and its error.
-
-    Args:
-        strategy: Strategy of the cell.
-        data: Data set.
-        worker: This worker.
-        epoch: Number of the epoch, from 0.
-    """
-    with strategy.holding_epoch(epoch) as train_time_s:
-        entry = served_entry(strategy, data, worker, epoch, train_time_s)
-    return {key: entry[key] for key in ("test_loss", "score", "score_error")}
-
-
-def evaluate_epochs(
-    strategy: Any, data: DeviceData, worker: Worker, progress: Progress
-) -> list[str]:
-    """Evaluate the servers' snapshots of all epochs, and return the names of losses that are not finite.
-
-    Args:
-        strategy: Strategy of the cell.
-        data: Data set.
-        worker: This worker.
-        progress: Results of finished epochs, to which the function adds.
-    """
-    diverged = []
-    for epoch in range(worker.settings.epochs):
-        entry = served_entry(strategy, data, worker, epoch, strategy.load_epoch(epoch))
-        strategy.drop_epoch(epoch)
-        if entry["test_loss"] is None:
-            diverged.append(f"test loss after epoch {epoch + 1}")
-        progress.add(entry)
-    return diverged
-
-
-def served_entry(
-    strategy: Any, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
-) -> dict[str, Any]:
-    """Evaluate a snapshot that the model has loaded, and return the results of its epoch.
-
-    The training loss is missing, because only the launcher has the losses of all workers.
-
-    Args:
-        strategy: Strategy of the cell.
-        data: Data set.
-        worker: This worker.
-        epoch: Number of the epoch, from 0.
-        train_time_s: Training time in seconds until the end of the epoch.
-    """
-    evaluation = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
-    entry = epoch_entry(epoch, train_time_s, None, evaluation)
-    print(
-        f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
-        f"{train_time_s:.2f} s: {describe_score(worker.task, entry['score'])}",
-        flush=True,
-    )
-    return entry
 
 
 def epoch_entry(

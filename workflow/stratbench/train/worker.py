@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stratbench.cell.extensions import at
+from stratbench.cell.extensions import at, resolve
 from stratbench.cell.run_folder import worker_name
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.help_page import help_address
@@ -185,19 +185,16 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             folder=job.folder, watch=watch, heartbeat=heartbeat, mesh=strategy.mesh(job.world_size),
         )  # fmt: skip
         built, worker = ready.built, ready.worker
-    keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
-    progress = loop.Progress(job.folder if keeps else None)
+    train = resolve(strategy.loop) if strategy.loop else loop.train
+    # In a loop of the strategy's own whoever evaluates keeps the epochs.
+    progress = loop.Progress(job.folder if rank == 0 or strategy.loop else None)
     classes = [*(beside for _, beside in at("beside")), Profile]
     besides = [cls(job, strategy, data, worker, phases) for cls in classes if cls.takes(job)]
-    if strategy.kind == "server":
-        result = loop.train_with_server(strategy, data, worker, phases, log, memory, progress)
-    else:
-        result = loop.train(strategy, data, worker, phases, log, memory, progress, besides)
+    result = train(strategy, data, worker, phases, log, memory, progress, besides)
     measured = worker_result(result, start, rank)
     if watch is not None:
         measured["compile"] = watch.summary()
-    # Of a server's workers, the one that has evaluated; the others are through, or lost.
-    chosen = strategy.is_evaluator if strategy.kind == "server" else rank == 0
+    chosen = strategy.is_evaluator
     for beside in besides:
         measured |= beside.end(result.status, chosen)
     if chosen:
@@ -468,8 +465,8 @@ def worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[st
         "epoch_times_s": clock.epoch_times_s,
         "step_ms": clock.step_ms,
         "own_ms": clock.own_ms,
-        # A server's worker waits for the server in each step.
-        "issue_ms": None if strategy.kind == "server" else clock.issue_ms,
+        # In a loop of its own a step may wait for other processes.
+        "issue_ms": None if strategy.loop else clock.issue_ms,
         "core_wait_s": clock.core_waits.longest_s,
         "breakdown_ms": clock.phase_means_ms,
         "phases_s": start.phases.as_dict(),

@@ -16,13 +16,13 @@ from stratbench.analysis.figures.axes import (
     apply_layout,
     compute_limits,
     draw_mark,
+    draw_text,
     find_root_figure,
     new_axes,
     offset_transform,
     set_ticks,
     shorten_name,
     spread_positions,
-    draw_text,
 )
 from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.sheet import (

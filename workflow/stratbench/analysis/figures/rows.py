@@ -19,10 +19,10 @@ from stratbench.analysis.figures.axes import (
     compute_limits,
     draw_mark,
     draw_row_name,
+    draw_text,
     new_axes,
     offset_transform,
     set_ticks,
-    draw_text,
 )
 from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.sheet import (

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from stratbench.analysis.figures.axes import (
     apply_layout,
     draw_row_name,
+    draw_text,
     new_axes,
     offset_transform,
     set_ticks,
-    draw_text,
 )
 from stratbench.analysis.figures.curves import dash_style
 from stratbench.analysis.figures.figure_data import FigureData

@@ -16,12 +16,12 @@ from stratbench.analysis.figures.axes import (
     compute_limits,
     draw_mark,
     draw_row_name,
+    draw_text,
     find_root_figure,
     new_axes,
     offset_transform,
     set_ticks,
     shorten_name,
-    draw_text,
 )
 from stratbench.analysis.figures.curves import Curve, CurveChart, draw_curves
 from stratbench.analysis.figures.figure_data import FigureData

@@ -31,6 +31,7 @@ from stratbench.extensions.elastic.servers.channel import ATTEMPT_S, ReturningCh
 from stratbench.extensions.elastic.servers.config import ElasticServerConfig
 from stratbench.extensions.elastic.servers.run import make_run
 from stratbench.extensions.elastic.split import ElasticSynchronous
+from stratbench.extensions.servers import loop as served_loop
 from stratbench.extensions.servers.cells import has_servers
 from stratbench.extensions.servers.process import serve_as_process
 from stratbench.extensions.servers.ps.client import Channel
@@ -166,7 +167,7 @@ def train_served(
             rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
             heartbeat=start.heartbeat, mesh=Mesh(1), channel_by=partial(returning, job.folder, leaving),
         )  # fmt: skip
-    result = loop.train_with_server(
+    result = served_loop.train(
         strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
     )
     measured = worker.worker_result(result, start, number)

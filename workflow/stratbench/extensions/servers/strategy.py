@@ -153,6 +153,7 @@ class ParameterServer(base.Strategy):
     """A worker of parameter servers; `class_of_policy` makes a subclass for each policy."""
 
     kind = "server"
+    loop = "stratbench.extensions.servers.loop:train"
     needs_group = False
     updates_by_zeros = True
     buffers_note = "each worker keeps its own, and the mean of the float ones is evaluated"
