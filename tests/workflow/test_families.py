@@ -53,8 +53,9 @@ def study_config() -> dict:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
+def trained(tmp_path_factory: pytest.TempPathFactory, warm: dict[str, str]) -> Workflow:
     workflow = Workflow(tmp_path_factory.mktemp("families"), study_config())
+    workflow.share_import(warm)
     done = workflow.run("results/tiny/decision.csv")
     assert done.returncode == 0, done.stdout
     return workflow

@@ -57,9 +57,10 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory, warm: dict[str, str]) -> Trained:
     folder = tmp_path_factory.mktemp("own")
     work = Workflow(folder, config_with(MINE | SPARED))
+    work.share_import(warm)
     (folder / "my_net.py").write_text(NETWORK)
     (folder / "my_layers.py").write_text(LAYERS)
     write_files(folder)

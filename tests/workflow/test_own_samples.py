@@ -97,8 +97,9 @@ def network_of(name: str, meta: dict, seed: int) -> torch.nn.Module:
     return made(**sizes).double()
 
 
-def test_the_three_data_sets_train_as_plain_loops_do(tmp_path, monkeypatch):
+def test_the_three_data_sets_train_as_plain_loops_do(tmp_path, warm, monkeypatch):
     work = Workflow(tmp_path, config())
+    work.share_import(warm)
     write_files(tmp_path)
     for target in ("plan", AUDIT):
         done = work.run(target)

@@ -27,8 +27,9 @@ def config(**changes) -> dict:
     return found
 
 
-def test_a_regression_goes_from_the_page_to_its_report(tmp_path):
+def test_a_regression_goes_from_the_page_to_its_report(tmp_path, warm):
     work = Workflow(tmp_path, config())
+    work.share_import(warm)
     (tmp_path / "my_regression.py").write_text(block("python"))
     check = work.run("check")
     assert check.returncode == 0, check.stdout

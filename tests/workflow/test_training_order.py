@@ -13,12 +13,14 @@ from stratbench.study.order import priority
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_snakemake_trains_repeat_after_repeat_in_another_order_each(tmp_path):
+def test_snakemake_trains_repeat_after_repeat_in_another_order_each(tmp_path, warm):
     config = tiny_config()
     experiments = config["studies"]["tiny"]["experiments"]
     del experiments["second"]
     experiments["first"]["repeats"] = 2
-    done = Workflow(tmp_path, config).run("--until", "train_cell")
+    workflow = Workflow(tmp_path, config)
+    workflow.share_import(warm)
+    done = workflow.run("--until", "train_cell")
     assert done.returncode == 0, done.stdout
     begun = re.findall(
         r"train tiny/first: (\S+), (\S+), workers: (\d), repeat (\d); log", done.stdout

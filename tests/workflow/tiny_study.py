@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +17,7 @@ import yaml
 from snakemake_forks import StartedSnakemake, run_snakemake
 
 import invariants
+from stratbench.train.forkserver import FOLDER_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 #: The longest that a run of Snakemake may take: minutes, but many on a very busy machine.
@@ -157,6 +159,16 @@ class Workflow:
         text = file.read_text()
         assert text.count(line) == 1, f"{line!r} is not once in {path}"
         file.write_text(text.replace(line, replacement))
+
+    def share_import(self, warm: Mapping[str, str]) -> None:
+        """Let cells share the fork server of `warm`, which has the code from here, and not from the copy.
+
+        For where the server that a run starts is not what is tested.
+        """
+        self.change_code(
+            "workflow/rules/train.smk", "        forkserver.share_until_exit()\n", "        pass\n"
+        )
+        self.variables[FOLDER_VARIABLE] = warm[FOLDER_VARIABLE]
 
     def record(self, *parts: str, study: str = "tiny") -> Path:
         return self.folder.joinpath("results", study, "cells", *parts, "rep0", "record.json")
