@@ -95,7 +95,7 @@ def trainer() -> str:
     return f"{BEFORE_THE_LOOP}{loop}\ndestroy_process_group()\n"
 
 
-def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path):
+def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path, warm):
     added = [line for line in block("diff").splitlines() if line.startswith("+")]
     variants = yaml.safe_load(block("yaml"))
     assert len(added) == 6
@@ -116,6 +116,7 @@ def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path):
     alone = first | {"models": ["my-gpt"], "strategies": ["mine", "again"], "gpus": [1]}
     config["studies"]["tiny"] |= variants | {"experiments": {"first": first, "alone": alone}}
     workflow = Workflow(tmp_path, config)
+    workflow.share_import(warm)
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(trainer())
     done = workflow.run()
