@@ -239,7 +239,7 @@ def test_the_peaks_of_all_stages_are_told(plan_of):
     assert [round(peaks[1] - mib) for mib in peaks] == [2048, 0, 1024]
     each = ", ".join(bytes_text(mib * 2**20) for mib in peaks)
     (said,) = dict(answered_questions(plan))["What takes the memory?"]
-    assert said.endswith(f"; peaks of the stages: {each}.")
+    assert said.endswith(f"; the peaks of the stages are {each}.")
 
 
 def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
@@ -374,8 +374,8 @@ def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of):
     assert "nothing left to do" in told
     assert "0.0 to 0.0" not in told
     answers = dict(answered_questions(plan))
-    assert answers["How does the number of workers change the peak?"] == [
-        "No strategy of the study is on two numbers of workers."
+    assert answers["How does the peak memory change with the number of workers?"] == [
+        "No strategy of the study has cells on two numbers of workers."
     ]
 
 
@@ -398,9 +398,9 @@ def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
     assert "0.0 to 0.0" not in told
     # Their fields are the same here; whoever shares a row is named.
     assert "ddp and 2 alike" in told
-    assert "     alike: ddp, zero1, fsdp" in told
-    assert "All 50,000 of the data set would fit." in " ".join(told.split())
-    assert "The most that fit: " in plan_text(
+    assert "     equal values: ddp, zero1, fsdp" in told
+    assert "A batch of all 50,000 training samples would fit." in " ".join(told.split())
+    assert "The largest batch that" in plan_text(
         plan_of(strategies=["single"], gpus=[1])
     )  # with a MiB for each sample
 
@@ -430,8 +430,8 @@ def test_the_questions_are_answered(plan_of):
     plan = plan_of(models=["resnet50", "vgg16"])
     found = dict(answered_questions(plan))
     assert all(found.values())
-    assert "it fits" in " ".join(
-        found["May FSDP keep its gathered weights between forward and backward?"]
+    assert "the batch fits" in " ".join(
+        found["Can FSDP keep the gathered weights between forward and backward?"]
     )
 
 
@@ -446,7 +446,7 @@ def test_each_kind_of_fsdp_is_told_what_keeping_its_weights_costs(plan_of):
         "fsdp-zero2": {"strategy": "fsdp", "reshard_after_forward": "never"},
         "fsdp-offload": {"strategy": "fsdp", "offload": "cpu"},
     }
-    question = "May FSDP keep its gathered weights between forward and backward?"
+    question = "Can FSDP keep the gathered weights between forward and backward?"
 
     def told(**block: Any) -> list[str]:
         block = {"variants": variants, "gpus": [4], "precision": "fp32"} | block
@@ -454,10 +454,10 @@ def test_each_kind_of_fsdp_is_told_what_keeping_its_weights_costs(plan_of):
         return [said.partition("4 workers")[2] for said in dict(answered_questions(plan))[question]]
 
     one, other = told(strategies=["ddp", "fsdp", "fsdp-zero2", "fsdp-offload"])
-    assert one.startswith(", fsdp: keeping them costs 1.00 GiB ")
-    assert other.startswith(", fsdp-offload: keeping them costs 3.00 GiB ")
+    assert one.startswith(", fsdp: keeping gathered weights takes 1.00 GiB ")
+    assert other.startswith(", fsdp-offload: keeping gathered weights takes 3.00 GiB ")
     (alone,) = told(strategies=["fsdp", "fsdp-zero2"])
-    assert alone.startswith(": keeping them costs 1.00 GiB ")
+    assert alone.startswith(": keeping gathered weights takes 1.00 GiB ")
 
 
 def test_where_some_cells_are_on_cpus_each_is_judged_by_its_own_memory(plan_of):
@@ -465,8 +465,8 @@ def test_where_some_cells_are_on_cpus_each_is_judged_by_its_own_memory(plan_of):
     on_cpu = replace(plan.cells[0].fit, device="CPU", room_bytes=1.0 * GIB)
     cells = [replace(plan.cells[0], fits_on={"CPU": on_cpu})]
     answers = dict(answered_questions(replace(plan, cells=cells)))
-    (said,) = answers["May FSDP keep its gathered weights between forward and backward?"]
-    assert "it does not fit (at most 0 samples)" in said
+    (said,) = answers["Can FSDP keep the gathered weights between forward and backward?"]
+    assert "the batch does not fit (at most 0 samples do)" in said
 
 
 def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypatch):
@@ -759,19 +759,21 @@ def test_of_what_fits_the_quickest_and_those_near_it_are_named(plan_of):
             fit = replace(c.fit, by_device=by_device, usual_s=usual_s, verdict=verdict)
             cells.append(replace(c, fits_on={"A": fit}, state=state))
         (answer,) = dict(answered_questions(replace(plan, cells=cells)))[
-            "What fits, and what is quickest?"
+            "Which cells fit, and which strategy is the fastest?"
         ]
         return answer
 
-    assert "all fit; " in told()
+    assert "all cells fit; " in told()
     assert told().endswith(
-        "quickest by what the device can do: fsdp, ddp (1-8 s or 1-9 s); within 10 %: zero1."
+        "fastest by the device's rates: fsdp, ddp (1-8 s or 1-9 s); within 10 %: zero1."
     )
     assert told(fsdp=(1, 2, 9)).endswith("ddp (1-9 s); within 10 %: zero1.")
     assert told(zero1=(1, 1, 1)).endswith("zero1 (1-1 s).")
-    assert "2 of 3 fit" in told(fsdp=None)
-    assert "none fits; " in told(ddp=None, zero1=None, fsdp=None)
-    assert told(state="done").endswith("; all are trained, and `decide` says which is quickest.")
+    assert "2 of 3 cells fit" in told(fsdp=None)
+    assert "no cell fits; " in told(ddp=None, zero1=None, fsdp=None)
+    assert told(state="done").endswith(
+        "; all are trained, and `stratbench decide` names the fastest."
+    )
 
 
 def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_it_still_fits(
@@ -797,17 +799,17 @@ def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_i
         footprint = made_up(moments=[moment], between_steps_bytes={})
         cells.append(replace(c, footprint=footprint, fits_on={plan.device: fit}))
     (said,) = dict(answered_questions(replace(plan, cells=cells)))[
-        "How large a network fits, of this kind?"
+        "By how much can the model grow and still fit?"
     ]
     # All grows: 9 / 3 and 9 / 2. The states alone: (9 - 1) / 2 and (9 - 1) / 1.
     assert said.endswith(
-        "of those that fit the quickest is ddp up to 3.0 to 4.0 times, then fsdp up to 4.5 to 8.0 times as "
-        "many parameters."
+        "the fastest strategy that fits is ddp up to 3.0 to 4.0 times, then fsdp up to 4.5 to 8.0 times "
+        "the number of parameters."
     )
 
 
 def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_does_not_fit(plan_of):
-    question = "How is the network best divided among workers?"
+    question = "Which division of the model among workers is best?"
     assert question not in dict(answered_questions(plan_of(strategies=["ddp"], gpus=[4])))
     gpts = {
         "models": ["gpt-compact"],
@@ -837,11 +839,11 @@ def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_doe
 
     assert (
         answer()
-        == "quickest of those that fit: pipeline (S = 4); pipeline (S = 4) needs least, 3.00 GiB."
+        == "fastest division that fits: pipeline (S = 4); pipeline (S = 4) needs the least memory, 3.00 GiB."
     )
     assert answer(pipeline=(3, 4, 30, False)) == (
-        "quickest of those that fit: tensor (T = 4); tensor (T = 4) needs least, 4.00 GiB; pipeline (S = 4) "
-        "does not fit: it needs 30.0 GiB."
+        "fastest division that fits: tensor (T = 4); tensor (T = 4) needs the least memory, 4.00 GiB; "
+        "pipeline (S = 4) does not fit: it needs 30.0 GiB."
     )
     assert answer(pipeline=(3, 4, 30, False), tensor=(5, 6, 40, False)).startswith(
         "pipeline (S = 4) needs"

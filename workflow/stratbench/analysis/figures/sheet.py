@@ -153,7 +153,7 @@ def save_figure(figure: Figure, stem: Path) -> None:
     for suffix, metadata in FORMATS.items():
         with replacing(stem.with_suffix(suffix)) as unfinished:
             if suffix == ".svg":
-                Path(unfinished).draw_text(svg_of(figure), encoding="utf-8")
+                Path(unfinished).write_text(svg_of(figure), encoding="utf-8")
             else:
                 figure.savefig(unfinished, metadata=metadata, facecolor=PAPER, format=suffix[1:])
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""Answers the questions that people ask before they submit a study."""
+"""Answers the questions that users ask before they submit a study."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from stratbench.extensions.plan.needs import data_bytes_of
 from stratbench.extensions.plan.quantities import cells_by, span_text
 from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned
 
-#: What a part of the memory is called in a sentence.
+#: Name of each part of the memory in a sentence.
 PART_NAMES = {
     "parameters": "the weights",
     "gradients": "the gradients",
-    "optimizer": "what the optimizer keeps",
+    "optimizer": "the optimizer states",
     "buffers": "BatchNorm's statistics",
     "buckets": "DDP's buckets",
     "data": "the data set",
     "gathered": "FSDP's gathered weights and their gradients",
     "communication": "buffers of the collectives",
-    "received": "buffers for what other stages send",
+    "received": "receive buffers of pipeline stages",
     "staging": "the CPU backend's staging copies",
     "scratch": "copies that the CPU's convolutions work on",
     "activations": "the activations kept for backward",
     "temporaries": "temporary results of backward and optimizer",
 }
 
-#: Parts of the memory that grow with a network's parameters, however it grows.
+#: Parts of the memory that are proportional to the number of parameters.
 STATES = ("parameters", "gradients", "optimizer", "buckets", "gathered")
-#: By how much two predicted times may differ, relatively, and still count as alike.
+#: Maximum relative difference of two predicted times that count as equal.
 ALIKE = 0.03
-#: Within so much of the least, the quickest was in each of 36 published sweeps of PyTorch
-#: (benchmarks/results/public-sweeps.md).
+#: Relative distance to the shortest planned time within which the fastest strategy was, in each of 36
+#: published sweeps of PyTorch (benchmarks/results/public-sweeps.md).
 NEAR = 0.1
 
 
 def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Pairs of a question and the sentences that answer it."""
+    """Return pairs of a question and the sentences that answer it."""
     return [
-        ("What fits, and what is quickest?", list(_quickest(plan))),
-        *_if_any("How is the network best divided among workers?", list(_divisions(plan))),
-        ("How large a batch fits?", list(_batches(plan))),
-        *_if_any("How large a network fits, of this kind?", list(_sizes(plan))),
-        ("How does the number of workers change the peak?", list(_workers(plan))),
+        ("Which cells fit, and which strategy is the fastest?", list(_quickest(plan))),
+        *_if_any("Which division of the model among workers is best?", list(_divisions(plan))),
+        ("Which batch size fits?", list(_batches(plan))),
+        *_if_any("By how much can the model grow and still fit?", list(_sizes(plan))),
+        ("How does the peak memory change with the number of workers?", list(_workers(plan))),
         (
-            "May FSDP keep its gathered weights between forward and backward?",
+            "Can FSDP keep the gathered weights between forward and backward?",
             list(_resharding(plan)),
         ),
         ("What takes the memory?", list(_dominant(plan))),
@@ -61,12 +61,12 @@ def _if_any(question: str, sentences: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _known(plan: Plan) -> list[Planned]:
-    """One cell of each set of repeats, where there is a prediction."""
+    """Return one cell of each set of repeats, if it has a prediction."""
     return [c for c in plan.cells if c.cell.repeat == 0 and c.footprint is not None]
 
 
 def _on_most_workers(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
-    """Of each experiment and model, in words, the cells on the largest number of workers."""
+    """Yield the cells on the largest worker count, with a text on them, per experiment and model."""
     for (experiment, model), cells in cells_by(_known(plan), "experiment", "model").items():
         workers = max(c.cell.gpus for c in cells)
         there = [c for c in cells if c.cell.gpus == workers]
@@ -82,20 +82,27 @@ def _batches(plan: Plan) -> Iterator[str]:
             for c in there
         }
         low, high = min(most, key=most.get), max(most, key=most.get)
-        several = f"; {high}: {most[high]:,}" if most[high] != most[low] else ""
-        fit = f"The most that fit: {low}: {most[low]:,}{several}."
+        several = f", and {most[high]:,} with {high}" if most[high] != most[low] else ""
+        fit = f"The largest batch that fits is {most[low]:,} samples with {low}{several}."
         if most[low] >= samples:
-            fit = f"All {samples:,} of the data set would fit."
+            fit = f"A batch of all {samples:,} training samples would fit."
         yield f"{where}: the study's global batch is {settings.global_batch:,}. {fit}"
 
 
 def larger_networks(
     footprint: Footprint, batch: int, room_bytes: float, threads: int = 0
 ) -> tuple[float, float]:
-    """How many times the parameters may become that fit into `room_bytes`, with `batch` samples per worker.
+    """Return by what factor the number of parameters can grow within `room_bytes`.
 
-    At least: all that a worker needs grows as they do, as in a deeper network. At most: the states alone
-    do. `threads`: that the GPU holds at once.
+    Args:
+        footprint: Predicted memory of one worker.
+        batch: Samples per worker.
+        room_bytes: Memory of a worker for everything but the data set.
+        threads: Threads that the GPU holds at once.
+
+    Returns:
+        Factors (low, high). Low: all memory grows with the parameters, as in a deeper network. High:
+        only the states grow.
     """
     peak, copied_bytes = footprint.training_peak(batch, threads), footprint.copied_bytes
     states_bytes = sum(peak.parts_bytes.get(part, 0) for part in STATES)
@@ -105,7 +112,7 @@ def larger_networks(
 
 
 def _sizes(plan: Plan) -> Iterator[str]:
-    """Which is quickest of those that still fit, as a network grows."""
+    """Yield which strategy is the fastest of those that still fit, as a network grows."""
     for where, there in _on_most_workers(plan):
         growth = {
             c.cell.strategy: larger_networks(
@@ -128,8 +135,8 @@ def _sizes(plan: Plan) -> Iterator[str]:
         if chain:
             told = [f"{name} up to {_times(growth[name])}" for name in chain]
             yield (
-                f"{where}, this batch: of those that fit the quickest is {', then '.join(told)} as many "
-                "parameters."
+                f"{where}, with this batch: the fastest strategy that fits is {', then '.join(told)} "
+                "the number of parameters."
             )
 
 
@@ -139,7 +146,7 @@ def _times(growth: tuple[float, float]) -> str:
 
 
 def _quickest(plan: Plan) -> Iterator[str]:
-    """What fits, and the quickest of it by one time at the same rates for all."""
+    """Yield how many cells fit, and the fastest of them by one time at equal rates."""
     for where, there in _on_most_workers(plan):
         least = min(there, key=lambda c: c.fit.needed_bytes)
         able = [c for c in there if c.fit.may_run]
@@ -148,18 +155,20 @@ def _quickest(plan: Plan) -> Iterator[str]:
             continue
         if not able:
             needs = bytes_text(least.fit.needed_bytes)
-            yield f"{where}: none fits; {least.cell.strategy} needs least, {needs}."
+            yield f"{where}: no cell fits; {least.cell.strategy} needs the least memory, {needs}."
             continue
         fit = len(able) - tight
-        count = "all fit" if fit == len(there) else f"{fit} of {len(there)} fit"
+        count = "all cells fit" if fit == len(there) else f"{fit} of {len(there)} cells fit"
         count += f", {tight} tight" if tight else ""
-        told = f"{where}: {count}; {least.cell.strategy} needs least memory"
+        told = f"{where}: {count}; {least.cell.strategy} needs the least memory"
         best, near = _quickest_of(able, ALIKE), _quickest_of(able, NEAR)
         if all(c.state == "done" for c in able):
-            told += "; all are trained, and `decide` says which is quickest"
+            told += "; all are trained, and `stratbench decide` names the fastest"
         elif best:
             ranges = {span_text(c.fit.by_device) for c in best}
-            told += f"; quickest by what the device can do: {names_text([c.cell.strategy for c in best])}"
+            told += (
+                f"; fastest by the device's rates: {names_text([c.cell.strategy for c in best])}"
+            )
             told += f" ({' or '.join(sorted(ranges))})" if len(ranges) < 3 else ""
             if len(near) > len(best):
                 others = names_text([c.cell.strategy for c in near[len(best) :]])
@@ -168,23 +177,25 @@ def _quickest(plan: Plan) -> Iterator[str]:
 
 
 def _quickest_of(cells: list[Planned], within: float) -> list[Planned]:
-    """The cells whose usual time is at most this share above the least, the quickest first."""
+    """Return the cells whose usual time is within a fraction of the shortest, fastest first."""
     timed = sorted((c for c in cells if c.fit.by_device), key=lambda c: c.fit.usual_s)
     return [c for c in timed if c.fit.usual_s <= timed[0].fit.usual_s * (1 + within)]
 
 
 def _divisions(plan: Plan) -> Iterator[str]:
-    """Of the ways to divide layers (T) or cut into stages (S): the quickest, the smallest, what fits not."""
+    """Yield the fastest and the smallest division of layers (T) or into stages (S), and those that do not
+    fit.
+    """
     for where, there in _on_most_workers(plan):
         divided = [c for c in there if c.subject.mesh.members > 1]
         if not divided:
             continue
         able = [c for c in divided if c.fit.may_run]
         least = min(divided, key=lambda c: c.fit.needed_bytes)
-        told = [f"{_division(least)} needs least, {bytes_text(least.fit.needed_bytes)}"]
+        told = [f"{_division(least)} needs the least memory, {bytes_text(least.fit.needed_bytes)}"]
         if best := _quickest_of(able, ALIKE):
             told.insert(
-                0, f"quickest of those that fit: {names_text([_division(c) for c in best])}"
+                0, f"fastest division that fits: {names_text([_division(c) for c in best])}"
             )
         told += [
             f"{_division(c)} does not fit: it needs {bytes_text(c.fit.needed_bytes)}"
@@ -195,7 +206,7 @@ def _divisions(plan: Plan) -> Iterator[str]:
 
 
 def _division(c: Planned) -> str:
-    """A cell's strategy with its numbers: `fsdp-tensor (T = 2, 4 replicas)`."""
+    """Return a cell's strategy with its degrees, such as `fsdp-tensor (T = 2, 4 replicas)`."""
     mesh = c.subject.mesh
     told = [f"{name} = {n}" for name, n in (("T", mesh.tensor), ("S", mesh.stages)) if n > 1]
     told += [f"{mesh.replicas} replicas"] if mesh.replicas > 1 else []
@@ -205,7 +216,7 @@ def _division(c: Planned) -> str:
 def _workers(plan: Plan) -> Iterator[str]:
     known = _known(plan)
     if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
-        yield "No strategy of the study is on two numbers of workers."
+        yield "No strategy of the study has cells on two numbers of workers."
     for (experiment, model), cells in cells_by(known, "experiment", "model").items():
         rows = []
         ordered = sorted(cells, key=lambda c: (c.cell.strategy, c.cell.gpus))
@@ -218,21 +229,21 @@ def _workers(plan: Plan) -> Iterator[str]:
         if rows:
             best = max(rows, key=lambda r: r[3])
             worst = min(rows, key=lambda r: r[3])
-            other = f", with {worst[0]} {worst[3]:.2f} times lower" if worst[3] < best[3] else ""
+            other = f", and with {worst[0]} by {worst[3]:.2f}" if worst[3] < best[3] else ""
             yield (
-                f"{experiment}, {model}: on {best[2]} workers the peak of a training step is {best[3]:.2f} "
-                f"times lower than on {best[1]} with {best[0]}{other}."
+                f"{experiment}, {model}: from {best[1]} to {best[2]} workers the peak memory of a training "
+                f"step shrinks by a factor of {best[3]:.2f} with {best[0]}{other}."
             )
 
 
 def _resharding(plan: Plan) -> Iterator[str]:
     if not plan.resharding:
-        yield "The study has no FSDP cells."
+        yield "The study has no cells with FSDP."
     followed = [c for c in _known(plan) if c.subject.request in plan.resharding]
     for (experiment, model, workers), cells in cells_by(
         followed, "experiment", "model", "gpus"
     ).items():
-        # Cells that differ in this choice alone are of one kind, as are those of one request.
+        # Cells that differ only in this choice count as one kind, like cells with equal requests.
         kinds = {
             c.subject.request.with_options(**{RESHARDING: "always"}): c for c in reversed(cells)
         }
@@ -246,20 +257,22 @@ def _resharding(plan: Plan) -> Iterator[str]:
                 c.fit.room_bytes, threads, partial(data_bytes_of, c.subject)
             )
             answer = (
-                "it fits" if largest >= batch else f"it does not fit (at most {largest:,} samples)"
+                "the batch fits"
+                if largest >= batch
+                else f"the batch does not fit (at most {largest:,} samples do)"
             )
             name = f", {c.cell.strategy}" if len(kinds) > 1 else ""
             yield (
-                f"{experiment}, {model}, {counted(workers, 'worker')}{name}: keeping them costs "
-                f"{bytes_text(peaks[1] - peaks[0])} and saves {bytes_text(gathers[0] - gathers[1])} of "
-                f"gathering a step; {answer}."
+                f"{experiment}, {model}, {counted(workers, 'worker')}{name}: keeping gathered weights takes "
+                f"{bytes_text(peaks[1] - peaks[0])} more memory, and each step gathers "
+                f"{bytes_text(gathers[0] - gathers[1])} less; {answer}."
             )
 
 
 def _dominant(plan: Plan) -> Iterator[str]:
     for (experiment, model), cells in cells_by(_known(plan), "experiment", "model").items():
         workers = max(c.cell.gpus for c in cells)
-        # Strategies that do the same on a worker, as all parameter servers do, are listed once.
+        # Strategies with equal work on a worker, such as all parameter servers, are listed once.
         distinct = {c.subject.request: c for c in reversed(cells) if c.cell.gpus == workers}
         for c in reversed(distinct.values()):
             parts = sorted(c.fit.peak.parts_bytes.items(), key=lambda p: -p[1])[:2]
@@ -268,5 +281,5 @@ def _dominant(plan: Plan) -> Iterator[str]:
                 for name, n_bytes in parts
             )
             if each := c.fit.stage_peaks_bytes:
-                told += f"; peaks of the stages: {', '.join(map(bytes_text, each))}"
+                told += f"; the peaks of the stages are {', '.join(map(bytes_text, each))}"
             yield f"{experiment}, {model}, {c.cell.strategy} on {workers}: {told}."

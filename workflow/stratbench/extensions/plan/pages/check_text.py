@@ -1,4 +1,4 @@
-"""Writes the check of a study as text for a terminal."""
+"""Writes the result of the check of a study as text for a terminal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stratbench.study.reasons import lines_by_reason, without_subject, workers_t
 from stratbench.workload.data.dataset import kind_of
 from stratbench.workload.tasks import OwnTask
 
-#: Shard groups that are named one by one; of more, the largest and the smallest.
+#: Maximum number of shard groups that are listed; of more, only the largest and the smallest.
 MAX_GROUPS = 16
-#: What becomes of a parameter in a step that has no gradient for it: by `updates_by_zeros`.
+#: Text on a parameter in a step that has no gradient for it, by `updates_by_zeros`.
 WITHOUT_GRADIENT = {
     False: "left as it is",
     True: "updated by zeros, so that momentum and decay go on",
@@ -25,7 +25,7 @@ WITHOUT_GRADIENT = {
 
 
 def check_text(checked: Checked) -> str:
-    """What `snakemake check` prints."""
+    """Return the text that `snakemake check` prints."""
     return "\n".join(_lines(checked))
 
 
@@ -106,7 +106,7 @@ def _network(
 
 
 def _by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
-    """Each note that is true of some of the strategies, with their names."""
+    """Return each note that applies to some of the strategies, with the names of these strategies."""
     names: dict[str, list[str]] = {}
     for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
         names.setdefault(note_of(strategy_class(used)), []).append(name)
@@ -126,7 +126,7 @@ def _groups(found: CheckResult) -> str:
 
 
 def _where(cells: list[Cell], of: list[Cell]) -> str:
-    """Their numbers of workers, and their experiments where it is not so in all of them."""
+    """Return the worker counts of cells as text, with their experiments if others in `of` differ."""
     names = dict.fromkeys(c.experiment for c in cells)
     others = {c.experiment for c in of} - names.keys()
     return workers_text({c.gpus for c in cells}) + (f" in {', '.join(names)}" if others else "")

@@ -1,4 +1,4 @@
-"""The answer for one model as text: the quickest that fits in a sentence, then all choices in a table."""
+"""Writes the answer for one model as text: the fastest choice in a sentence, then a table."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
 from stratbench.study.resources import node_count_of
 
 NOTES = """\
-micro: the most samples that fit on a GPU at once, or on the GPUs that share one copy of the model. \
-fits: in 81 % of the GPU's memory; tight: in 103 %, a short run tells. \
-alloc.: what torch.cuda.max_memory_allocated shows; reserv.: what PyTorch's allocator holds with \
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, without it up to a third more; smi: what nvidia-smi shows, \
-with the CUDA context and NCCL. {counts}/s: one time to compare by, and the range{runs}; GPU-hours follow \
-from the first."""
-#: The columns that are words or ranges, which begin at the left.
+micro: largest number of samples that fit at once on a GPU, or on the GPUs that share one copy of the model. \
+fits: needs at most 81 % of the GPU's memory. tight: needs at most 103 %, so that only a short run shows \
+whether it fits. alloc.: value of torch.cuda.max_memory_allocated. reserv.: memory of PyTorch's allocator \
+with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without it up to a third more. smi: value of nvidia-smi, \
+with the CUDA context and NCCL. {counts}/s: one value to compare by, and its range{runs}. GPU-hours follow \
+from the value to compare by."""
+#: Columns with words or ranges, which are aligned to the left.
 LEFT = (0, 1, 2, 7)
 
 
 def answer_text(answer: Answer) -> str:
-    """Return what `stratbench plan --model NAME --gpus N` prints."""
+    """Return the text that `stratbench plan --model NAME --gpus N` prints."""
     above = folded([_heading(answer), "", _best(answer), ""])
     below = [f"{told}: {reason}" for reason, told in _reasons(answer).items()]
     below += [f"left out: {reason}" for reason in answer.left_out]
@@ -37,7 +37,7 @@ def answer_text(answer: Answer) -> str:
 
 
 def first_text(answer: Answer) -> str:
-    """Return a line on the first strategy that was followed."""
+    """Return a line on the first strategy that was traced."""
     return folded([f"first: {_sentence(answer, answer.choices[0])}"])
 
 
@@ -63,8 +63,8 @@ def _best(answer: Answer) -> str:
         tight = [c for c in answer.choices if c.verdict and c.verdict != DOES_NOT_FIT]
         if not tight:
             known = any(c.verdict for c in answer.choices)
-            return "Nothing fits: take more GPUs or larger ones." if known else "Nothing is known."
-        return f"Nothing fits with room to spare. {_sentence(answer, tight[0])}"
+            return "No strategy fits: take more GPUs or larger ones." if known else "No prediction."
+        return f"No strategy fits for certain. {_sentence(answer, tight[0])}"
     said = _sentence(answer, first)
     if first.step_s is None:
         return said
@@ -72,8 +72,8 @@ def _best(answer: Answer) -> str:
     cost = _cost(answer, gpu_hours)
     amount = f"{answer.amount:g} {answer.counts}".replace("e+0", "e").replace("e+", "e")
     return (
-        f"{said} {amount} take {hours_text(gpu_hours / answer.question.gpus)} h, "
-        f"{hours_text(gpu_hours)} GPU-hours{f', which cost {cost}' if cost else ''}."
+        f"{said} Training on {amount} takes {hours_text(gpu_hours / answer.question.gpus)} h, "
+        f"{hours_text(gpu_hours)} GPU-hours{f', at a cost of {cost}' if cost else ''}."
     )
 
 
@@ -87,10 +87,10 @@ def _sentence(answer: Answer, choice: StrategyAnswer) -> str:
     if choice.verdict == DOES_NOT_FIT:
         return held
     if choice.step_s is None:
-        return f"{held} A {answer.gpu.name} has no rate for {answer.precision}, so no time is told."
+        return f"{held} Its time is unknown, since {answer.gpu.name} has no rate for {answer.precision}."
     low, high, usual = answer.rates_of(choice)
     return (
-        f"{text}, {choice.global_batch} in a step of all GPUs: {usual:,.0f} {answer.counts} per second "
+        f"{text}, {choice.global_batch} per step on all GPUs: {usual:,.0f} {answer.counts} per second "
         f"({low:,.0f} to {high:,.0f}{f', from {choice.time_source}' if choice.time_source else ''})."
     )
 
@@ -100,7 +100,7 @@ def _name(choice: StrategyAnswer) -> str:
 
 
 def _table(answer: Answer) -> list[str]:
-    """The lines of the table of what is predicted; none where nothing is."""
+    """Return the lines of the table of predictions, or none without any."""
     heads = ["strategy", "ckpt", "verdict", "micro", "alloc.", "reserv.", "smi"]
     heads += [f"{answer.counts}/s (range)", "GPU-h", "cost"]
     rows = [heads, *(_row(answer, c) for c in answer.choices if c.memory is not None)]
@@ -136,7 +136,7 @@ def _gpu_hours(answer: Answer, choice: StrategyAnswer) -> float:
 
 
 def _short(number: float) -> str:
-    """A rate with three digits: 4.21, 68.4k, 1.2M."""
+    """Return a rate with three digits, such as 4.21, 68.4k or 1.2M."""
     for unit, name in ((1e6, "M"), (1e3, "k")):
         if number >= unit:
             return f"{in_unit(number, unit)}{name}"
@@ -149,7 +149,7 @@ def _cost(answer: Answer, gpu_hours: float) -> str:
 
 
 def _reasons(answer: Answer) -> dict[str, str]:
-    """Why nothing is known of choices: each reason once, with the choices' names."""
+    """Return why choices have no prediction: each reason once, with the names of its choices."""
     names: dict[str, list[str]] = {}
     for c in answer.choices:
         if c.reason:

@@ -1,4 +1,4 @@
-"""The report's section on the plan: how far it was from what finished cells recorded."""
+"""Renders the report's section that compares the plan with finished cells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "prediction.html.j2"
 
 
 def make_prediction_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Make the section where a cell that was planned has a record."""
+    """Yield the section if a planned cell has a record."""
     path = inputs.folder / "prediction.csv"
     if path.exists() and (lines := prediction_lines(path)):
         on_cpu = (inputs.cells["device_kind"] == "cpu").any()
@@ -39,9 +39,9 @@ def prediction_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_errors(percent: pd.Series) -> str:
-    """Return the error, or of several the median and the farthest from 0.
+    """Return the error as text; for several errors the median and the one farthest from 0.
 
-    Return an empty text otherwise.
+    The text is empty without errors.
     """
     if len(percent) < 2:
         return "".join(f"{error:+.1f} %" for error in percent)

@@ -1,4 +1,4 @@
-"""The plan as a table: plan.csv has a row for each cell, and plan.json what the workflow reads."""
+"""Writes plan.csv with a row per cell, and plan.json with the values that the workflow reads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from stratbench.study import plan_file
 
 
 class Unit(NamedTuple):
-    """How quantities of a kind are written.
+    """Format of one kind of quantity.
 
-    `csv`: a number in plan.csv; `text`: the value as people read it; `ends`: what the names of its columns
-    end in, of a range one for each end.
+    Attributes:
+        csv: Returns the number for plan.csv.
+        text: Returns the value as text.
+        ends: Suffixes of the column names, one for each end of a range.
     """
 
     csv: Callable[[Any], Any] = lambda value: value
@@ -41,14 +43,16 @@ RANGE = Unit(lambda end: f"{end:.6g}", span_text, ("_low", "_high"))
 
 
 class PlanColumn(NamedTuple):
-    """A quantity of a cell: where it is in a `Planned`, or in its `DeviceFit` on `device`, and its unit."""
+    """A quantity of a cell: its attribute path in `Planned`, or in the `DeviceFit` of `device`, and its
+    unit.
+    """
 
     path: str
     unit: Unit = PLAIN
     device: str | None = None
 
     def value(self, c: Planned) -> Any:
-        """The value of a cell; None where it is not known."""
+        """Return the value of a cell, or None if it is unknown."""
         value: Any = c if self.device is None else c.fits_on.get(self.device)
         for name in self.path.split("."):
             if value is None:
@@ -57,12 +61,12 @@ class PlanColumn(NamedTuple):
         return value
 
     def text(self, c: Planned) -> str:
-        """The same as people read it; empty where it is not known."""
+        """Return the value of a cell as text, or "" if it is unknown."""
         value = self.value(c)
         return "" if value is None else self.unit.text(value)
 
 
-#: The columns of plan.csv after a cell's coordinates. The text and the page show the same quantities.
+#: Columns of plan.csv after a cell's coordinates. The text and the page show the same quantities.
 COLUMNS = {
     "state": PlanColumn("state"),
     "reason": PlanColumn("reason"),
@@ -95,7 +99,7 @@ COLUMNS = {
     "cost": PlanColumn("fit.cost", RANGE),
     "cut_off": PlanColumn("fit.cut_off"),
 }
-#: Those after the columns of other devices.
+#: Columns of plan.csv after those of other devices.
 REQUEST_COLUMNS = {
     "host_mem_mib_needed": PlanColumn("needs.host_bytes", IN_MIB),
     **{
@@ -107,7 +111,7 @@ REQUEST_COLUMNS = {
 
 
 def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
-    """A cell's row, also of what it is on `others`; a field is empty where nothing is known."""
+    """Return a cell's row of plan.csv, with its prediction on `others`; unknown fields are empty."""
     columns = dict(COLUMNS)
     for device in others:
         columns[f"fits {device}"] = PlanColumn("verdict", PLAIN, device)
@@ -128,7 +132,7 @@ def write_csv(plan: Plan, path: Path) -> None:
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = ()) -> None:
-    """Write rows of the same columns as CSV; `header`: the columns where there is no row."""
+    """Write rows with equal columns as CSV; without rows only the `header` is written."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0] if rows else header), lineterminator="\n")
     writer.writeheader()
@@ -137,7 +141,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = (
 
 
 def write_json(plan: Plan, path: Path) -> None:
-    """Write plan.json: what the workflow reads of each cell, by the cell's path."""
+    """Write plan.json, the values per cell that the workflow reads, by path of the cell."""
     cells = {
         c.cell.path: {
             "settings": plan_file.digest_of(c.subject.settings),

@@ -1,4 +1,4 @@
-"""The plan as people read it: a text for a terminal, and plan.html, one page without other files."""
+"""Writes the plan for readers: text for a terminal, and plan.html, a page without other files."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Plan,
 from stratbench.study.reasons import lines_by_reason
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: How far in the lines of a table stand.
+#: Indentation of a table's lines, in characters.
 INDENT = 5
-#: So many strategies do not stand in one field of a table.
+#: From this number on, strategies with equal values are listed below the table.
 MANY_ALIKE = 3
 
 
@@ -48,7 +48,7 @@ def _time_mark(c: Planned) -> str:
     return {"no": "", "possible": "?", "certain": "!"}[c.fit.cut_off]
 
 
-#: Of each experiment: a column of the plan, what is said over its table, and how a field is marked.
+#: Tables per experiment: a column of the plan, the title over its table, and the mark of a field.
 TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
     "needed_mib": (
         "{unit} per worker that {who} needs, at {workers} workers (! does not fit, ? tight)",
@@ -66,7 +66,7 @@ TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
 
 
 def plan_text(plan: Plan) -> str:
-    """What `snakemake plan` prints."""
+    """Return the text that `snakemake plan` prints."""
     states = Counter(c.state for c in plan.cells)
     values = _values(plan) | {
         "tables": TABLES,
@@ -90,7 +90,10 @@ def plan_text(plan: Plan) -> str:
 
 
 def network_text(plan: Plan) -> str:
-    """What `stratbench plan --model NAME` prints: memory in the way to train with which the page begins."""
+    """Return the text that `stratbench plan --model NAME` prints.
+
+    It has the memory for the settings with which the page begins.
+    """
     first = plan.cells[0].subject.settings
     lines = [
         f"{plan.cells[0].cell.model} on {plan.device}, {plan.cells[0].cell.dataset}, {first.optimizer}, "
@@ -130,7 +133,7 @@ def _values(plan: Plan) -> dict[str, Any]:
 
 
 def _reasons(plan: Plan) -> dict[str, list[str]]:
-    """Why cells are not trained, or were not, by what has become of them: a line for each reason."""
+    """Return lines with the reasons why cells are not trained or not predicted, by state."""
     told = {
         state: [c for c in plan.cells if c.state == state]
         for state in ("unsupported", "infeasible", "failed", "recorded")
@@ -142,11 +145,16 @@ def _reasons(plan: Plan) -> dict[str, list[str]]:
 
 
 def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
-    """A quantity of an experiment's cells (of `who`): what it is, and a table.
+    """Return a title and a table of one quantity of an experiment's cells.
 
-    Rows are strategies, columns models, and in each field the worker counts side by side. Models that do
-    not fit the terminal beside the others stand in a further table below. Strategies of which all fields
-    are alike share a row; where they are many, a line below names them.
+    Rows are strategies, columns are models, and each field has the values of all worker counts. Models that
+    do not fit the terminal's width are in a further table below. Strategies with equal fields share a row.
+    If they are many, a line below names them.
+
+    Args:
+        cells: Cells of an experiment.
+        name: Column of plan.csv.
+        who: Subject of the title.
     """
     title, mark = TABLES[name]
     column, workers = COLUMNS[name], sorted({c.cell.gpus for c in cells})
@@ -156,7 +164,7 @@ def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
     unit, n_bytes = "", 0
     if column.unit is not RANGE:
         most = max(map(column.value, first.values()), default=0)
-        # Where nothing is sent, 0 is told in the unit of the network's weights.
+        # If nothing is sent, 0 has the unit of the network's weights.
         weights = COLUMNS["state_parameters_bytes"]
         unit, n_bytes = unit_for(most or max(map(weights.value, first.values()), default=0))
 
@@ -178,20 +186,22 @@ def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
         for group in side_by_side(widths)
         for row in rows
     ]
-    lines += [f"alike: {', '.join(names)}" for names in alike.values() if len(names) >= MANY_ALIKE]
+    lines += [
+        f"equal values: {', '.join(names)}" for names in alike.values() if len(names) >= MANY_ALIKE
+    ]
     told = title.format(unit=unit, who=who, workers=", ".join(map(str, workers)))
     return "\n".join([f"   {told}", *(f"{' ' * INDENT}{line}".rstrip() for line in lines)])
 
 
 def _quickest_first(cells: list[Planned]) -> list[str]:
-    """The strategies by their usual time on the most workers, then the others, in their order."""
+    """Return the strategies by usual time on the most workers, then the others in their order."""
     most = max(c.cell.gpus for c in cells)
     there = in_order(c for c in cells if c.cell.gpus == most)
     return list(dict.fromkeys(c.cell.strategy for c in [*there, *cells]))
 
 
 def _time_field(c: Planned) -> str:
-    """The range of a cell's training, after the time that compares cells where both are by the device."""
+    """Return the range of a cell's training time as text, after the comparison time if it has one."""
     fit = c.fit
     if fit.train is None:
         return "unknown"
@@ -201,7 +211,7 @@ def _time_field(c: Planned) -> str:
 
 
 def side_by_side(widths: list[int]) -> list[list[int]]:
-    """The columns from the second on, in groups that fit a terminal beside the first."""
+    """Return the columns from the second on, in groups that fit the terminal's width next to the first."""
     groups: list[list[int]] = [[]]
     for i in range(1, len(widths)):
         together = sum(3 + widths[j] for j in (*groups[-1], i))

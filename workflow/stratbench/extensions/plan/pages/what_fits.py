@@ -1,7 +1,7 @@
-"""The plan as plan.html computes with it: footprints, bytes and rates as JSON, for any batch, on any GPU.
+"""Provides footprints, bytes and rates as JSON, from which plan.html plans any batch on any GPU.
 
-Nothing is predicted here. What the page adds are the formulas of `Footprint.needed_bytes`, `Reduction` and
-`duration`, in templates/what_fits.js; a test holds its figures against the plan's.
+Nothing is predicted here. templates/what_fits.js repeats the formulas of `Footprint.needed_bytes`,
+`Reduction` and `duration`. A test compares its results with the plan's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from stratbench.extensions.plan.schedule import Plan, Planned
 from stratbench.strategies.base import Strategy
 from stratbench.telemetry.machine.hardware import Datasheet, all_datasheets
 
-#: What the bar calls the parts of the memory, and which of `PARTS` each is. `copy` is the warm-up's.
+#: Segments of the page's memory bar, with the PARTS that each of them sums up. A further segment, `copy`,
+#: is the copy of the warm-up.
 GROUPS = {
     "weights": ("parameters", "buffers"),
     "gradients": ("gradients",),
@@ -33,19 +34,19 @@ GROUPS = {
     "activations": ("activations",),
     "temporary": ("temporaries", "scratch"),
 }
-#: Of a training in which it shows whether workers exchange in every step.
+#: Length of a training that is long enough to show whether workers exchange in every step.
 MANY_STEPS = 1 << 20
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "bf16-true")
-#: The order of the page's control.
+#: Precisions in the order of the page's control.
 SHOWN_PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp64")
-#: The most workers up to which the page extends lines in 1 / workers.
+#: Maximum number of workers up to which the page extends lines in 1 / workers.
 MAX_WORKERS = 1024
-#: Cards of usual sizes, beside which the page shows a choice where the config names none of that size.
+#: GPUs of common memory sizes, which the page compares if the config names none of that size.
 USUAL_CARDS = ("A10G", "L40S", "A100 SXM 80 GB", "H200 SXM")
 
 
 def data_of(plan: Plan) -> dict[str, Any]:
-    """All that the page needs, as JSON-able values. Amounts are in bytes, times in seconds."""
+    """Return all values that the page needs, ready for JSON; amounts are in bytes, times in seconds."""
     cells = [c for c in plan.cells if c.cell.repeat == 0]
     footprints: dict[str, int] = {}
     networks = [
@@ -89,7 +90,7 @@ def _by_kind(gpu: tuple[float, ...], cpu: tuple[float, ...]) -> dict[str, Any]:
 
 
 def _devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
-    """The GPUs of the table, the plan's own first, where cells are on GPUs; the CPU where some are on it."""
+    """Return the GPUs of the table, the plan's own first, and the CPU, as far as cells use them."""
     kinds = {c.subject.request.on_cuda for c in cells}
     found = []
     if True in kinds:
@@ -102,7 +103,7 @@ def _devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
 
 
 def _beside(named: list[str]) -> list[str]:
-    """The devices that the page shows beside each other: those `named`, and a card of each usual size."""
+    """Return the devices that the page compares: those in `named`, and a GPU of each common memory size."""
     size = {gpu.name: gpu.memory_gib for gpu in all_datasheets()}
     known = {size.get(name) for name in named}
     usual = [name for name in USUAL_CARDS if size[name] not in known]
@@ -121,7 +122,7 @@ def _gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """Its rate is that of all cores, which the workers share."""
+    """Return the CPU with the rate of all cores, which the workers share."""
     device = device_rates.cpu_device(cluster, 1)
     whole_bytes = cluster["mem_mib_per_gpu"] * MIB
     return {**asdict(device), "whole_bytes": whole_bytes, "flops_per_s": {"": device.flops_per_s}}
@@ -131,7 +132,10 @@ def _cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
-    """The cells of each network, by what the page calls it: those that can be told apart by its controls."""
+    """Return the cells grouped by network, with the page's label as key.
+
+    Cells belong to one network if they differ only in settings that the page has controls for.
+    """
     alike: dict[str, list[Planned]] = {}
     for c in cells:
         alike.setdefault(_apart_from_controls(c.subject), []).append(c)
@@ -149,8 +153,8 @@ def _by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
 
 
 def _apart_from_controls(s: Subject) -> str:
-    """What is the same in all cells that differ in nothing but what the page has a control for."""
-    # The page's control is for true and false; cells that checkpoint in part are a network by themselves.
+    """Return a key that is equal for cells which differ only in settings with a control on the page."""
+    # The control for checkpointing is on or off. Cells with partial checkpointing are a separate network.
     mode = s.settings.activation_checkpointing
     own_mode = isinstance(mode, str) and mode
     same: dict[str, Any] = {
@@ -197,7 +201,7 @@ def _network(
 
 
 def _ahead(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """What records were projected to on numbers of workers that the study lacks, by kind and strategy."""
+    """Return projected times on worker counts that the study lacks, by kind of cell and strategy."""
     own = {replace(c.cell, gpus=0, repeat=0): c.subject.settings for c in cells}
     there = {replace(c.cell, repeat=0) for c in cells}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -211,19 +215,19 @@ def _ahead(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[st
 
 
 def _recorded(kind: str, batch: int, span: Span) -> dict[str, Any]:
-    """A training's time by records. `kind`: measured, projected, or nearby (of another cell)."""
+    """Return a training's time from records; `kind` is measured, projected, or nearby (from another cell)."""
     before = {"measured": "measured: ", "nearby": "between perfect scaling and none, from "}
     source = before.get(kind, "") + span.source
     return {"kind": kind, "batch": batch, "span": [*span], "source": source}
 
 
 def kind_of(s: Settings) -> str:
-    """The precision, and whether activations are checkpointed, as the page's data has them."""
+    """Return the precision, and whether activations are checkpointed, as a key of the page's data."""
     return s.precision + ("+checkpointing" if s.activation_checkpointing else "")
 
 
 def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]:
-    """A strategy on a number of workers; `reason` alone where there is no footprint."""
+    """Return the values of a strategy on a worker count, or `reason` alone without a footprint."""
     if c.footprint is None:
         return {"reason": c.reason}
     s, needs = c.subject, c.needs
@@ -254,16 +258,17 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
 
 
 def _evidence(plan: Plan, c: Planned) -> str:
-    """What a time by records rests on."""
+    """Return the kind of record behind a time: measured, projected or nearby."""
     if c.state == "done":
         return "measured"
     return "projected" if c.cell in plan.projected else "nearby"
 
 
 def _is_regular(s: Subject) -> bool:
-    """Whether a worker holds so much fixed and a share of the rest, and sends by rings over all workers.
+    """Return whether a worker's amounts are lines in 1 / workers, from two workers on.
 
-    Then every amount is a line in one over the number of workers, from two on.
+    This is so if each part of the states is either complete on a worker or divided by all workers, and if
+    all workers exchange by rings.
     """
     n, traits = s.cell.gpus, s.request.traits
     divided = {traits.weight_parts, traits.optimizer_parts} <= {1, n}
@@ -271,21 +276,24 @@ def _is_regular(s: Subject) -> bool:
 
 
 def _slowest(footprint: Footprint) -> int:
-    """Which of its stages `Footprint.slowest` is."""
+    """Return the index of the stage that computes most."""
     return next(i for i, f in enumerate(footprint.each) if f is footprint.slowest)
 
 
 def _data_line(s: Subject) -> tuple[float, float]:
-    """Bytes of data on the device: fixed, and for each sample that a worker computes on at once."""
+    """Return bytes of data on the device: a fixed part, and bytes per sample that a worker computes at
+    once.
+    """
     fixed = data_bytes_of(s, 0)
     return fixed, data_bytes_of(s, 1) - fixed
 
 
 def _wire(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
-    """What a rank sends in a step (bytes), as a line in its samples, and in which steps it does.
+    """Return the bytes that a rank sends per step, as lines in its samples, and the steps in which it
+    sends.
 
-    `within`: the same of groups that lie within a node.
-    In the first `start` steps and then in one of `period`; in the first `plain_steps` it is `plain` instead.
+    `within` is the part in groups within a node. A rank sends in the first `start` steps, then in one of
+    `period` steps. In the first `plain_steps` steps it sends `plain` bytes instead.
     """
     on_gloo, gpus = not s.request.on_cuda, s.cell.gpus
     node_ranks = -(-gpus // nodes)
@@ -310,20 +318,20 @@ def _wire(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
 
 
 def exchanging(strategy: Strategy) -> tuple[int, int]:
-    """In how many first steps workers exchange, and then in one of how many: `Strategy.exchanges`."""
+    """Return the number of first steps in which workers exchange, and the period after that."""
     if strategy.exchanges(MANY_STEPS) == MANY_STEPS:
         return 0, 1
     return strategy.first_steps[-1], strategy.period
 
 
 def _numbered(footprint: Footprint, footprints: dict[str, int]) -> int:
-    """The number of a footprint among all: equal ones are there once."""
+    """Return the index of a footprint in the page's list, which has equal footprints once."""
     text = json.dumps(_reduced(footprint), separators=(",", ":"))
     return footprints.setdefault(text, len(footprints))
 
 
 def _reduced(f: Footprint) -> dict[str, Any]:
-    """What the page needs of a footprint: of a moment its phase, a line for each of GROUPS, and its sum."""
+    """Return the values of a footprint that the page uses: moments, evaluation, FLOPs and bytes."""
     return {
         "moments": [
             [m.phase, _grouped_lines(m.parts_bytes), m.sums and _sums(m.sums)] for m in f.moments
@@ -342,7 +350,7 @@ def _line(line: Affine) -> tuple[float, float]:
 
 
 def _grouped_lines(parts: Mapping[str, Affine]) -> list[float]:
-    """Fixed bytes and bytes per sample of each group, one after the other."""
+    """Return the fixed bytes and the bytes per sample of each group, alternately."""
     none = Affine(0, 0)
     return [
         sum(getattr(parts.get(part, none), of) for part in members)
