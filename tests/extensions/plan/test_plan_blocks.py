@@ -141,9 +141,9 @@ def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(
 @pytest.mark.parametrize(
     ("name", "strategy", "changes", "reason"),
     [
-        ("narrow text", "ddp", {}, "buckets of several blocks"),
+        ("narrow text", "ddp", {}, "a bucket holds gradients of several blocks"),
         ("crossed", "single", {}, "before|after|back"),
-        (WIDE, "single", {"optimizer_impl": "foreach"}, "events of"),
+        (WIDE, "single", {"optimizer_impl": "foreach"}, "numbers of events"),
     ],
 )
 def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(

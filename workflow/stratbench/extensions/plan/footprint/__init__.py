@@ -1,1 +1,1 @@
-"""Memory and traffic of a cell: traced on fake tensors, in separate processes, and cached."""
+"""Memory and traffic of a cell, traced on fake tensors in separate processes, and cached."""

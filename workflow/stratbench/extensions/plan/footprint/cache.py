@@ -1,4 +1,4 @@
-"""Caches results on models and kinds of cells on disk, and computes missing ones in processes."""
+"""Caches check results and dry runs on disk, and computes missing ones in processes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from stratbench.cell.text.words import seconds_text
 from stratbench.extensions.plan.footprint.processes import pool_of
 from stratbench.telemetry.machine.cores import usable_cores
 
-#: The package's files that decide what a training process allocates and sends.
+#: Files of the package that determine what a training process allocates and sends.
 SOURCES = (
     "cell/settings.py", "workload/**/*.py", "telemetry/collective*.py", "telemetry/memory.py",
     "telemetry/flops.py", "telemetry/shards.py", "strategies/**/*.py",
     "extensions/plan/check.py", "extensions/plan/footprint/*.py",
     *(f"extensions/{name}/**/*.py" for name, each in installed().items() if each.strategies),
 )  # fmt: skip
-#: The fault where there is no result.
+#: Fault of a job whose process ended without a result.
 KILLED = "its process was killed (out of memory?)"
 
 
 class CachedResult(Protocol):
-    """A process' result, a dataclass. It is cached if it has no `fault`, which may be mended elsewhere."""
+    """Result of a process, a dataclass; it is cached unless it has a `fault`."""
 
     @property
     def fault(self) -> str | None: ...
@@ -46,9 +46,13 @@ class CachedResult(Protocol):
 
 
 class CachedJob(NamedTuple):
-    """Work for a process: the arguments, and all else that determines the result, JSON-able.
+    """Work for a process.
 
-    `weight`: its approximate relative duration.
+    Attributes:
+        name: Name in progress messages.
+        arguments: Arguments of the work.
+        asked: Everything else that determines the result, as JSON-able values.
+        weight: Approximate relative duration.
     """
 
     name: str
@@ -71,7 +75,7 @@ def results_of(
 ) -> dict[Key, Kept]:
     """Return the result of each job, cached in `folder` or made by `work` in a process.
 
-    The results have the order of `jobs`. Missing ones are announced with their expected time.
+    The results have the order of `jobs`. Missing results are announced with their expected time.
 
     Args:
         doing: Text on the work, with `{}` for the number of jobs.
@@ -79,11 +83,11 @@ def results_of(
         work: Makes a result.
         jobs: The jobs.
         folder: Folder of the cache.
-        imported: Modules that the processes share, if these are the first.
+        imported: Modules that the processes share, if these are the first processes.
     """
     paths = {key: folder / f"{key_of(job.asked)}.json" for key, job in jobs.items()}
     results = {key: cached for key, path in paths.items() if (cached := _read(path, kind))}
-    # The longest first, so that none is left running alone at the end.
+    # The longest jobs start first, so that none runs alone at the end.
     missing = sorted(jobs.keys() - results.keys(), key=lambda key: (-jobs[key].weight, paths[key]))
     if not missing:
         return results
@@ -110,7 +114,7 @@ def results_of(
 
 
 def key_parts(request: Any) -> dict[str, Any]:
-    """Everything that a result depends on."""
+    """Return all values that a result depends on."""
     return {
         "asked": request,
         "torch": version("torch"),
@@ -120,14 +124,14 @@ def key_parts(request: Any) -> dict[str, Any]:
 
 
 def key_of(request: Any) -> str:
-    """Return the name of the file that holds a result: a hash of `key_parts`."""
+    """Return the name of the file for a result: a hash of `key_parts`."""
     text = json.dumps(key_parts(request), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache
 def source_sha256() -> str:
-    """Hash of SOURCES."""
+    """Return the hash of all files that match SOURCES."""
     digest = hashlib.sha256()
     for pattern in SOURCES:
         for path in sorted(PACKAGE.glob(pattern)):
@@ -139,4 +143,4 @@ def _read(path: Path, kind: type[Kept]) -> Kept | None:
     try:
         return kind.from_dict(read_json(path)["result"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # none, or one that was cut off or edited: it will be made again
+        return None  # no file, or a damaged one: the result is made again

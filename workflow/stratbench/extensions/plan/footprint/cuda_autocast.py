@@ -1,4 +1,4 @@
-"""Autocast on a CPU that chooses the number formats which it chooses on CUDA.
+"""Makes autocast on a CPU choose the number formats that it chooses on CUDA.
 
 The lists are those of PyTorch 2.13 (`AT_FORALL_FP32` and the following, ATen/autocast_mode.h).
 """
@@ -18,7 +18,7 @@ from torch.library import Library, fallthrough_kernel
 from stratbench.extensions.plan.footprint.torch_internals import no_autocast, unregister
 from stratbench.workload.torch_internals import get_arguments
 
-#: Operators that compute in float32, with operands that are cast.
+#: Operators that compute in float32, to which autocast converts their operands.
 FLOAT32 = frozenset({
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
     "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus",
@@ -32,15 +32,15 @@ FLOAT32 = frozenset({
     "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa"
 })  # fmt: skip
-#: Operators whose `dtype` is float32 unless set.
+#: Operators whose `dtype` is float32 unless the caller sets it.
 BY_DTYPE = frozenset({
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"
 })  # fmt: skip
-#: The same, where another operation has the `dtype`.
+#: Operators like those of BY_DTYPE, for which an overload has the `dtype`.
 BY_OTHER = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-#: Operators that are cast as a whole on a CPU. On CUDA each of their parts is cast separately: in
-#: cross-entropy the logarithms have the scores' own format.
+#: Operators that autocast treats as a whole on a CPU. On CUDA it treats each part separately, so that the
+#: logarithms of cross-entropy have the format of the scores.
 BY_PARTS = ("cross_entropy_loss",)
 SHORT = (torch.float16, torch.bfloat16)
 
@@ -53,7 +53,7 @@ def cuda_autocast() -> Iterator[None]:
     kernels |= {name: partial(_by_other, other=_op(other)) for name, other in BY_OTHER.items()}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels take the place of others
+            warnings.simplefilter("ignore")  # warns that kernels replace others
             for name in BY_PARTS:
                 library.impl(name, fallthrough_kernel)
             for name, kernel in kernels.items():
@@ -69,7 +69,7 @@ def _op(name: str) -> Any:
 
 
 def _outside(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel, within which nothing is cast."""
+    """Return the kernel, run without any casts."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         with no_autocast():

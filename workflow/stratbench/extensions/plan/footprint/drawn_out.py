@@ -1,8 +1,8 @@
 """Extrapolates the footprint of a model with N equal blocks from traces with few of them.
 
-Counts are linear in the number of blocks. Memory is not: its peak is the maximum of many moments. So the
-moments are matched, by the marks of blocks in a trace. The first blocks are matched from the start, the last
-ones from the end. Each pair is a line, and the highest line is the peak.
+Counts are linear in the number of blocks. Memory is not, since its peak is the maximum of many moments. So
+the moments are matched, by the marks of blocks in a trace. The first blocks are matched from the start, the
+last ones from the end. Each pair gives a line, and the highest line is the peak.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Blocks of the two networks that are followed. The second has one in the middle, which is repeated.
+#: Number of blocks of the two traced networks. The second has an additional block in the middle, which is
+#: repeated.
 FEW, MORE = 5, 6
-#: As many blocks are counted from the start, the others from the end.
+#: Number of blocks that are counted from the start; the others are counted from the end.
 FROM_START = 2
 
 
 def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None) -> Footprint:
-    """Return the result of `make_footprint`, from few equal blocks where that gives the same.
+    """Return the result of `make_footprint`, from few equal blocks if that gives the same result.
 
     Args:
         request: The request.
@@ -54,7 +55,7 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None)
         blocks: Its equal blocks, if any.
     """
     mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
-    # With every-N, none of the few blocks may be one that is computed again.
+    # With every-N, the few blocks might not include one that is computed again.
     is_uniform = not str(request.settings.activation_checkpointing).startswith("every-")
     if blocks is not None and mesh.stages == 1 and is_uniform:
         try:
@@ -62,7 +63,7 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None)
         except UnlikeError:
             pass
         except Exception:
-            log.exception("the footprint could not be drawn out; all blocks are followed")
+            log.exception("the footprint could not be extrapolated; all blocks are traced")
     return make_footprint(request, trial)
 
 
@@ -71,17 +72,17 @@ def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint
 
     Args:
         follow: Traces the model with a number of its blocks, its keyword `blocks`.
-        blocks: All of them.
+        blocks: All blocks.
 
     Raises:
-        UnlikeError: The blocks are not called equally, so that all must be traced.
+        UnlikeError: If the blocks are not called equally, so that all must be traced.
     """
     try:
         few, more = (follow(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
-    except Exception as error:  # all blocks may not raise it, or say it of themselves
-        raise UnlikeError("fewer blocks") from error
+    except Exception as error:  # a trace of all blocks may succeed, or gives a better error
+        raise UnlikeError("the model fails with fewer blocks") from error
     if few.others or more.others:
-        raise UnlikeError("steps of several kinds")
+        raise UnlikeError("the training has several kinds of steps")
     further, parts = blocks.count - MORE, few.parts
     both = (few, more)
     phases = len(more.steps[0])
@@ -90,7 +91,7 @@ def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint
     ]
     for f, each in zip(both, steps, strict=True):
         if each[0] != each[1] or len(f.steps[0]) != phases:
-            raise UnlikeError("steps of two batches")
+            raise UnlikeError("the steps with two batch sizes differ in their marks")
     (a, _), (b, _) = steps
     lives = few.lives, more.lives
     check_steady(b, lives[1], more.calls)
@@ -101,7 +102,7 @@ def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint
     for x, y in pairs:
         for i, j in zip(range(*x.sums), range(*y.sums), strict=True):
             if sums[0][i][1] != sums[1][j][1]:
-                raise UnlikeError("reductions")
+                raise UnlikeError("the reductions of both traces differ")
             candidates.append((sums[0][i][0], sums[1][j][0], sums[1][j][1]))
     evaluation = _draw_evaluation(both, 1 + 2 * phases, further)
     flops = draw(few.forward_flops, more.forward_flops, further)
@@ -125,7 +126,7 @@ def _segments_of_step(followed: Followed, first: int, stop: int) -> list[EventSe
 
 
 def _sums_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
-    """Return the sums of a step in their order, with the events before each."""
+    """Return the sums of a step in their order, with the number of events before each."""
     by_sums = sums_of(followed.steps, followed.edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
@@ -167,7 +168,7 @@ def _draw_moments(
 
 
 def _draw_evaluation(both: tuple[Followed, Followed], first: int, further: int) -> MemoryPeak:
-    """Return the peak of the evaluation, which has one batch."""
+    """Return the peak of the evaluation, which has a single batch."""
     a, b = (_segments_of_step(f, first, first + 1) for f in both)
     start = [f.edges[2] for f in both]
     lives = [f.trace.live_bytes(at, len(f.trace.events)) for f, at in zip(both, start, strict=True)]
@@ -182,7 +183,7 @@ def _draw_evaluation(both: tuple[Followed, Followed], first: int, further: int) 
 
 
 class UnlikeError(Exception):
-    """Two traces do not match: the model has to be traced with all of its blocks."""
+    """Two traces do not match, so that the model has to be traced with all of its blocks."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,11 @@ class EventSegment:
     """Events between two marks of a step.
 
     Attributes:
-        key: The mark, with its block's number from the start, or from the end (negative), and how often this
-            mark came before.
-        moments: Numbers of events, counted from the step's start, after which memory may be highest.
-        calls: The first of the step's collectives in it, and the first after it.
-        sums: The same of its reductions.
+        key: The mark's label, its block's number from the start or (negative) from the end, and how
+            often this mark occurred before.
+        moments: Numbers of events since the step's start after which memory may be highest.
+        calls: Index of the first of the step's collectives in it, and of the first one after it.
+        sums: The same for its reductions.
     """
 
     key: tuple[Any, ...]
@@ -204,12 +205,12 @@ class EventSegment:
 
     @property
     def block(self) -> int | None:
-        """The block's number; None between blocks."""
+        """Number of the segment's block; None between blocks."""
         return self.key[1]
 
     @property
     def is_middle(self) -> bool:
-        """Whether it belongs to the extra block of the longer trace."""
+        """Whether the segment belongs to the additional block of the longer trace."""
         return self.block == FROM_START - MORE
 
 
@@ -217,10 +218,10 @@ def segments_of(trace: OperatorTrace, blocks: int, first: int, stop: int) -> lis
     """Return the segments of a step.
 
     Args:
-        trace: With marks.
-        blocks: Of the network that was followed.
+        trace: The trace with its marks.
+        blocks: Number of blocks of the traced network.
         first: Number of the step's first phase in the trace.
-        stop: Number of the first phase after it; the number of phases for what comes last.
+        stop: Number of the first phase after it; the number of phases for the last step.
     """
     starts = [i for i, mark in enumerate(trace.marks) if mark.label == "phase"]
     end = trace.mark_here()
@@ -253,14 +254,18 @@ def segments_of(trace: OperatorTrace, blocks: int, first: int, stop: int) -> lis
 def matched(
     few: Sequence[EventSegment], more: Sequence[EventSegment]
 ) -> list[tuple[EventSegment, EventSegment]]:
-    """Return the segments of both networks in pairs, without the middle. UnlikeError if they do not match."""
+    """Return the segments of both networks in pairs, without the additional block in the middle.
+
+    Raises:
+        UnlikeError: If they do not match.
+    """
     rest = [s for s in more if not s.is_middle]
     if [s.key for s in few] != [s.key for s in rest]:
-        raise UnlikeError("marks")
+        raise UnlikeError("the marks of both traces differ")
     pairs = list(zip(few, rest, strict=True))
     for a, b in pairs:
         if len(a.moments) != len(b.moments) or _length(a.sums) != _length(b.sums):
-            raise UnlikeError(f"events of {a.key}")
+            raise UnlikeError(f"the numbers of events after mark {a.key} differ")
     return pairs
 
 
@@ -269,7 +274,7 @@ def check_steady(
     lives: Sequence[Sequence[int]],
     calls: Sequence[CollectiveCall],
 ) -> None:
-    """Raise UnlikeError if a block differs from its neighbours, so that another might, too.
+    """Raise UnlikeError if a block differs from its neighbours, so that other blocks might differ, too.
 
     Args:
         segments: Segments of a step of the longer trace.
@@ -285,17 +290,17 @@ def check_steady(
             continue
         three = [by_key.get((label, i, occurrence)) for i in inner]
         if None in three or len({len(s.moments) for s in three}) > 1:
-            raise UnlikeError(f"blocks at {label}")
+            raise UnlikeError(f"neighbouring blocks differ in events at {label}")
         for live in lives:
             for x, y, z in zip(*(s.moments for s in three), strict=True):
                 if live[z] - live[y] != live[y] - live[x]:
-                    raise UnlikeError(f"memory of blocks at {label}")
+                    raise UnlikeError(f"neighbouring blocks differ in memory at {label}")
         each = [[calls[i] for i in range(*s.calls)] for s in three]
         if each[0] != each[1] or each[1] != each[2]:
-            raise UnlikeError(f"collectives of blocks at {label}")
-        # Buckets that no block fills drift from block to block.
+            raise UnlikeError(f"neighbouring blocks differ in collectives at {label}")
+        # Buckets that a single block does not fill end at other places in each block.
         if label == "backward" and some_calls and not each[0]:
-            raise UnlikeError("buckets of several blocks")
+            raise UnlikeError("a bucket holds gradients of several blocks")
 
 
 def draw_calls(
@@ -304,12 +309,12 @@ def draw_calls(
     calls: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
     further: int,
 ) -> list[CollectiveCall]:
-    """Return the collectives of a step with `further` blocks more than the longer trace.
+    """Return the collectives of a step with `further` more blocks than the longer trace.
 
     Args:
         few: Segments of the shorter trace.
         more: Segments of the longer trace.
-        calls: Collectives of both.
+        calls: Collectives of both traces.
         further: Number of further blocks.
     """
     by_key = {s.key: s for s in few}
@@ -332,7 +337,7 @@ def _lengthened(
     if len(a) == len(b):
         for x, y in zip(a, b, strict=True):
             if replace(x, n_bytes=0, sample_bytes=0) != replace(y, n_bytes=0, sample_bytes=0):
-                raise UnlikeError("collectives")
+                raise UnlikeError("the collectives of both traces differ")
             n_bytes, sample_bytes = draw(
                 (x.n_bytes, x.sample_bytes), (y.n_bytes, y.sample_bytes), further
             )
@@ -341,16 +346,16 @@ def _lengthened(
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
     added = len(b) - len(a)
     if added < 0 or list(b[same + added :]) != list(a[same:]):
-        raise UnlikeError("collectives")
+        raise UnlikeError("the collectives of both traces differ")
     yield from b[:same]
     yield from list(b[same : same + added]) * (further + 1)
     yield from b[same + added :]
 
 
 def draw(few: Any, more: Any, further: int) -> Any:
-    """Return numbers extrapolated to `further` blocks more than the longer trace.
+    """Return numbers extrapolated to `further` more blocks than in the longer trace.
 
-    Numbers may be in dicts, tuples and dataclasses; all else must be equal.
+    Numbers may be in dicts, tuples and dataclasses; all other values must be equal.
 
     Args:
         few: Values of the shorter trace.
@@ -365,17 +370,17 @@ def combine(each: Sequence[Any], weights: Sequence[int]) -> Any:
 
     Args:
         each: Values that are equal except for their numbers.
-        weights: A weight for each; their sum is one.
+        weights: A weight for each value; the weights add up to one.
 
     Raises:
-        UnlikeError: They are not equal otherwise.
+        UnlikeError: If the values differ in more than their numbers.
     """
     *others, last = each
     if any(type(x) is not type(last) and not isinstance(x, int | float) for x in others):
-        raise UnlikeError("kinds")
+        raise UnlikeError("values to combine have different types")
     if isinstance(last, bool | str) or last is None:
         if any(x != last for x in others):
-            raise UnlikeError("values")
+            raise UnlikeError("values to combine differ in more than numbers")
         return last
     if isinstance(last, int | float):
         return last + sum((x - last) * w for x, w in zip(others, weights, strict=False))
@@ -386,7 +391,7 @@ def combine(each: Sequence[Any], weights: Sequence[int]) -> Any:
         names = [f.name for f in fields(last)]
         return replace(last, **{n: combine([getattr(x, n) for x in each], weights) for n in names})
     if any(len(x) != len(last) for x in others):
-        raise UnlikeError("lengths")
+        raise UnlikeError("values to combine have different lengths")
     return type(last)(combine(numbers, weights) for numbers in zip(*each, strict=True))
 
 

@@ -1,7 +1,7 @@
-"""Equal blocks of a model, which is traced with few of them and extrapolated to all.
+"""Finds equal blocks of a model, which is traced with few of them and extrapolated to all.
 
-A layer of a transformer has the same input and output as the next. A model that calls such layers in sequence
-needs, with each further layer, equally more at each moment of a step.
+A layer of a transformer has the same input and output shapes as the next. A model that calls such layers in
+sequence needs equally more memory at each moment of a step for each further layer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from stratbench.telemetry.collective_count import tensors_in
 from stratbench.workload.torch_internals import TorchDispatchMode, get_children, tree_leaves
 
-#: Fewer blocks are all followed.
+#: A model with fewer blocks is traced with all of them.
 MIN_BLOCKS = 8
-#: Attributes that are compared between blocks.
+#: Types of attributes that are compared between blocks.
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -30,10 +30,7 @@ class Blocks(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> Blocks | None:
-    """Return the blocks of equal modules that hold most of the parameters.
-
-    Return None if there are none.
-    """
+    """Return the equal modules that contain most of the parameters, or None without such blocks."""
     best, most = None, 0
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < MIN_BLOCKS:
@@ -45,7 +42,7 @@ def find_blocks(model: nn.Module) -> Blocks | None:
 
 
 def keep_blocks(model: nn.Module, path: str, count: int) -> None:
-    """Leave the model only the first blocks.
+    """Remove all but the first blocks from the model.
 
     Args:
         model: The model.
@@ -58,7 +55,7 @@ def keep_blocks(model: nn.Module, path: str, count: int) -> None:
 
 
 def are_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool:
-    """Return whether a forward of `x` calls the blocks once each, in turn, with equal operations.
+    """Return whether a forward of `x` calls each block once, in order, with equal operations.
 
     Args:
         model: The model.
@@ -79,7 +76,7 @@ def are_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool:
 
 
 def mark_blocks(model: nn.Module, path: str, mark: Callable[[str, int], None]) -> None:
-    """Call `mark` before and after each block's forward, and where its backward begins.
+    """Call `mark` before and after each block's forward, and when its backward begins.
 
     Args:
         model: The model.
@@ -110,7 +107,7 @@ def _after(
 
 
 class _BlockOperations(TorchDispatchMode):
-    """Logs the operations of each block, and the order in which the blocks are called."""
+    """Mode that logs the operations of each block, and the order in which the blocks are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +116,7 @@ class _BlockOperations(TorchDispatchMode):
         self._inside: list[Any] | None = None
 
     def pass_mark(self, where: str, i: int) -> None:
-        """Begin or end a block."""
+        """Begin or end the log of a block."""
         self._inside = None
         if where == "before":
             self.order.append(i)
@@ -133,7 +130,7 @@ class _BlockOperations(TorchDispatchMode):
 
 
 def _are_equal(blocks: list[nn.Module]) -> bool:
-    """Return whether modules have equal parts, except for a counter, and no common parameter."""
+    """Return whether modules have equal parts, except for a counter, and share no parameter."""
     all_parameters = sum(1 for block in blocks for _ in block.parameters())
     if all_parameters != len({p for block in blocks for p in block.parameters()}):
         return False

@@ -1,7 +1,7 @@
-"""Runs one worker of a cell on fake tensors: real model and strategy, without memory or device.
+"""Runs one worker of a cell on fake tensors: the real model and strategy, without memory or device.
 
-A fake process group of any size replaces the other workers. So one process on a CPU sees what a rank of a
-thousand GPUs would allocate and send.
+A fake process group of any size replaces the other workers. One process on a CPU thus shows what a rank of
+a thousand GPUs would allocate and send.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
 from stratbench.workload.torch_internals import replaced, unset_fake_temporarily
 
-#: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
+#: Block size of the CUDA caching allocator (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
-#: Memory on the host of a strategy that has its states there, besides a GPU.
+#: Parts of memory on the host, for a strategy that stores its states there.
 HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 
@@ -58,15 +58,15 @@ def traced_steps(
 ) -> tuple[OperatorTrace, base.Strategy]:
     """Return the trace of the first rank of a stage, and its strategy after the steps.
 
-    There is a training step for each of `batches` (samples), then an evaluation. The trace's phases are
-    `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. The first step is like
-    any later one, since momentum and buckets exist from the start; otherwise, others precede it. Forward and
-    backward alternate as often as the strategy computes parts of a batch.
+    There is a training step for each of `batches`, then an evaluation. The trace's phases are `setup`, then
+    `forward`, `backward` and `optimizer` of each step, and `evaluate`. Momentum and buckets exist from the
+    start, so that the first step equals later ones; otherwise other steps precede it. Forward and backward
+    alternate once per part of a batch.
 
     Args:
         request: The request.
         batches: Samples of each step.
-        number: Number of steps before each, for kinds that come late in a training
+        number: Number of steps before each step, for kinds of steps that come late in a training
             (`Strategy.first_steps`).
         stage: Number of the stage.
         trial: Trial of the model, by which the strategy may reject it; None skips that.
@@ -74,7 +74,7 @@ def traced_steps(
         turns: Turns of few micro-batches that a stage takes in place of all.
     """
     with ExitStack() as stack:
-        # First: what is imported there must not make fake tensors.
+        # Entered first, since the imports there must not make fake tensors.
         stack.enter_context(strategy_class(request.strategy).on_fakes())
         stack.enter_context(surroundings(request, stage=stage))
         model, strategy, worker = built(request, blocks=blocks)
@@ -122,8 +122,8 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
         stack.enter_context(fake_group(request.world_size, mesh.rank(MeshCoordinate(0, stage, 0))))
         if on_fakes:
             stack.enter_context(FakeTensors())
-        # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer that is not
-        # fused would look at what the loss scaler found, which a fake tensor does not have.
+        # On CUDA the optimizer is fused and needs no temporary tensors. Elsewhere an optimizer that is not
+        # fused would read the result of the loss scaler, which fake tensors lack.
         fused = request.on_cuda or request.settings.precision == "fp16"
         by_kernels = request.settings.optimizer_impl == "fused"
         stack.enter_context(torch_on_fakes(request.on_cuda, fused and by_kernels, not by_kernels))
@@ -135,7 +135,7 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
 def built(
     request: Request, on_fakes: bool = True, blocks: Blocks | None = None
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
-    """Return the model, the strategy and its worker, before `setup`; call within `surroundings`.
+    """Return the model, the strategy and its worker before `setup`; call it within `surroundings`.
 
     Args:
         request: The request.
@@ -173,12 +173,12 @@ def built(
     return model, strategy, worker
 
 
-#: Costs of the units of the last model, by its settings and input: each stage of a pipeline needs them.
+#: Costs of the last model's units, by its settings and input, since each pipeline stage needs them.
 _measured: dict[Any, Any] = {}
 
 
 def measure_once(strategy: Any) -> None:
-    """Have a pipeline measure the units of a model once for all of its stages."""
+    """Make a pipeline measure the units of a model once for all of its stages."""
     measure = strategy.measure
 
     def look_up(*args: Any) -> Any:
@@ -192,7 +192,7 @@ def measure_once(strategy: Any) -> None:
 
 
 def cut_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[list[Any]]]:
-    """Return the strategy of a pipeline, and for each stage the cost of its units of the model.
+    """Return the strategy of a pipeline, and the costs of the model's units for each stage.
 
     Args:
         request: Request of the pipeline.
@@ -211,7 +211,7 @@ def cut_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[
 
 
 def take_turns(strategy: Any, turns: Turns) -> None:
-    """Have a pipeline's stage take few micro-batches in place of all, each as large.
+    """Make a pipeline's stage take few micro-batches in place of all, each of the same size.
 
     Args:
         strategy: The pipeline.
@@ -228,7 +228,7 @@ def take_turns(strategy: Any, turns: Turns) -> None:
 
 
 def set_up(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
-    """Call `setup`, and create what a training's first steps create.
+    """Call the strategy's `setup`, and create what the first steps of a training create.
 
     Args:
         strategy: The strategy.
@@ -245,7 +245,7 @@ def set_up(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> No
 def _step(
     trace: OperatorTrace, strategy: base.Strategy, request: Request, batch: int, number: int
 ) -> None:
-    # Each is a training's last step: all that may be due, is.
+    # Each step counts as the last of a training, so that everything that may be due is done.
     strategy.steps, strategy.worker.total_steps = number, number + 1
     trace.begin("forward")
     x, y = request.example_batch(batch)
@@ -256,7 +256,7 @@ def _step(
 
 
 def evaluate(strategy: base.Strategy, request: Request) -> None:
-    """Evaluate as the training loop does: without autocast, the logits in float64."""
+    """Evaluate as the training loop does: without autocast, and with logits in float64."""
     if not request.eval_batch:
         return
     with strategy.evaluating() as model, torch.no_grad():
@@ -264,7 +264,7 @@ def evaluate(strategy: base.Strategy, request: Request) -> None:
 
 
 def _marking(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:
-    """Return the function that a strategy calls at the end of a phase, to name it."""
+    """Return the function that a strategy calls at the end of a phase, to name the phase."""
 
     def mark(ended: str) -> None:
         if ended not in ("forward", "backward"):
@@ -303,7 +303,7 @@ def blank(
     shape: tuple[int, ...],
     blocks: Blocks | None = None,
 ) -> nn.Module:
-    """Return the model of `models.build`, of fake tensors, without drawing initial weights.
+    """Return a model of fake tensors, built without drawing initial weights.
 
     Args:
         model: The model.
@@ -312,7 +312,7 @@ def blank(
         blocks: Equal blocks to keep in place of all.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that weights without memory are not initialised
+        warnings.simplefilter("ignore")  # warns that weights without memory are not initialised
         made = models.build_without_memory(model, classes, shape)
     if blocks is not None:
         keep_blocks(made, *blocks)
@@ -323,10 +323,10 @@ def blank(
 
 
 def strategy_on_fakes(request: Request) -> base.Strategy:
-    """Return the request's strategy, but for what no other process is there for.
+    """Return the request's strategy, with substitutes for what other processes would provide.
 
-    A fake overrides what reaches out of the process and nothing else: whatever else a strategy does, the
-    plan does.
+    A substitute overrides only what leaves the process, so that the plan does everything else that a
+    strategy does.
     """
     cls = strategy_class(request.strategy)
     if issubclass(cls, ParameterServer):
@@ -335,7 +335,7 @@ def strategy_on_fakes(request: Request) -> base.Strategy:
 
 
 class FakeParameterServer(ParameterServer):
-    """A worker of parameter servers that are not there: its tensors are not mapped."""
+    """A worker of missing parameter servers, whose tensors are not in shared memory."""
 
     def flatten(self) -> FlatSpace:
         return FlatSpace(self.model, allocate=_unmapped)
@@ -345,7 +345,7 @@ class FakeParameterServer(ParameterServer):
 
 
 class NoChannel:
-    """A channel to the servers that does nothing, for a step before the first ticket."""
+    """A channel to servers that does nothing, for a step before the first ticket."""
 
     def arm(self) -> None: ...
 

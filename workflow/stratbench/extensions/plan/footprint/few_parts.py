@@ -1,9 +1,9 @@
-"""Draws the footprint of a step in many parts, as micro-batches, from those of steps in few of them.
+"""Extrapolates the footprint of a step in many parts, such as micro-batches, from steps in few parts.
 
 Counts are linear in the number of parts. Memory is linear in the number of waiting micro-batches, and in
 the size of the batch. Lines through traces of few parts therefore give the memory of many, if the same
-moments are highest in all of them. Pipeline stages with equal work differ only in waiting micro-batches, and
-share the traces of few.
+moments are highest in all of them. Pipeline stages with equal work differ only in waiting micro-batches,
+and share the traces.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Accumulated parts of the two steps that are followed in place of one in more parts than both together.
+#: Number of accumulated parts of the two traced steps, which replace a step with more parts than both
+#: together.
 FEW, MORE = 3, 4
-#: Schedules in which a worker has one stage, whose traces are lines in what it computes.
+#: Schedules with one stage per worker, whose memory is linear in the micro-batches.
 PLAIN_SCHEDULES = ("gpipe", "1f1b")
-#: A footprint by micro-batches of a step, and how many of them wait at once.
+#: Returns a footprint for a number of micro-batches per step, and how many of them wait at once.
 ByMicrobatches = Callable[[int, int], Footprint]
 
 
 def make_by_few_parts(
     request: Request, trial: Trial | None = None, blocks: Blocks | None = None
 ) -> Footprint:
-    """Return the result of `make_footprint`, from few parts and few equal blocks where that is the same.
+    """Return the result of `make_footprint`, from few parts and few equal blocks if that gives the same.
 
     Args:
         request: The request.
@@ -52,15 +53,19 @@ def make_by_few_parts(
         except (
             UnlikeError,
             ModelError,
-        ):  # the trace of all parts raises it again, or has no such difference
+        ):  # a trace of all parts raises the error again, or succeeds
             pass
         except Exception:
-            log.exception("a step in few parts could not be followed; all parts are")
+            log.exception("the step could not be extrapolated from few parts; all parts are traced")
     return make(request)
 
 
 def draw_steps(request: Request, make: Callable[[Request], Footprint]) -> Footprint:
-    """Return the footprint of a step in many accumulated parts. UnlikeError where few of them differ."""
+    """Return the footprint of a step in many accumulated parts.
+
+    Raises:
+        UnlikeError: If steps in few parts differ in more than numbers.
+    """
     steps = request.gradient_accumulation_steps
 
     def made(n: int) -> Footprint:
@@ -82,20 +87,20 @@ def _make_by_stages(request: Request, trial: Trial | None, blocks: Blocks | None
         except (UnlikeError, ModelError):
             pass
         except Exception:
-            log.exception("stages could not be drawn out; all micro-batches are followed")
+            log.exception("stages could not be extrapolated; all micro-batches are traced")
     return make_footprint(request, trial)
 
 
 def draw_stages(request: Request, stages: int, trial: Trial | None = None) -> Footprint:
-    """Return the footprint of a pipeline of so many stages, by few micro-batches.
+    """Return the footprint of a pipeline with `stages` stages, from few micro-batches.
 
     Raises:
-        UnlikeError: Few micro-batches do not take their turns as many do.
+        UnlikeError: If few micro-batches are not scheduled like many.
     """
     from stratbench.extensions.plan.footprint import fake
 
     strategy, units = fake.cut_stages(request, trial)
-    # The work of a stage, and whether it takes samples or returns a loss.
+    # A kind is the work of a stage, and whether the stage takes samples or returns a loss.
     kinds = [(tuple(each), i == 0, i == stages - 1) for i, each in enumerate(units)]
 
     @cache
@@ -114,20 +119,20 @@ def draw_stages(request: Request, stages: int, trial: Trial | None = None) -> Fo
 def draw_microbatches(
     followed: ByMicrobatches, microbatches: int, waiting: int, steps: int = 1
 ) -> Footprint:
-    """Return the footprint of a stage.
+    """Return the footprint of a stage with many micro-batches.
 
     Args:
-        followed: Follows the stage with few micro-batches, of which some wait.
-        microbatches: Of a step.
-        waiting: Of them, how many wait for their backward at once.
-        steps: Accumulated parts of a batch, each of so many micro-batches.
+        followed: Traces the stage with few micro-batches, some of which wait.
+        microbatches: Number of micro-batches of a step.
+        waiting: How many of them wait for their backward at once.
+        steps: Number of accumulated parts of a batch, each of `microbatches` micro-batches.
     """
     if microbatches <= FEW + 1:
         return followed(microbatches, waiting)
     if 1 < waiting < microbatches:
         few = [(4, 3), (3, 2), (4, 2)]
         weights = [waiting - 2, 4 - microbatches, microbatches - waiting - 1]
-    else:  # backwards come in turn with forwards from the first on, or after all of them
+    else:  # each backward follows its forward, or all backwards follow all forwards
         few = [(2, 1), (3, 1)] if waiting == 1 else [(2, 2), (3, 3)]
         weights = [3 - microbatches, microbatches - 2]
     parts = [steps * n for n in (*(n for n, _ in few), microbatches)]
@@ -140,12 +145,12 @@ def draw_parts(
     """Return the weighted sum of the footprints of steps in few parts.
 
     Args:
-        each: The footprints; the last two differ in the number of parts alone.
-        parts: Of each, and at last of the result.
-        weights: Of each; their sum is one.
+        each: The footprints; the last two differ only in the number of parts.
+        parts: Number of parts of each footprint, and last of the result.
+        weights: Weight of each footprint; the weights add up to one.
 
     Raises:
-        UnlikeError: They have other moments or collectives.
+        UnlikeError: If they have other moments or collectives.
     """
     if any(f.stages for f in each):
         alike = zip(*(f.stages for f in each), strict=True)
@@ -163,22 +168,26 @@ def draw_parts(
 def draw_listed(
     few: Sequence[tuple[Any, ...]], more: Sequence[tuple[Any, ...]], further: int
 ) -> list[tuple[Any, ...]]:
-    """Return the collectives of a step in `further` parts more. UnlikeError where they are not repeated."""
+    """Return the collectives of a step with `further` more parts.
+
+    Raises:
+        UnlikeError: If collectives are not repeated from part to part.
+    """
     a, b = ([tuple(map(_rounded, call)) for call in each] for each in (few, more))
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
     added = len(b) - len(a)
     if added < 0 or b[same + added :] != a[same:]:
-        raise UnlikeError("collectives")
+        raise UnlikeError("the collectives of both traces differ")
     return b[:same] + b[same : same + added] * (further + 1) + b[same + added :]
 
 
 def _rounded(value: Any) -> Any:
-    """A number of bytes without what a division has left."""
+    """Return a number of bytes without the rounding error of a division."""
     return round(value, 6) if isinstance(value, float) else value
 
 
 def _scaled(f: Footprint, times: float) -> Footprint:
-    """The footprint with lines in so many times fewer samples: of a part in place of a batch."""
+    """Return the footprint with lines per part instead of per batch: `times` times the slope."""
 
     def scaled(line: Affine) -> Affine:
         return replace(line, per_sample=line.per_sample * times)

@@ -1,7 +1,7 @@
-"""The footprint of a cell: memory and traffic of one rank, for any batch.
+"""Computes the footprint of a cell: memory and traffic of one rank, for any batch.
 
-Two training steps with different batches run on fake tensors (`fake.py`). Every event of a step has
-a fixed size and a size per sample, so the two give the peak for all batches.
+Two training steps with different batches run on fake tensors (`fake.py`). Every event of a step has a fixed
+size and a size per sample, so that two steps give the peak for all batches.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from stratbench.telemetry.collectives import CollectiveCall
     from stratbench.workload.network.trial import Trial
 
-#: Samples of the two steps, in each of the parts in which they are computed.
+#: Number of samples per part of a batch, in the two traced steps.
 BATCHES = (16, 32)
 
 
 @dataclass(frozen=True)
 class Affine:
-    """A quantity that is a line in the batch: fixed + per_sample * batch."""
+    """A quantity that is linear in the batch: fixed + per_sample * batch."""
 
     fixed: float
     per_sample: float
@@ -44,14 +44,21 @@ class Affine:
 
     @classmethod
     def through(cls, values: tuple[float, float], parts: int = 1) -> Affine:
-        """Return the line through the two values measured at `parts` times BATCHES."""
+        """Return the line through two values, measured at `parts` times BATCHES."""
         slope = (values[1] - values[0]) / (parts * (BATCHES[1] - BATCHES[0]))
         return cls(values[0] - slope * parts * BATCHES[0], slope)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """A sum on CUDA (`Reduction`) for any batch: the number of sums, and of their terms."""
+    """A sum on CUDA (`Reduction`) for any batch.
+
+    Attributes:
+        outputs: Number of sums.
+        inputs: Number of terms of each sum.
+        together: Sums that a thread computes at once.
+        sum_bytes: Bytes of a partial sum.
+    """
 
     outputs: Affine
     inputs: Affine
@@ -72,7 +79,7 @@ class Sums:
 class Moment:
     """Memory at a moment of a step, which is the peak for some batch.
 
-    `sums`: sums at this moment, whose buffer on a GPU is not in the bytes.
+    `sums` are sums at this moment, whose buffer on a GPU is not included in the bytes.
     """
 
     phase: str
@@ -81,9 +88,9 @@ class Moment:
     sums: Sums | None = None
 
     def buffer_bytes(self, batch: int, resident_threads: int) -> int:
-        """Return bytes of the buffer on a GPU that holds so many threads at once.
+        """Return the bytes of the sums' buffer on a GPU that holds `resident_threads` threads at once.
 
-        Return 0 where it is not known.
+        They are 0 if the number of threads is unknown.
         """
         if self.sums is None or not resident_threads:
             return 0
@@ -95,7 +102,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Peak bytes of one rank: how many, in which phase, and what they are for."""
+    """Peak bytes of one rank, with the phase of the peak and the bytes by purpose."""
 
     n_bytes: int
     phase: str
@@ -104,19 +111,31 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory and traffic of rank 0, which holds the largest share.
+    """Memory and traffic of rank 0, which has the largest share.
 
-    `between_steps_bytes`: what exists between two steps, by part; `host_bytes`: the same of what is kept
-    on the host beside a GPU. `collectives`: (kind, bytes) of each one in a step, its ranks where they are
-    not all, and what comes to the bytes with each sample, if anything. `flops_per_sample`: of the forward
-    pass; `training_flops_per_sample`: of forward and backward, which frozen parameters make less;
-    `recomputed_flops_per_sample`: what checkpointed blocks compute again beside that.
-    `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
-    `grown_bytes`: what of `between_steps_bytes` is not there yet before a training's first step.
-    `attention_share`: the share of `flops_per_sample` in fused attention, which is slower than products.
-    `frozen_bytes`: what of the parameters that this rank holds is never trained. `streamed_bytes`: the most
-    that FSDP holds at a moment of a step to gather and to scatter. `stages`: the same of the
-    first rank of each stage, where the network is cut into several; what stands here is the first one's.
+    Attributes:
+        model_states_bytes: Bytes of each kind of model state.
+        between_steps_bytes: Bytes that exist between two steps, by part.
+        moments: Moments of a step that are the peak for some batch.
+        evaluation: Peak of the evaluation.
+        collectives: Kind and bytes of each collective of a step, then its ranks if not all, and its
+            bytes per sample if any.
+        flops_per_sample: Operations of the forward pass.
+        training_flops_per_sample: Operations of forward and backward, without those that frozen
+            parameters save.
+        operations_per_step: Number of launched operations.
+        touched_bytes: Bytes that operations read and write per step.
+        flat_bytes: Flat weights and buffers that a worker of a parameter server pushes and pulls.
+        host_bytes: Bytes that are stored on the host of a GPU, by part.
+        grown_bytes: Part of `between_steps_bytes` that does not exist before the first step.
+        frozen_bytes: Bytes of this rank's parameters that are never trained.
+        streamed_bytes: Maximum bytes that FSDP has at once to gather and to scatter.
+        attention_share: Fraction of `flops_per_sample` in fused attention, which is slower than
+            products.
+        recomputed_flops_per_sample: Additional operations of checkpointed blocks that are computed
+            again.
+        stages: Footprint of the first rank of each pipeline stage; the other attributes are those of
+            the first stage.
     """
 
     model_states_bytes: dict[str, int]
@@ -140,17 +159,17 @@ class Footprint:
 
     @property
     def each(self) -> list[Footprint]:
-        """Footprints of all stages, or of one rank without stages."""
+        """Footprints of all pipeline stages, or of one rank without stages."""
         return self.stages or [self]
 
     def fullest(self, batch: int, resident_threads: int = 0) -> Footprint:
-        """Return the footprint of the rank that needs most, with `stages` as here."""
+        """Return the footprint of the rank that needs most memory, with all `stages`."""
         fullest = max(self.each, key=lambda f: f.needed_bytes(batch, resident_threads))
         return replace(fullest, stages=self.stages)
 
     @property
     def computed_flops_per_sample(self) -> float:
-        """Operations of a step per sample, with those of checkpointed blocks that are computed again."""
+        """Operations per sample of a step, including those that checkpointed blocks compute again."""
         return self.training_flops_per_sample + self.recomputed_flops_per_sample
 
     @property
@@ -161,8 +180,10 @@ class Footprint:
     def training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
         """Return the peak of a training step with `batch` samples on this rank.
 
-        `resident_threads`: that the GPU holds at once, on which the buffers of sums depend; 0: there
-        are none.
+        Args:
+            batch: Samples of the step.
+            resident_threads: Threads that the GPU holds at once, which sizes buffers of sums; 0 without
+                buffers.
         """
         highest = max(self.moments, key=lambda m: m.bytes_at(batch, resident_threads))
         parts = {k: round(v.at(batch)) for k, v in highest.parts_bytes.items()}
@@ -173,8 +194,8 @@ class Footprint:
     def reserved_bytes(self, batch: int, resident_threads: int = 0) -> int:
         """Return the bytes that PyTorch's allocator reserves on a GPU, in expandable segments.
 
-        FSDP gathers and scatters in separate streams, whose memory no other stream gets: gathered and
-        scattered tensors, and gradients, which result from them.
+        FSDP gathers and scatters in separate streams, whose memory no other stream can use. They contain
+        gathered and scattered tensors, and gradients, which result from them.
         """
         peak = self.training_peak(batch, resident_threads)
         if not self.streamed_bytes:
@@ -187,7 +208,7 @@ class Footprint:
     def needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
         """Return the maximum bytes that a cell needs, without the data set.
 
-        On a CPU the warm-up trains and evaluates while its copy is in the same memory.
+        On a CPU the warm-up trains and evaluates while its copy of the states is in the same memory.
         """
         peak_bytes = self.training_peak(batch, resident_threads).n_bytes
         return max(peak_bytes, self.evaluation.n_bytes) + self.copied_bytes
@@ -201,7 +222,7 @@ class Footprint:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of that copy in the device's memory, which a CPU shares with the host."""
+        """Bytes of the warm-up's copy in the device's memory, which only a CPU shares with the host."""
         return 0 if self.on_cuda else self.saved_bytes
 
     def largest_batch(
@@ -214,8 +235,8 @@ class Footprint:
 
         Args:
             available_bytes: Memory of a device.
-            resident_threads: Threads that a GPU runs at once.
-            data_bytes: Bytes of the data for a number of samples.
+            resident_threads: Threads that the GPU holds at once.
+            data_bytes: Returns the bytes of the data for a number of samples.
         """
         return bisect_right(
             range(1, 1 << 24),
@@ -226,7 +247,7 @@ class Footprint:
         )
 
     def payload_bytes(self) -> dict[str, int]:
-        """Return bytes that the collectives of a step work on, by kind of collective."""
+        """Return the bytes of tensors that the collectives of a step work on, by kind of collective."""
         payload: dict[str, int] = {}
         for kind, n_bytes, *_ in self.collectives:
             payload[kind] = payload.get(kind, 0) + n_bytes
@@ -234,7 +255,7 @@ class Footprint:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Footprint:
-        """Return the inverse of `asdict`, also after JSON."""
+        """Return the footprint from the result of `asdict`, also after JSON."""
         moments = [
             Moment(
                 m["phase"],
@@ -257,7 +278,7 @@ class Footprint:
 
 
 def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
-    """Return the footprint of a request: runs it on fake tensors, in seconds per stage.
+    """Return the footprint of a request, from a run on fake tensors that takes seconds per stage.
 
     With a `trial` of its model, Refused is raised if the strategy does not support the model.
     """
@@ -272,13 +293,13 @@ class Followed:
 
     Attributes:
         request: The traced request.
-        parts: Number of parts in which a batch of the two steps was computed.
-        blocks: Equal blocks that the model has in place of all, or None.
+        parts: Number of parts into which the batch of each step was divided.
+        blocks: The few equal blocks that the model was traced with, or None for all.
         trace: The trace.
         strategy: The strategy after the steps.
-        steps: The phases of each step.
-        edges: The events at which the steps and the evaluation begin.
-        calls: The collectives of a step, each with its bytes per sample.
+        steps: Phases of each step.
+        edges: Numbers of the events at which the steps and the evaluation begin.
+        calls: Collectives of a step, each with its bytes per sample.
         others: Moments of steps of other kinds.
     """
 
@@ -294,13 +315,13 @@ class Followed:
 
     @property
     def lives(self) -> list[list[int]]:
-        """Existing bytes after each number of events of a step, for each of both batches."""
+        """Existing bytes after each number of events of a step, for both batches."""
         length = self.edges[1] - self.edges[0]
         return [self.trace.live_bytes(edge, edge + length) for edge in self.edges[:2]]
 
     @property
     def forward_flops(self) -> tuple[int, int]:
-        """Operations of the second step's forward, and those of fused attention among them."""
+        """Operations of the second step's forward, and the part of them in fused attention."""
         forward = [phase for phase in self.steps[1] if phase.name == "forward"]
         return sum(p.flops for p in forward), sum(p.attention_flops for p in forward)
 
@@ -316,13 +337,13 @@ class Followed:
         return _counted_flops(self.request, forward_flops, self.blocks)
 
     def training_flops(self, counted: dict[str, float], flops: int) -> float:
-        """Return operations of a sample's forward and backward on a rank.
+        """Return the operations of a sample's forward and backward on a rank.
 
-        For divided layers, a rank computes a part of their forward; for others, all of it.
+        With divided layers, a rank computes a part of the forward. Otherwise it computes all of it.
 
         Args:
-            counted: As the attribute.
-            flops: Operations of the second step's forward.
+            counted: Operations per sample of the whole model, like the attribute.
+            flops: Operations of the second step's forward on this rank.
         """
         training_flops = counted["training_flops_per_sample"]
         if self.strategy.worker.mesh.members == 1:
@@ -331,7 +352,7 @@ class Followed:
         return training_flops * (forward_flops / counted["forward_flops_per_sample"])
 
     def footprint(self) -> Footprint:
-        """Return the footprint of what was followed."""
+        """Return the footprint that follows from the traces."""
         request, trace, strategy, edges = self.request, self.trace, self.strategy, self.edges
         parts, (flops, attention_flops) = self.parts, self.forward_flops
         touched = [float(sum(phase.touched_bytes for phase in step)) for step in self.steps]
@@ -364,7 +385,7 @@ def follow(
     blocks: Blocks | None = None,
     turns: Turns | None = None,
 ) -> Followed:
-    """Return traces of two steps of a stage's first rank.
+    """Return traces of two steps of a stage's first rank, with different batches.
 
     Args:
         request: The request.
@@ -374,7 +395,7 @@ def follow(
         turns: Turns of few micro-batches that a stage takes in place of all.
 
     Raises:
-        ModelError: If they differ beyond their batch.
+        ModelError: If the steps differ in more than their batch.
     """
     from stratbench.extensions.plan.footprint import fake
 
@@ -388,8 +409,8 @@ def follow(
     kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
     if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
         raise ModelError(
-            f"{models.in_words(request.network)}: two training steps differ in more than their batch, as "
-            "where forward keeps a tensor for the next step: what other batches take cannot be predicted"
+            f"{models.in_words(request.network)}: two training steps differ in more than their batch, for "
+            "example because forward keeps a tensor for the next step; memory for other batches cannot be predicted"
         )
     collectives = []
     for call, other in zip(*each, strict=True):
@@ -398,7 +419,9 @@ def follow(
             call = replace(call, n_bytes=line.fixed, sample_bytes=line.per_sample)
         collectives.append(call)
     others = []
-    for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
+    for number in strategy.first_steps[
+        1:
+    ]:  # steps of other kinds, since the peak is the maximum over all kinds
         other, _ = fake.traced_steps(request, batches, number, stage, trial)
         lives_of = Followed(request, parts, None, other, strategy, *_two_steps(other), [], [])
         others += _moments(other, lives_of.steps, lives_of.lives, lives_of.edges, parts)
@@ -408,8 +431,9 @@ def follow(
 def _two_steps(
     trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
-    """Return the phases of both steps, and the events at which they and the evaluation begin."""
-    # Phases: setup, twice forward and backward of each part and optimizer, evaluate.
+    """Return the phases of both steps, and the events at which the steps and the evaluation begin."""
+    # The phases are setup, then forward and backward of each part and optimizer for both steps, then
+    # evaluate.
     n = len(trace.phases) // 2 - 1
     steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
     return steps, [p.first for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
@@ -430,15 +454,15 @@ def _frozen_bytes(strategy: Strategy) -> int:
 def _counted_flops(
     request: Request, forward_flops: float, blocks: Blocks | None
 ) -> dict[str, float]:
-    """Return operations per sample of the whole model, as the job counts them.
+    """Return operations per sample of the whole model, as a job counts them.
 
-    `forward_flops`: those of the traced forward, for a user's model that cannot be counted separately.
+    `forward_flops` are those of the traced forward, for a user's model that cannot be counted separately.
     """
     s = request.settings
     own = json.dumps(s.own_model, sort_keys=True)
     try:
         return _flops_of(s.model, own, request.classes, request.input_shape, blocks)
-    except Exception:  # whatever a model raises
+    except Exception:  # a model may raise anything
         if s.own_model is None:
             raise
         return {
@@ -465,7 +489,10 @@ def _moments(
     edges: list[int],
     parts: int,
 ) -> list[Moment]:
-    """Return the moments of a step that are its peak for some batch, with a sample or more per part."""
+    """Return the moments of a step that are its peak for some batch.
+
+    The batches have at least one sample per part.
+    """
     lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
     chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines, parts)]
     for sums, at in sums_of(steps, edges, parts).items():
@@ -475,7 +502,7 @@ def _moments(
         both = [trace.parts_bytes(edge + i) for edge in edges[:2]]
         held = {k: Affine.through((both[0][k], both[1][k]), parts) for k in both[0]}
         used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
-        # After i events: the event that led here is number i - 1.
+        # After i events, event number i - 1 is the last one.
         phase = trace.phase_at(edges[1] + max(i - 1, 0))
         moments.append(Moment(phase, lines[i], used, sums))
     return moments
@@ -484,12 +511,12 @@ def _moments(
 def sums_of(
     steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
 ) -> dict[Sums, list[int]]:
-    """Return the sums of a step that may need a buffer, and after which events each occurs.
+    """Return the sums of a step that may need a buffer, and the numbers of events before each.
 
     Args:
         steps: Phases of both steps.
-        edges: Events at which they begin.
-        parts: Parts of a batch.
+        edges: Events at which the steps begin.
+        parts: Number of parts of a batch.
     """
     made = [
         [(at - edge, r) for phase in step for at, r in phase.reductions]
@@ -508,7 +535,7 @@ def sums_of(
 
 
 def _highest(moments: list[Moment], least: int) -> list[Moment]:
-    """Return the moments that are highest for some batch, without a sum and by kind of sum.
+    """Return the moments that are highest for some batch, separately for each kind of sum.
 
     `least` is the number of samples of the smallest batch.
     """
@@ -520,7 +547,7 @@ def _highest(moments: list[Moment], least: int) -> list[Moment]:
 
 
 def upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
-    """Return the lines that are highest for some batch >= `least`, by ascending slope."""
+    """Return the indices of lines that are highest for some batch >= `least`, by ascending slope."""
     batch, envelope = float(least), []
     current = max(range(len(lines)), key=lambda i: (lines[i].at(least), lines[i].per_sample))
     while True:

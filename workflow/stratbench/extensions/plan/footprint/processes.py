@@ -1,4 +1,4 @@
-"""Processes that make predictions side by side, forked from one that has imported PyTorch."""
+"""Makes processes for concurrent predictions, forked from one that has imported PyTorch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-#: Modules that all of them need.
+#: Modules that all these processes need.
 IMPORTED = ["stratbench.workload.with_torch", "stratbench.extensions.plan.footprint.fake"]
 
 
 def pool_of(n_processes: int, imported: Sequence[str] = ()) -> ProcessPoolExecutor:
-    """Return a pool of processes. All pools of this process share one import of PyTorch.
+    """Return a pool of processes; all pools of this process share one import of PyTorch.
 
-    `imported`: modules that are imported once, too, if this is the first pool.
+    The processes see no GPU, since some of PyTorch's code treats fake tensors as real ones if a GPU is
+    visible. They do not see TORCH_DISTRIBUTED_DEBUG either, with which PyTorch wraps process groups in a
+    way that fake ones do not support.
 
-    They see no GPU: on fake tensors some of PyTorch's code would take the way of real ones. Nor do they see
-    TORCH_DISTRIBUTED_DEBUG, by which PyTorch wraps process groups that fake ones are not. OSError with the
-    folder's name where their semaphores cannot be made.
+    Args:
+        n_processes: Number of processes.
+        imported: Further modules to import once, if this is the first pool.
+
+    Raises:
+        OSError: If their semaphores cannot be made; it has the folder's name.
     """
     os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)
     context = multiprocessing.get_context("forkserver")

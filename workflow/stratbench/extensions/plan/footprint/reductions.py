@@ -1,7 +1,7 @@
-"""The temporary device memory of a sum on CUDA, besides its result.
+"""Computes the temporary device memory of a sum on CUDA, besides its result.
 
-PyTorch divides few sums of many numbers, as in the gradient of a bias, over several blocks of threads. These
-write their partial sums to a buffer. No torch here.
+PyTorch divides few sums of many numbers, as in the gradient of a bias, over several blocks of threads.
+These blocks write their partial sums to a buffer. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-#: Constants of PyTorch's kernel: threads of a block, lanes of a warp, and the minimum and maximum of numbers
-#: that a thread adds up before a sum is divided.
+#: Constants of PyTorch's kernel: threads per block, lanes per warp, and the minimum and maximum of numbers
+#: that a thread adds before a sum is divided.
 BLOCK_THREADS, WARP, MIN_NUMBERS, MAX_NUMBERS = 512, 32, 16, 256
-#: Bytes of a counter of finished blocks.
+#: Bytes of the counter of finished blocks.
 COUNTER_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """`outputs` sums of `inputs` numbers each, neighbours in memory being of different sums.
+    """`outputs` sums of `inputs` numbers each, where neighbours in memory belong to different sums.
 
-    `together`: sums that a thread makes at once, 1, 2 or 4. `sum_bytes`: of a partial sum. Sums along
-    neighbours in memory are none of these: their buffers are tiny.
+    Sums along neighbours in memory are left out, since their buffers are tiny.
+
+    Attributes:
+        together: Sums that a thread computes at once: 1, 2 or 4.
+        sum_bytes: Bytes of a partial sum.
     """
 
     outputs: int
@@ -39,21 +42,19 @@ class Reduction:
         offset: int,
         item_bytes: int,
     ) -> Reduction | None:
-        """Return the sum of a tensor over `dims` (from 0).
+        """Return the sum of a tensor over `dims`, or None for a contiguous sum.
 
-        Return None for a contiguous sum.
-
-        `strides` and the `offset` in its storage are in numbers. 16-bit numbers are added up in 32 bits.
+        16-bit numbers are added up in 32 bits.
 
         Args:
             shape: Shape of the tensor.
-            strides: Its strides.
-            dims: Dimensions to sum over.
-            offset: Offset in its storage.
+            strides: Strides, in numbers.
+            dims: Dimensions to sum over, counted from 0.
+            offset: Offset in its storage, in numbers.
             item_bytes: Bytes of a number.
         """
         dims_of = [(strides[d], shape[d], d in dims) for d in range(len(shape)) if shape[d] > 1]
-        # PyTorch goes by the neighbours in the result, whose last dimension is the nearest.
+        # PyTorch orders dimensions by neighbours in the result, whose last dimension is the nearest.
         merged = _merged(
             (stride, size) for stride, size, is_added in reversed(dims_of) if not is_added
         )
@@ -67,34 +68,35 @@ class Reduction:
         return cls(_numbers(merged), _numbers(added), together, max(4, item_bytes))
 
     def buffer_bytes(self, resident_threads: int) -> int:
-        """Return bytes of the buffer and its counters on a GPU with so many resident threads.
+        """Return the bytes of the buffer and its counters on a GPU with `resident_threads` threads.
 
-        As PyTorch 2.11 reckons (setReduceConfig and global_memory_size, ATen/native/cuda/Reduce.cuh).
+        The formula is that of PyTorch 2.11 (setReduceConfig and global_memory_size,
+        ATen/native/cuda/Reduce.cuh).
         """
         most = BLOCK_THREADS // self.together
         width = min(_power_of_two(self.outputs // self.together, most), WARP)
         height = min(_power_of_two(self.inputs, most), most // width)
         width = min(_power_of_two(self.outputs // self.together, most), most // height)
         if self.inputs < min(height * MIN_NUMBERS, MAX_NUMBERS):
-            return 0  # a warp makes each sum
+            return 0  # a warp computes each sum, without a buffer
         each = _cut(self.inputs, height)
         blocks = _cut(self.outputs // self.together, width)
         at_once = resident_threads // (width * height)
         if each < MAX_NUMBERS or blocks > at_once:
-            return 0  # a block makes each sum
+            return 0  # a block computes each sum, without a buffer
         parts = max(
             min(_cut(at_once, blocks), _cut(each, MIN_NUMBERS)),
             _cut(each, MAX_NUMBERS),
         )
         if parts == 1:
             return 0
-        # More than the blocks write: PyTorch counts the sums of a block twice.
+        # The buffer is larger than its content, since PyTorch counts the sums of a block twice.
         buffer_bytes = self.sum_bytes * self.outputs * parts * width * self.together
         return buffer_bytes + COUNTER_BYTES * blocks
 
 
 def _merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return dimensions (stride, size), the nearest first, with contiguous ones merged."""
+    """Return dimensions (stride, size) with contiguous ones merged, the nearest first."""
     merged: list[tuple[int, int]] = []
     for stride, size in dims:
         if merged and merged[-1][0] * merged[-1][1] == stride:
@@ -109,10 +111,10 @@ def _numbers(dims: list[tuple[int, int]]) -> int:
 
 
 def _power_of_two(n: int, maximum: int) -> int:
-    """Return the largest that is not above `n`; `maximum` where `n` reaches it."""
+    """Return the largest power of two that is at most `n`, or `maximum` if `n` reaches it."""
     return maximum if n >= maximum else 1 << (max(n, 1).bit_length() - 1)
 
 
 def _cut(n: int, size: int) -> int:
-    """Parts of `size` that `n` is cut into."""
+    """Return into how many parts of `size` a number `n` is divided, rounded up."""
     return -(-n // size)

@@ -1,4 +1,4 @@
-"""Substitute for torch's DistributedDataParallel while a strategy runs on fake tensors."""
+"""Replaces torch's DistributedDataParallel while a strategy runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stratbench.workload.torch_internals import assign_buckets, replaced
 
 
 class Replica(nn.Module):
-    """Allocates and sends as DistributedDataParallel in its steady state.
+    """Substitute that allocates and sends like DistributedDataParallel in its steady state.
 
-    Its C++ part does not support fakes. The interface is the same. Gradients are copied into flat buckets in
-    the order in which backward completes them, and a full bucket is all-reduced, or passed to the hook. With
-    `gradient_as_bucket_view` they are then views of it; otherwise, both exist. Buffers are broadcast before
-    each forward, coalesced, except for one after a backward in `no_sync`.
+    DDP's C++ part does not support fake tensors. The interface is the same. Gradients are copied into flat
+    buckets in the order in which backward completes them. A full bucket is all-reduced, or passed to the
+    hook. With `gradient_as_bucket_view` gradients are then views of the bucket; otherwise both exist.
+    Buffers are broadcast in one tensor before each forward, except after a backward in `no_sync`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Replica(nn.Module):
         self._hook: Callable[[GradBucket], Any] | None = None
         self._under_way: list[tuple[torch.futures.Future, Tensor]] = []
         self.synchronises, self._sends_buffers = True, True
-        # Backward makes gradients final in about the reverse order of the forward.
+        # Backward completes gradients in about the reverse order of the forward.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self._hooked: list[GradBucket] = []
         groups = assign_buckets(parameters, bucket_cap_mb << 20)
@@ -59,22 +59,22 @@ class Replica(nn.Module):
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
         """Replace the all-reduce by a hook.
 
-        Only a hook with `holds_backward` is known to leave a bucket in progress. Others may wait for it, and
-        here nothing else would complete it.
+        Only a hook with `holds_backward` is known to leave a bucket in progress. Other hooks may wait for
+        it, and here nothing else would complete it.
         """
         self._hook = partial(hook, state)
         self._waits = getattr(getattr(hook, "__self__", None), "holds_backward", True)
 
     def _set_ddp_runtime_logging_sample_rate(self, every: int) -> None:
-        """Do nothing: nothing is timed."""
+        """Do nothing, since no time is measured."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return DDP's times: none."""
+        """Return no times of DDP, as an empty dict."""
         return {}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients stay in this replica until the block ends."""
+        """Keep gradients in this replica until the block ends."""
         self.synchronises = False
         try:
             yield
@@ -93,7 +93,7 @@ class Replica(nn.Module):
     def _into_bucket(self, index: int, view: Tensor, waiting: list[int], parameter: Tensor) -> None:
         if not self.synchronises:
             return
-        fresh = parameter.grad  # backward holds it until this hook, and what it begins, returns
+        fresh = parameter.grad  # backward holds the gradient until this hook returns
         view.copy_(fresh)
         if self.as_view:
             parameter.grad = view
@@ -114,7 +114,7 @@ class Replica(nn.Module):
             self._arrive()
 
     def _arrive(self) -> None:
-        """Complete the bucket in progress: only one is, while backward fills the next."""
+        """Complete the bucket in progress; only one is, while backward fills the next."""
         for future, tensor in self._under_way:
             future.set_result([tensor])
         self._under_way.clear()
@@ -129,7 +129,7 @@ all_reduce = dist.all_reduce
 
 
 class _Reduced:
-    """Result of an all-reduce of a real group; a fake one's future has no value."""
+    """Result of an all-reduce like that of a real group, since the future of a fake one has no value."""
 
     def __init__(self, future: torch.futures.Future) -> None:
         self._future = future
@@ -144,7 +144,7 @@ def _reduced_by_hook(
     *args: Any,
     **kwargs: Any,
 ) -> _Reduced:
-    """Return an all-reduce that is done at once, or goes to those under way."""
+    """Start an all-reduce, and complete its future at once or add it to those under way."""
     all_reduce(tensor, group=kwargs.get("group"), async_op=True)
     future = torch.futures.Future()
     if under_way is None:

@@ -1,4 +1,4 @@
-"""All that a footprint depends on. Cells with equal requests share one footprint."""
+"""Describes everything that a footprint depends on; cells with equal requests share a footprint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stratbench.workload.tasks import LossKind, Task
 if TYPE_CHECKING:
     import torch
 
-#: The option for when gathered parameters are freed.
+#: Name of the option that decides when gathered parameters are freed.
 RESHARDING = "reshard_after_forward"
 
 
@@ -33,9 +33,13 @@ def served_stand_in() -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """The work of one rank, without its batch. `settings`: only what makes a difference to it.
+    """The work of one rank, without its batch.
 
-    `eval_batch`: samples that are evaluated at once; 0: nothing is evaluated.
+    Attributes:
+        settings: The settings that affect the work; others have fixed values.
+        local_world: Number of workers on a node.
+        eval_batch: Samples that are evaluated at once; 0 without evaluation.
+        values: Whether the targets are values instead of classes.
     """
 
     settings: Settings
@@ -49,14 +53,14 @@ class Request:
     def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
         """Return the request of a cell.
 
-        A worker of a parameter server does the same under every policy. A rank's memory depends on the number
-        of ranks only if something is sharded.
+        A worker of a parameter server does the same under every policy. A rank's memory depends on the
+        number of ranks only if something is sharded.
 
         Args:
             s: Settings of the cell.
             data: Its data set.
             on_cuda: Whether it trains on GPUs.
-            local_world: Workers of a node.
+            local_world: Number of workers on a node.
         """
         strategy, options = s.strategy, s.options
         planned = strategy_class(strategy)
@@ -64,11 +68,12 @@ class Request:
         if planned.kind == "server":
             strategy, most = served_stand_in(), 1
             options = option_defaults(strategy)
-        elif planned.kind == "own":  # of which only the network is looked at
+        elif planned.kind == "own":  # only the network of a user's command is traced
             options, most = option_defaults(strategy), 1
         elif planned.alike_on_any_count:
             one, two = (traits_of(strategy, options, n) for n in (1, 2))
-            # One that differs is no such count. Nor does it matter how many are on a node.
+            # If a single worker differs from two, the request has two workers. The number of workers on a
+            # node then does not matter either.
             most = of_node = 2 if one == two else min(2, s.gpus)
         settings = Settings(
             strategy=strategy,
@@ -90,7 +95,7 @@ class Request:
         )
 
     def example_batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of so many samples, as the model takes them."""
+        """Return inputs and targets of some samples, in the shapes that the model takes."""
         import torch
 
         shape, device = self.input_shape, torch.device("cpu")
@@ -114,7 +119,7 @@ class Request:
         return asdict(self)
 
     def with_options(self, **changes: Any) -> Request:
-        """Return the same with other options of its strategy."""
+        """Return the request with other options of its strategy."""
         options = self.settings.options | changes
         return replace(self, settings=replace(self.settings, options=options))
 
@@ -140,38 +145,38 @@ class Request:
 
     @property
     def network(self) -> str | models.Model:
-        """Its model, as `models` takes it."""
+        """The model, as the functions of `models` take it."""
         return models.model_of(self.settings)
 
     @property
     def served(self) -> bool:
-        """Whether it is a worker of a parameter server."""
+        """Whether the rank is a worker of a parameter server."""
         return strategy_class(self.strategy).kind == "server"
 
     @property
     def by_command(self) -> bool:
-        """Whether a user's command trains it, so that nothing is known."""
+        """Whether a user's command trains the cell, so that its footprint is unknown."""
         return strategy_class(self.strategy).kind == "own"
 
     @property
     def traits(self) -> Traits:
-        """Traits of its strategy."""
+        """Traits of the strategy with these options and workers."""
         return traits_of(self.strategy, self.options, self.world_size)
 
     @property
     def parts(self) -> int:
-        """Equal parts in which a worker computes the batch of a step."""
+        """Number of equal parts into which a worker divides the batch of a step."""
         cls = strategy_class(self.strategy)
         return self.gradient_accumulation_steps * cls(cls.Options(**dict(self.options))).parts
 
     @property
     def may_reshard(self) -> bool:
-        """Whether an option decides when its gathered parameters are freed."""
+        """Whether the strategy has an option for when gathered parameters are freed."""
         return RESHARDING in self.options
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights and the input."""
+        """Data type of the weights and the input."""
         return weights_dtype(self.settings.precision)
 
     @property
@@ -185,14 +190,14 @@ class Request:
 
 
 class Turns(NamedTuple):
-    """The micro-batches that a pipeline stage computes, and how many of them wait for backward."""
+    """Number of micro-batches that a pipeline stage computes, and how many of them wait for backward."""
 
     microbatches: int
     waiting: int
 
 
 def planned_settings(s: Settings) -> dict[str, Any]:
-    """Return the settings that affect a footprint, as each declares."""
+    """Return the settings that affect a footprint, as their declarations say."""
     selected = {}
     for field in fields(Settings):
         value, planned = getattr(s, field.name), field.metadata["planned"]
@@ -202,11 +207,11 @@ def planned_settings(s: Settings) -> dict[str, Any]:
 
 
 def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
-    """Return bytes of the whole data set on the device, for a model with `input_shape`.
+    """Return the bytes of the whole data set on the device, for a model with `input_shape`.
 
-    Images count at the model's size, in the stored number of channels and type; texts, waveforms and targets
-    as they are stored. The epoch's order is int64, and augmentation has three int64 numbers per training
-    sample.
+    Images count at the model's size, with the stored channels and type. Texts, waveforms and targets count
+    as they are stored. The order of an epoch is int64, and augmentation has three int64 numbers per
+    training sample.
 
     Args:
         data: The data set.
@@ -221,13 +226,13 @@ def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> in
 
 
 def target_bytes(data: Dataset) -> int:
-    """Return bytes of a sample's target as it is stored."""
+    """Return the bytes of a sample's target, as it is stored."""
     kind, shape = data.target
     return {"uint8": 1, "int32": 4, "float32": 4, "int64": 8}[kind] * math.prod(shape)
 
 
 def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
-    """Return bytes of the waiting batches on the device, if the data are in host memory.
+    """Return the bytes of waiting batches on the device, if the data are in host memory.
 
     They are as stored, with their targets, and three int64 numbers per augmented sample.
 

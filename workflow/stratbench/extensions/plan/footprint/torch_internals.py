@@ -1,7 +1,7 @@
-"""PyTorch's private names that only the plan uses: an upgrade has to check this module, too.
+"""Wraps private names of PyTorch that only the plan uses; an upgrade has to check this module.
 
-Names that training uses as well are in `workload.torch_internals`. Substitutes for PyTorch's own functions on
-fake tensors are also here.
+Names that training uses as well are in `workload.torch_internals`. Substitutes for PyTorch's own functions
+on fake tensors are also here.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from stratbench.workload.torch_internals import (
     unset_fake_temporarily,
 )
 
-#: The operations of an operator, by its arguments and its result.
+#: Functions that return the FLOPs of an operator, from its arguments and its result.
 FLOP_FORMULAS = flop_registry | {op: shape_wrapper(f) for op, f in count_uncounted().items()}
 _CPU_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-#: Names of a reduce-scatter, from PyTorch 2.13 on and before.
+#: Names of torch's reduce-scatter, from PyTorch 2.13 on and before.
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class FakeTensors(KnownFakes):
-    """`KnownFakes`, without the part that takes a third of its time.
+    """Fake tensor mode like `KnownFakes`, without the step that takes a third of its time.
 
-    Results of operators are in its cache, and the description of operands for a look-up takes longest. Here
-    the keys are shorter, but still distinguish all strided tensors.
+    The results of operators are cached, and most time goes into describing operands for a look-up. Here the
+    keys are shorter, but still distinguish all strided tensors.
     """
 
-    #: Shared by the process, as the cache is.
+    #: Shared by the whole process, like the cache.
     keys: ClassVar[dict[Any, Any]] = {}
 
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -85,15 +85,15 @@ class FakeTensors(KnownFakes):
 
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in (torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.fsdp.chunk_cat.default):
-            return None  # they fill tensors that are there, one by one
+            return None  # these operators fill existing tensors
         return super()._dispatch_impl(func, types, args, kwargs)
 
 
 class _NoWords(Exception):
-    """There is an operand that a few words do not describe."""
+    """Raised for an operand that a short key cannot describe."""
 
 
-#: Operands that are what they look like.
+#: Types of operands whose value describes them completely.
 _PLAIN = frozenset(
     {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout}
     | {torch.memory_format}
@@ -102,12 +102,14 @@ _PLAIN = frozenset(
 
 @contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """A process group of which this is one rank, and the others are not there.
+    """Provide a process group in which this process is one rank and the others are missing.
 
-    Until the block ends.
+    It exists until the block ends.
     """
     if dist.is_initialized():
-        raise RuntimeError("a footprint cannot be made inside a process group")
+        raise RuntimeError(
+            "a footprint cannot be made while a process group is initialised; use another process"
+        )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -120,7 +122,7 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
     """Make torch support fake tensors, and a missing device, until the block ends.
 
     Args:
-        on_cuda: Whether it behaves as on CUDA; else as with gloo.
+        on_cuda: Whether torch behaves as on CUDA; otherwise as with gloo.
         fused: Whether SGD is fused, as on CUDA.
         counts_steps: Whether AdamW reads its count of steps, which a fake tensor lacks.
     """
@@ -145,17 +147,20 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
 
     with ExitStack() as stack:
         stack.enter_context(replaced(device_mesh, "init_device_mesh", real_mesh))
-        # A profiler's marks, some twenty per block of FSDP's, are operators without a GPU kernel.
+        # Profiler marks, about twenty per block of FSDP, are operators without a GPU kernel.
         stack.enter_context(replaced(record_function, "__enter__", lambda mark: mark))
         stack.enter_context(replaced(record_function, "__exit__", lambda *_: None))
         of_meshes = staticmethod(real_joined)
         stack.enter_context(replaced(device_mesh.DeviceMesh, "_concatenate", of_meshes))
-        # Every rank's share of every parameter would be cut, which takes minutes for a thousand.
+        # Otherwise every rank's share of every parameter would be cut, which takes minutes for a thousand
+        # ranks.
         stack.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _first_chunk))
         rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def untraced_rules(*args: Any) -> Any:
-            with _disable_current_modes():  # of the whole tensors' shapes, which no worker makes
+            with (
+                _disable_current_modes()
+            ):  # works on shapes of whole tensors, which no worker makes
                 return rules(*args)
 
         stack.enter_context(replaced(ShardingPropagator, rules.__name__, untraced_rules))
@@ -166,7 +171,9 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
         if fused:
             stack.enter_context(replaced(torch.optim, "SGD", fused_sgd))
         if counts_steps:
-            import_module("torch.distributed.optim")  # it compiles what is replaced here
+            import_module(
+                "torch.distributed.optim"
+            )  # imported first: it compiles the function replaced here
             adam = import_module("torch.optim.adam")
             stack.enter_context(replaced(adam, "_get_value", lambda _: 1.0))
         yield
@@ -185,14 +192,14 @@ def unregister(library: Library) -> None:
 
 
 def _first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
-    """Rank 0's share, which is the largest; no other is looked at."""
+    """Return rank 0's share, which is the largest; the plan uses no other."""
     return [t.narrow(dim, 0, -(-t.size(dim) // chunks))]
 
 
 def _scattered_by_gloo(
     scatter: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return a concurrent reduce-scatter, which retains the copy that gloo reduces."""
+    """Return a concurrent reduce-scatter that retains the copy which gloo reduces."""
     work = scatter(output, input, *args, **kwargs)
     return TorchReduction(work, input.clone()) if kwargs.get("async_op") else work
 
@@ -211,7 +218,7 @@ class TorchReduction(NamedTuple):
 def _fused_sgd(
     _mode: FakeTensorMode, _op: Any, params: Any, grads: Any, momenta: Any, **options: Any
 ) -> None:
-    """Run SGD's fused kernel on fake tensors, which torch lacks."""
+    """Run SGD's fused kernel on fake tensors, which torch does not support."""
     _fused(options, params, grads, momenta)
 
 
@@ -227,15 +234,18 @@ def _fused_adamw(
     _steps: Any,
     **options: Any,
 ) -> None:
-    """The same for AdamW's, without `amsgrad`."""
+    """Run AdamW's fused kernel on fake tensors, without `amsgrad`."""
     _fused(options, params, grads, means, squares)
 
 
 def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
     """Run a fused kernel on fake tensors, with the restrictions of the one on CUDA.
 
-    It works in place and allocates nothing. `kept`: the moments. RuntimeError if the conditions of
-    check_fast_path_restrictions in aten/src/ATen/native/ForeachUtils.h do not hold.
+    It works in place and allocates nothing. `kept` has the moments.
+
+    Raises:
+        RuntimeError: If the conditions of check_fast_path_restrictions in
+            aten/src/ATen/native/ForeachUtils.h do not hold.
     """
     for lists in zip(params, grads, *filter(None, kept), strict=True):
         described = [
@@ -244,15 +254,17 @@ def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None
         ]
         if any(d != described[0] for d in described[1:]):
             raise RuntimeError(
-                "the fused kernel takes parameters, gradients and moments of one device, dtype, "
-                f"shape and stride, not {described}"
+                "the fused kernel needs parameters, gradients and moments of equal device, dtype, "
+                f"shape and stride, but got {described}"
             )
     for flag in (options.get("grad_scale"), options.get("found_inf")):
         if flag is not None and flag.device != params[0].device:
-            raise RuntimeError(f"the loss scaler's tensors are on {flag.device}")
+            raise RuntimeError(
+                f"the loss scaler's tensors are on {flag.device}, the parameters on {params[0].device}"
+            )
 
 
 def shorten_schedule(schedule: Any, microbatches: int, waiting: int) -> None:
-    """Have a schedule of one stage go through so many micro-batches, of which so many wait for backward."""
+    """Make a schedule of one stage run `microbatches` micro-batches, `waiting` of which wait for backward."""
     schedule._n_microbatches = microbatches
     schedule._num_stages = schedule._stage.stage_index + waiting

@@ -1,6 +1,6 @@
 """Records what operators allocate, compute and send, as a list of events.
 
-Used on fake tensors (`fake.py`), where nothing is really allocated. It works on real ones, too.
+It is used on fake tensors (`fake.py`), which allocate nothing. It works on real tensors as well.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ from stratbench.workload.torch_internals import (
     get_storage_key,
 )
 
-#: Scalars weigh nothing, and the loss scaler's come and go at other times in its first step.
+#: Storages of at most this size count as empty, since the loss scaler's scalars exist at other times in its
+#: first step.
 SCALAR_BYTES = 8
 
 
 @dataclass
 class Phase:
-    """Events between two marks."""
+    """Events of a step between two marks, with what they compute and send."""
 
     name: str
-    first: int  # number of its first event
-    operations: int = 0  # kernels, about: operations that are not views
-    touched_bytes: int = 0  # read and written by them
+    first: int  # number of the phase's first event
+    operations: int = 0  # number of operations that are not views, about one kernel each
+    touched_bytes: int = 0  # bytes that these operations read and write
     flops: int = 0
-    attention_flops: int = 0  # of these, those of fused attention
-    recomputed_flops: int = 0  # of these, those of checkpointed blocks that are computed again
+    attention_flops: int = 0  # part of `flops` in fused attention
+    recomputed_flops: int = 0  # part of `flops` that checkpointed blocks compute again
     collectives: list[CollectiveCall] = field(default_factory=list)
-    #: Operations and bytes of the phase when each of the collectives started.
+    #: FLOPs and bytes of the phase before each collective started.
     reached: list[tuple[int, int]] = field(default_factory=list)
-    #: Sums that may need a buffer on CUDA, with the number of events before that.
+    #: Sums that may need a buffer on CUDA, with the number of events before each.
     reductions: list[tuple[int, Reduction]] = field(default_factory=list)
 
 
 class TraceMark(NamedTuple):
     """A position in a trace: the number of events, collectives and reductions before it.
 
-    `label`: `phase` where one begins; or which part of the equal block number `block` begins or ends there.
+    `label` is `phase` at the beginning of a phase. Otherwise it names the part of equal block number
+    `block` that begins or ends there.
     """
 
     label: str
@@ -65,13 +67,18 @@ class TraceMark(NamedTuple):
 
 
 class OperatorTrace(TorchDispatchMode):
-    """While active, logs each change of a tensor storage's size and each collective.
+    """Mode that logs each change of a tensor storage's size and each collective while it is active.
 
-    `events` are (storage number, change in bytes); `tags` says what a storage is for, if that is
-    known, and may be learnt after the event. `round_bytes`: sizes count as multiples of it, as an
-    allocator hands them out. `on_cpu`: whether to log also what the CPU's libraries allocate for a
-    moment: gloo in its collectives, oneDNN in its convolutions. `on_host`: parts of memory that are not
-    in the device's, and so in no sum unless it asks for them.
+    Attributes:
+        events: Storage number and change in bytes of each event.
+        tags: Purpose of a storage by number, if known; it may be set after the event.
+
+    Args:
+        round_bytes: Sizes are rounded up to multiples of this, as an allocator does.
+        on_cpu: Whether to log temporary memory of CPU libraries: gloo's in collectives, oneDNN's in
+            convolutions.
+        on_host: Parts of memory that are not in the device's memory, and so in no sum unless it asks
+            for them.
     """
 
     def __init__(
@@ -80,14 +87,14 @@ class OperatorTrace(TorchDispatchMode):
         super().__init__()
         self.events: list[tuple[int, int]] = []
         self.tags: dict[int, str] = {}
-        #: Storages that FSDP makes in streams of its own, to gather and to scatter.
+        #: Numbers of storages that FSDP makes in separate streams, to gather and to scatter.
         self.streamed: set[int] = set()
         self.marks: list[TraceMark] = []
         self.phases = [Phase("setup", 0)]
         self._round_bytes, self._on_cpu, self._on_host = round_bytes, on_cpu, on_host
         self._known: dict[
             int, list[Any]
-        ] = {}  # address of a storage: number, bytes, weak reference
+        ] = {}  # number, bytes and weak reference of a storage, by its address
         self._count = 0
 
     # --- what the caller says ----------------------------------------------------------------------
@@ -98,17 +105,17 @@ class OperatorTrace(TorchDispatchMode):
         self.phases.append(Phase(phase, len(self.events)))
 
     def mark(self, label: str, block: int | None = None) -> None:
-        """Store this position."""
+        """Store the current position as a mark."""
         self.marks.append(self.mark_here(label, block))
 
     def mark_here(self, label: str = "", block: int | None = None) -> TraceMark:
-        """Return this position."""
+        """Return the current position as a mark."""
         calls = sum(len(phase.collectives) for phase in self.phases)
         sums = sum(len(phase.reductions) for phase in self.phases)
         return TraceMark(label, block, len(self.events), calls, sums)
 
     def tag(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Set the purpose of the tensors' storages. New ones are counted from now on."""
+        """Set the purpose of the tensors' storages; new storages count from now on."""
         for t in tensors:
             if t is not None:
                 self.tags[self._note(local_part(t))] = part
@@ -116,7 +123,7 @@ class OperatorTrace(TorchDispatchMode):
     # --- what is logged ----------------------------------------------------------------------------
 
     def __enter__(self) -> OperatorTrace:
-        # FSDP resizes the storages of its gathered parameters, which no operator sees.
+        # FSDP resizes the storages of its gathered parameters, which operators do not show.
         self._resize = original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, n_bytes: int) -> Any:
@@ -135,14 +142,14 @@ class OperatorTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t is DTensor for t in types):
-            return NotImplemented  # the operations on the local tensors will come by
+            return NotImplemented  # the operations on local tensors follow
         kwargs = kwargs or {}
         collective = self._collective(op, args, kwargs)
         out = op(*args, **kwargs)
         made = [self._note(t) for t in tensors_in(out)]
         phase = self.phases[-1]
         reached = phase.flops, phase.touched_bytes
-        # `prim`: C++ asks a fake tensor for its device, which launches nothing.
+        # C++ asks a fake tensor for its device by `prim`, which launches no kernel.
         if not op.is_view and op.namespace != "prim":
             phase.operations += 1
             phase.touched_bytes += sum(map(_n_bytes, tensors_in((args, kwargs)))) + sum(
@@ -170,10 +177,7 @@ class OperatorTrace(TorchDispatchMode):
         return out
 
     def _collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
-        """Return the collective that `op` is, with its memory logged.
-
-        Return None for any other operation.
-        """
+        """Return the collective that `op` is, and log its memory; None for other operations."""
         collective = collective_of(op, args, kwargs)
         if collective is None:
             return None
@@ -189,7 +193,7 @@ class OperatorTrace(TorchDispatchMode):
             case "all_gather_copy_in":
                 self.tags.update(dict.fromkeys(made, "communication"))
                 self.streamed.update(made)
-            case "chunk_cat":  # the gathered parameters' gradients, into what will be scattered
+            case "chunk_cat":  # copies gradients of gathered parameters into the tensor to scatter
                 for t in tensors_in(args):
                     self.tags.setdefault(self._note(t), "gathered")
                 scattered = [self._note(t) for t in tensors_in(kwargs)]
@@ -206,7 +210,7 @@ class OperatorTrace(TorchDispatchMode):
         self.events += [(number, -n_bytes) for number, n_bytes in reversed(made)]
 
     def _note(self, tensor: torch.Tensor) -> int:
-        """Return the number of the tensor's storage, whose size is logged if it has changed."""
+        """Return the number of the tensor's storage, and log its size if that has changed."""
         storage = tensor.untyped_storage()
         key = get_storage_key(storage)
         entry = self._known.get(key)
@@ -233,23 +237,23 @@ class OperatorTrace(TorchDispatchMode):
     # --- what came of it ---------------------------------------------------------------------------
 
     def live_bytes(self, first: int, stop: int) -> list[int]:
-        """Return bytes that existed after `first`, first + 1, ... and `stop` events."""
+        """Return the bytes that existed after `first`, first + 1, ..., `stop` events."""
         away = {number for number, part in self.tags.items() if part in self._on_host}
         changes = (0 if number in away else n for number, n in self.events[:stop])
         return list(accumulate(changes, initial=0))[first:]
 
     def streamed_bytes(self, first: int, stop: int) -> int:
-        """Return the most bytes of `streamed` storages that exist between two events."""
+        """Return the maximum bytes of `streamed` storages that exist between two events."""
         changes = (n if number in self.streamed else 0 for number, n in self.events[:stop])
         return max(list(accumulate(changes, initial=0))[first:])
 
     def parts_bytes(self, at: int) -> dict[str, int]:
-        """Return bytes that existed after `at` events, by what they were for."""
+        """Return the bytes on the device that existed after `at` events, by purpose."""
         parts = self._all_parts_bytes(at)
         return parts | dict.fromkeys(self._on_host, 0)
 
     def host_bytes(self, at: int) -> dict[str, int]:
-        """Return the same of what is on the host."""
+        """Return the bytes on the host that existed after `at` events, by purpose."""
         parts = self._all_parts_bytes(at)
         return {part: parts[part] for part in self._on_host}
 
@@ -265,7 +269,7 @@ class OperatorTrace(TorchDispatchMode):
         return parts
 
     def phase_at(self, event: int) -> str:
-        """Return name of the phase that an event belongs to."""
+        """Return the name of the phase that an event belongs to."""
         return [p.name for p in self.phases if p.first <= event][-1]
 
     def _part(self, number: int, event: int) -> str:
@@ -280,12 +284,12 @@ def _n_bytes(tensor: torch.Tensor) -> int:
 
 
 def _forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
-    """Return oneDNN's copies in its blocked layout: of the input and the weight, and of the result."""
+    """Return the bytes of oneDNN's copies in forward: of input, weight and result in its blocked layout."""
     return [[_n_bytes(args[0]), _n_bytes(args[1]), _n_bytes(out)]]
 
 
 def _backward_copies(args: Any, out: Any) -> list[list[int]]:
-    """Return the same for the gradients of the input and of the weight."""
+    """Return the bytes of oneDNN's copies in backward: for the input's and for the weight's gradient."""
     grad, x, weight = (_n_bytes(t) for t in args[:3])
     return [[grad, weight, x], [x, grad, weight]] if out[0] is not None else [[x, grad, weight]]
 
@@ -320,10 +324,10 @@ _SUMS = {
 
 
 def _flash_attention_bytes(query: torch.Tensor) -> list[int]:
-    """Return flash attention's 32-bit buffers in backward: the query's padded gradient, and row sums.
+    """Return the bytes of flash attention's buffers in backward: the query's padded gradient, and row sums.
 
-    As in PyTorch 2.11 (mha_bwd, transformers/cuda/flash_attn/flash_api.cpp), which supports only 16-bit
-    numbers.
+    Both have 32 bits, as in PyTorch 2.11 (mha_bwd, transformers/cuda/flash_attn/flash_api.cpp). It only
+    supports 16-bit inputs.
     """
     if query.element_size() != 2:
         return [0, 0]

@@ -1,6 +1,6 @@
-"""Collectives: the bytes that they move between ranks, and the memory that gloo needs.
+"""Computes the bytes that collectives move between ranks, and the memory that gloo needs.
 
-No torch here: if all footprints are on disk, a plan takes seconds.
+It does not import torch: if all footprints are on disk, a plan takes seconds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ PARTS = (
     "parameters", "gradients", "optimizer", "buffers", "buckets", "data", "received",
     "gathered", "communication", "staging", "scratch", "activations", "temporaries",
 )  # fmt: skip
-#: Scratch of gloo's ring all-reduce: two segments of 1 MiB.
+#: Scratch memory of gloo's ring all-reduce: two segments of 1 MiB.
 GLOO_SEGMENTS_BYTES = 2 << 20
 
 
 def staging_bytes(call: CollectiveCall) -> int:
-    """Return gloo's temporary memory.
+    """Return the bytes of gloo's temporary memory for a collective.
 
-    It gathers into a flat tensor of its own and copies that; it scatters from a copy of the whole input.
+    It gathers into a flat tensor, which it then copies. It scatters from a copy of the whole input.
     """
     segments_bytes = min(GLOO_SEGMENTS_BYTES, call.n_bytes)
     match call.kind:
@@ -42,7 +42,7 @@ def wire_bytes(
     samples: int = 0,
     within: int | None = None,
 ) -> float:
-    """Return bytes that a rank sends for a step's collectives.
+    """Return the bytes that a rank sends for a step's collectives.
 
     Gloo scatters by an all-reduce.
 
@@ -50,8 +50,8 @@ def wire_bytes(
         collectives: As in `CollectiveCall.listed`.
         world_size: Number of ranks.
         on_gloo: Whether the backend is gloo.
-        samples: Samples that a worker computes on in the step.
-        within: Count only groups within a node of so many ranks, unless None.
+        samples: Samples that a worker computes in the step.
+        within: Number of ranks of a node, to count only groups within a node; None for all groups.
     """
     in_place = {"reduce_scatter": "all_reduce"} if on_gloo else {}
     each = (CollectiveCall(in_place.get(kind, kind), *rest) for kind, *rest in collectives)

@@ -14,9 +14,9 @@ NOTES = """\
 micro: largest number of samples that fit at once on a GPU, or on the GPUs that share one copy of the model. \
 fits: needs at most 81 % of the GPU's memory. tight: needs at most 103 %, so that only a short run shows \
 whether it fits. alloc.: value of torch.cuda.max_memory_allocated. reserv.: memory of PyTorch's allocator \
-with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without it up to a third more. smi: value of nvidia-smi, \
-with the CUDA context and NCCL. {counts}/s: one value to compare by, and its range{runs}. GPU-hours follow \
-from the value to compare by."""
+with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without it up to a third more. smi: value of \
+nvidia-smi, with the CUDA context and NCCL. {counts}/s: one value to compare by, and its range{runs}. \
+GPU-hours follow from the value to compare by."""
 #: Columns with words or ranges, which are aligned to the left.
 LEFT = (0, 1, 2, 7)
 
