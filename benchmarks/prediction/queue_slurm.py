@@ -111,9 +111,9 @@ def simulate(
         key=lambda a: a.submit_s,
     )
     rules = Rules(
-        reserve=ALL if defaults else 1,
+        num_reservations=ALL if defaults else 1,
         backfill_s=30.0 if defaults else 1.0,
-        depth=500,
+        backfill_depth=500,
         start_delay_s=START_S,
         end_delay_s=END_S,
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from stratbench.analysis.records.groups import Group
 from stratbench.extensions.sets.comparing import regression
-from stratbench.extensions.sets.comparing.comparison import ComparedCell, Side
+from stratbench.extensions.sets.comparing.comparison import CellMeasurements, ComparedCell
 from stratbench.extensions.sets.comparing.matching import Match
 
 NOISE, TURNS, SEED = 0.01, 200, 20
@@ -40,10 +40,10 @@ def two_sets(
         if at[0] == 0 and (where == "strategy" or at == (0, 0, 0)):
             new = new * (1 + share)
         group = Group("main", f"s{at[0]}", f"m{at[1]}", at[2] + 1)
-        sides = (Side(tuple(side)) for side in (old, new))
+        sides = (CellMeasurements(tuple(side)) for side in (old, new))
         cells.append(ComparedCell(Match("d", group, group), *sides))
     other = SimpleNamespace(name="new", is_published=False)
-    return SimpleNamespace(other=other, cells=cells, with_ratio=cells, gone=())
+    return SimpleNamespace(other=other, cells=cells, with_ratio=cells, missing_groups=())
 
 
 def share_of_alarms(
@@ -54,8 +54,10 @@ def share_of_alarms(
     return float(
         np.mean(
             [
-                regression.is_slower(
-                    regression.watch([two_sets(chance, repeats, share, where, spread)], allowed)
+                regression.has_failures(
+                    regression.watch_regressions(
+                        [two_sets(chance, repeats, share, where, spread)], allowed
+                    )
                 )
                 for _ in range(turns)
             ]

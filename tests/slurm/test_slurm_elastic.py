@@ -31,7 +31,7 @@ def test_a_cell_whose_node_may_not_submit_fails_at_once_with_the_remedy(
         slurm.cancel_all()
         slurm.run("scontrol", "delete", "PartitionName=closed")
     assert done.returncode != 0
-    told = r"no worker job is accepted: sbatch: .*; where this node may not submit jobs"
+    told = r"no worker job is accepted: sbatch: .*; if this node may not submit jobs"
     assert re.search(told, done.stdout), done.stdout
     assert workflow.cell_record("split") is None
 

@@ -331,7 +331,9 @@ def test_the_audit_says_which_findings_touch_a_choice():
         "elsewhere": {"experiment": "other", "strategy": "ddp", "gpus": 4},
     }
     findings = pd.DataFrame([place | said | {"rule": name} | at for name, at in told.items()])
-    rules = {r["id"]: r["touches"] for r in audit_section.audit_rules(findings, answers)}
+    rules = {
+        r["id"]: r["touches"] for r in audit_section.list_rules_with_findings(findings, answers)
+    }
     assert rules == {
         "on the choice": ["ddp × 4 (m)"],
         "next": ["ddp × 2, next to ddp × 4 (m)"],
@@ -340,15 +342,15 @@ def test_the_audit_says_which_findings_touch_a_choice():
         "far": [],
         "elsewhere": [],
     }
-    listed = audit_section.audit_rules(
+    listed = audit_section.list_rules_with_findings(
         findings.assign(severity=["note", "unusable", *["warning"] * 4]), answers
     )
     assert [r["severity"] for r in listed] == ["unusable", *["warning"] * 4, "note"]
-    assert audit_section.audit_lead(listed, answers) == (
+    assert audit_section.make_audit_lead(listed, answers) == (
         "What touches a choice or the rival nearest to it: next, of another, on all."
     )
     untouched = [rule for rule in listed if not rule["touches"]]
-    assert audit_section.audit_lead(untouched, answers).startswith("None of the doubts")
+    assert audit_section.make_audit_lead(untouched, answers).startswith("None of the doubts")
 
 
 def test_mixed_machines_are_pointed_out(tmp_path):

@@ -22,7 +22,7 @@ from ps_harness import Served
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.extensions.elastic.split import Weighted
+from stratbench.extensions.elastic.split import WeightedTask
 from stratbench.extensions.servers.figures import mean_loss
 from stratbench.extensions.servers.policies.averaging import SyncPolicy
 from stratbench.extensions.servers.ps import server
@@ -247,7 +247,7 @@ def unequal_shares(rank: int, world: int) -> dict[str, Any]:
     x, y = samples()
     strategy = make_strategy("ddp", s.options)
     worker = set_up(strategy, s, "ignoring", RunFolder(Path()), rank)
-    worker.task = Weighted(worker.task)
+    worker.task = WeightedTask(worker.task)
     own = (slice(0, 5), slice(5, BATCH))[rank]
     worker.task.weight = world * (own.stop - own.start) / BATCH
     batches = zip(x.split(BATCH), y.split(BATCH), strict=True)

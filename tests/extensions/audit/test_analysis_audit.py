@@ -18,8 +18,8 @@ from stratbench.analysis.tables import tables
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.audit import audit
-from stratbench.extensions.audit.across_cells.machines import groups_cross_nodes
-from stratbench.extensions.audit.traffic import least_bytes_per_s
+from stratbench.extensions.audit.across_cells.machines import find_groups_across_nodes
+from stratbench.extensions.audit.traffic import compute_least_bytes_per_s
 
 MODELS = ("vgg16",)
 
@@ -199,9 +199,9 @@ def test_implied_traffic_is_that_of_the_algorithm(
         global_batch=64,
         train_time_s=10.0,
     )
-    assert least_bytes_per_s(row) == pytest.approx(expected)
+    assert compute_least_bytes_per_s(row) == pytest.approx(expected)
     row.train_time_s = None
-    assert least_bytes_per_s(row) is None
+    assert compute_least_bytes_per_s(row) is None
 
 
 def test_a_peak_that_sharding_cannot_reach_is_found_in_the_figure_that_is_printed(tmp_path):
@@ -382,5 +382,5 @@ def test_workers_that_divide_layers_are_on_one_node_where_it_holds_them(
         "strategy": {"mesh": {"replicas": 1, "tensor": tensor, "stages": 1}},
         "provenance": {"nodes": nodes, "workers_per_node": on_a_node},
     }
-    found = list(groups_cross_nodes.check(SimpleNamespace(records=[record], timelines={})))
+    found = list(find_groups_across_nodes.check(SimpleNamespace(records=[record], timelines={})))
     assert bool(found) == wrong

@@ -15,7 +15,7 @@ from stratbench.analysis.records.samples import parse_timeline
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LIES)
 def test_whole_lies_are_found_by_rules_of_their_class(kind):
-    found = {name: whole_lies.found_by(lie) & RULES_OF[kind] for name, lie in LIES[kind].items()}
+    found = {name: whole_lies.run_rule(lie) & RULES_OF[kind] for name, lie in LIES[kind].items()}
     assert [name for name, rules in found.items() if not rules] == []
     assert set().union(*found.values()) == RULES_OF[kind]
 

@@ -22,7 +22,7 @@ from planted import faster, started_again
 from stratbench.analysis.records.columns import COLUMNS, build_record_row
 from stratbench.analysis.records.samples import Timeline, parse_timeline
 from stratbench.extensions.audit import audit
-from stratbench.extensions.audit.rule import key_of
+from stratbench.extensions.audit.rule import make_cell_key
 
 Record = dict[str, Any]
 Rows = list[dict[str, Any]]
@@ -75,7 +75,7 @@ def findings(study: Study) -> list[dict[str, Any]]:
     for place, record in study.records.items():
         row = record["cell"] | build_record_row(record, Path("no timeline"))
         if study.samples[place] is not None:
-            timelines[key_of(record["cell"])] = parsed(study.samples[place])
+            timelines[make_cell_key(record["cell"])] = parsed(study.samples[place])
         rows.append(row)
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     found = audit.audit(frame, list(study.records.values()), timelines=timelines)
@@ -684,7 +684,7 @@ def false_findings(name: str) -> Counter[str]:
     )
 
 
-def found_by(lie: Lie) -> set[str]:
+def run_rule(lie: Lie) -> set[str]:
     """The rules that find something because of a lie."""
     plant, name = lie
     study = honest(name).copied()

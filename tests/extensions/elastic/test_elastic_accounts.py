@@ -64,27 +64,27 @@ def test_the_time_of_members_that_were_all_lost_counts(cell: Cell, tmp_path: Pat
     """Their checkpoint says how far they came; the epochs' losses, that one told of the first."""
     begun_unix_s = time.time()
     first = cell.member(0)
-    first.next()
-    first.say("begun", pause_s=None)
-    first.say("trained", epochs={"0": [8.0, 4, 1, 0.25]})
-    first.say("epoch", entry=entries(0.5)[0])
+    first.wait_for_message()
+    first.send_message("begun", pause_s=None)
+    first.send_message("trained", epochs={"0": [8.0, 4, 1, 0.25]})
+    first.send_message("epoch", entry=entries(0.5)[0])
     until(lambda: cell.epochs)
-    cell.coordinator.history.generations[-1].told_unix_s -= 60
+    cell.coordinator.history.generations[-1].reported_unix_s -= 60
     first._connection.close()
     until(lambda: cell.coordinator.history.lost)
     cell.checkpoint = 6, []
     second = cell.member(1)
-    assert second.next()["step"] == 6
-    second.say("begun", pause_s=None)
+    assert second.wait_for_message()["step"] == 6
+    second.send_message("begun", pause_s=None)
     stop(second, 8, epochs={"1": [2.0, 2, 1, 0.5]})
     until(lambda: len(cell.coordinator.history.generations) == 3)
-    job = job_of(tmp_path, cell.coordinator.facts())
-    run = accounts.run_of_members(job, entries(0.5, 0.4))
+    job = job_of(tmp_path, cell.coordinator.get_history_values())
+    run = accounts.sum_members_run(job, entries(0.5, 0.4))
     of_first, of_second = run["epoch_times_s"]
     assert of_first == 0.25
     assert 60.5 <= of_second <= 60.5 + time.time() - begun_unix_s
     assert [e["train_loss"] for e in run["per_epoch"]] == [2.0, None]
-    told = accounts.entry_of(job)
+    told = accounts.make_elastic_entry(job)
     assert [(g["from_step"], g["to_step"]) for g in told["generations"]][:2] == [(0, 6), (6, 8)]
     assert told["steps_repeated"] == 0
 
@@ -92,13 +92,13 @@ def test_the_time_of_members_that_were_all_lost_counts(cell: Cell, tmp_path: Pat
 def test_the_time_of_all_that_ended_with_their_launcher_counts(cell: Cell, tmp_path: Path) -> None:
     begun_unix_s = time.time()
     first = cell.member(0)
-    first.next()
-    first.say("begun", pause_s=None)
+    first.wait_for_message()
+    first.send_message("begun", pause_s=None)
     until(lambda: cell.coordinator.has_begun)
-    incarnation = cell.coordinator.facts()
-    incarnation["seen_unix_s"] += 60
+    incarnation = cell.coordinator.get_history_values()
+    incarnation["written_unix_s"] += 60
     job = job_of(tmp_path, incarnation)
-    train_time_s = accounts.run_of_members(job, entries(0.5))["train_time_s"]
+    train_time_s = accounts.sum_members_run(job, entries(0.5))["train_time_s"]
     assert 60 <= train_time_s <= 60 + time.time() - begun_unix_s
 
 
@@ -108,14 +108,14 @@ def test_an_epoch_of_which_steps_were_lost_and_others_done_again_has_no_mean_los
     """As many losses are known as it has steps, but not those of its steps."""
     generation = {
         "number": 0, "members": [0, 1], "from_step": 0, "cause": "start", "began_unix_s": 1.0,
-        "formed_unix_s": 0.0, "ended_unix_s": 2.0, "told_unix_s": 2.0, "to_step": 2, "pause_s": None,
+        "formed_unix_s": 0.0, "ended_unix_s": 2.0, "reported_unix_s": 2.0, "to_step": 2, "pause_s": None,
         "from_checkpoint": False, "broken": True, "train_s": {"0": 1.0},
     }  # fmt: skip
     again = generation | {"number": 1, "from_step": 1, "to_step": 8, "from_checkpoint": True}
     whole = {"loss": 8.0, "steps": 4.0, "train_s": 1.0, "pause_s": 0.0}
-    incarnation = cell.coordinator.facts()
+    incarnation = cell.coordinator.get_history_values()
     incarnation |= {"generations": [generation, again], "epochs": {"0": whole, "1": whole}}
-    run = accounts.run_of_members(job_of(tmp_path, incarnation), entries(0.5, 0.4))
+    run = accounts.sum_members_run(job_of(tmp_path, incarnation), entries(0.5, 0.4))
     assert [e["train_loss"] for e in run["per_epoch"]] == [None, 2.0]
 
 
@@ -132,7 +132,7 @@ def test_dates_in_whole_seconds_set_no_start_before_the_submission(started, ende
     """Such a record was unusable: its job had started before its cell."""
     entry = {"number": 0, "slot": 0, "id": "7", "submitted_unix_s": 100.6, "reason": ""}
     entry |= {"started_unix_s": started, "ended_unix_s": ended}
-    told = accounts.job_entry(entry, {}, 100.0)
+    told = accounts.make_job_entry(entry, {}, 100.0)
     found = told["started_s"], told["ended_s"]
     assert found == pytest.approx(expected)
     assert told["allocated_s"] == pytest.approx(found[1] - found[0] if started else 0.0)

@@ -14,7 +14,7 @@ from launching import LIMIT_S, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.elastic import member
 from stratbench.extensions.elastic.coordinator import Coordinator
-from stratbench.extensions.elastic.member import Over, Seat, take_seat
+from stratbench.extensions.elastic.member import Membership, Over, join_as_member
 from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
 
@@ -43,13 +43,13 @@ class Cell:
         listeners.publish(self.folder.rendezvous, 0)
         self.broken: list[int] = []
 
-    def seat(self, number: int, leaving: threading.Event | None = None) -> Seat:
+    def seat(self, number: int, leaving: threading.Event | None = None) -> Membership:
         broken = lambda: self.broken.append(number)  # noqa: E731
-        return take_seat(self.folder, number, broken, leaving or threading.Event())
+        return join_as_member(self.folder, number, broken, leaving or threading.Event())
 
-    def member(self, number: int) -> Seat:
+    def member(self, number: int) -> Membership:
         seat = self.seat(number)
-        seat.say("ready")
+        seat.send_message("ready")
         return seat
 
 
@@ -60,9 +60,9 @@ def cell(tmp_path: Path) -> Iterator[Cell]:
     found.coordinator.close()
 
 
-def stop(seat: Seat, step: int, **more: Any) -> None:
+def stop(seat: Membership, step: int, **more: Any) -> None:
     told = {"failed": False, "leaving": False, "holds": step, "epochs": {}}
-    seat.say("stopped", step=step, **told | more)
+    seat.send_message("stopped", step=step, **told | more)
 
 
 def test_a_result_that_cannot_be_written_ends_the_cell_with_its_reason(cell: Cell) -> None:
@@ -71,15 +71,17 @@ def test_a_result_that_cannot_be_written_ends_the_cell_with_its_reason(cell: Cel
 
     cell.coordinator._on_epoch = full
     one = cell.member(0)
-    one.next()
-    one.say("begun", pause_s=None)
-    one.say("epoch", entry={"epoch": 1, "test_loss": 0.5, "score": 0.5})
+    one.wait_for_message()
+    one.send_message("begun", pause_s=None)
+    one.send_message("epoch", entry={"epoch": 1, "test_loss": 0.5, "score": 0.5})
     until(lambda: cell.coordinator.failure)
-    assert cell.coordinator.failure.startswith("the result of epoch 1 cannot be kept: [Errno 28]")
+    assert cell.coordinator.failure.startswith(
+        "the result of epoch 1 cannot be written: [Errno 28]"
+    )
     # The disk has room again: the epoch is lost all the same, and none is taken for it.
     cell.coordinator._on_epoch = cell.epochs.append
-    one.say("epoch", entry={"epoch": 2, "test_loss": 0.5, "score": 0.95})
-    one.say("through", step=8, epochs={})
+    one.send_message("epoch", entry={"epoch": 2, "test_loss": 0.5, "score": 0.95})
+    one.send_message("through", step=8, epochs={})
     until(lambda: cell.coordinator._finished)
     assert cell.epochs == []
     assert cell.coordinator.done.is_set()
@@ -87,13 +89,13 @@ def test_a_result_that_cannot_be_written_ends_the_cell_with_its_reason(cell: Cel
 
 def test_who_is_ready_waits_until_the_others_have_stopped_after_a_step(cell: Cell) -> None:
     first = cell.member(0)
-    form = first.next()
+    form = first.wait_for_message()
     assert (form["rank"], form["world"], form["step"]) == (0, 1, 0)
-    first.say("begun", pause_s=None)
+    first.send_message("begun", pause_s=None)
     second = cell.member(1)
     assert first.change.wait(LIMIT_S)
     stop(first, 7)
-    one, other = first.next(), second.next()
+    one, other = first.wait_for_message(), second.wait_for_message()
     assert [(f["rank"], f["world"], f["step"]) for f in (one, other)] == [(0, 2, 7), (1, 2, 7)]
     assert one["meeting"] == other["meeting"] != form["meeting"]
     assert not first.change.is_set()
@@ -103,16 +105,16 @@ def test_a_lost_member_breaks_its_generation_and_the_most_advanced_gives_the_sta
     cell: Cell,
 ) -> None:
     seats = [cell.member(0)]
-    assert seats[0].next()["world"] == 1
-    seats[0].say("begun", pause_s=None)
+    assert seats[0].wait_for_message()["world"] == 1
+    seats[0].send_message("begun", pause_s=None)
     seats.append(cell.member(1))
     assert seats[0].change.wait(LIMIT_S)
     stop(seats[0], 0)
-    assert [seat.next()["world"] for seat in seats] == [2, 2]
+    assert [seat.wait_for_message()["world"] for seat in seats] == [2, 2]
     seats[1]._connection.close()
     until(lambda: 0 in cell.broken)
     stop(seats[0], 5, failed=True)
-    form = seats[0].next()
+    form = seats[0].wait_for_message()
     assert (form["world"], form["step"], form["load"]) == (1, 5, False)
     assert cell.coordinator.history.lost == [1]
     assert cell.coordinator.history.generations[-2].broken
@@ -120,7 +122,7 @@ def test_a_lost_member_breaks_its_generation_and_the_most_advanced_gives_the_sta
 
 def test_where_nobody_has_the_state_the_first_rank_reads_the_checkpoint(cell: Cell) -> None:
     cell.checkpoint = 12, []
-    form = cell.member(3).next()
+    form = cell.member(3).wait_for_message()
     assert (form["step"], form["load"]) == (12, True)
 
 
@@ -129,48 +131,48 @@ def test_what_epochs_gave_is_not_lost_with_the_coordinator_that_did_not_hear_it(
     entries = [{"epoch": n, "test_loss": 0.5, "score": 0.1 * n} for n in (1, 2)]
     cell.checkpoint = 10, entries
     first = cell.member(0)
-    form = first.next()
+    form = first.wait_for_message()
     assert (form["step"], form["epochs_done"]) == (10, 2)
-    first.say("epoch", entry={"epoch": 3, "test_loss": 0.5, "score": 0.95})
-    first.say("through", step=12, epochs={})
+    first.send_message("epoch", entry={"epoch": 3, "test_loss": 0.5, "score": 0.95})
+    first.send_message("through", step=12, epochs={})
     with pytest.raises(Over):
-        first.next()
+        first.wait_for_message()
     assert [e["epoch"] for e in cell.epochs] == [1, 2, 3]
 
 
 def test_a_pause_after_the_last_step_is_of_the_last_epoch(cell: Cell) -> None:
     first = cell.member(0)
-    first.next()
-    first.say("begun", pause_s=None)
+    first.wait_for_message()
+    first.send_message("begun", pause_s=None)
     stop(first, 8, failed=True)  # somebody else was lost in the evaluation
-    first.next()
-    first.say("begun", pause_s=0.5)
-    first.say("through", step=8, epochs={})
+    first.wait_for_message()
+    first.send_message("begun", pause_s=0.5)
+    first.send_message("through", step=8, epochs={})
     with pytest.raises(Over):
-        first.next()
+        first.wait_for_message()
     assert {n: e.pause_s for n, e in cell.coordinator.history.epochs.items()} == {1: 0.5}
 
 
 def test_a_leaver_is_let_go_and_the_others_meet_again(cell: Cell) -> None:
     first = cell.member(0)
-    first.next()
-    first.say("begun", pause_s=None)
+    first.wait_for_message()
+    first.send_message("begun", pause_s=None)
     stop(first, 3, leaving=True)
-    assert first.next()["what"] == "leave"
+    assert first.wait_for_message()["what"] == "leave"
     assert cell.coordinator.history.left == [0]
-    assert cell.member(1).next()["world"] == 1
+    assert cell.member(1).wait_for_message()["world"] == 1
 
 
 def test_an_epoch_counts_once_and_the_target_ends_it_for_all(cell: Cell) -> None:
     first = cell.member(0)
-    first.next()
+    first.wait_for_message()
     entry = {"epoch": 1, "test_loss": 0.5, "score": 0.5}
     for _ in range(2):
-        first.say("epoch", entry=entry)
-    first.say("epoch", entry=entry | {"epoch": 2, "score": 0.95})
-    first.say("through", step=8, epochs={"1": [2.0, 4, 1, 0.5]})
+        first.send_message("epoch", entry=entry)
+    first.send_message("epoch", entry=entry | {"epoch": 2, "score": 0.95})
+    first.send_message("through", step=8, epochs={"1": [2.0, 4, 1, 0.5]})
     with pytest.raises(Over):
-        first.next()
+        first.wait_for_message()
     assert cell.coordinator.done.is_set()
     assert [e["epoch"] for e in cell.epochs] == [1, 2]
     with pytest.raises(Over, match="over"):
@@ -178,7 +180,8 @@ def test_an_epoch_counts_once_and_the_target_ends_it_for_all(cell: Cell) -> None
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"), [(0, "was here before"), (-1, "no number"), ("7", "no number")]
+    ("number", "reason"),
+    [(0, "has joined before"), (-1, "is not the number"), ("7", "is not the number")],
 )
 def test_numbers_never_come_again(cell: Cell, number: Any, reason: str) -> None:
     cell.member(0)
@@ -192,7 +195,7 @@ def test_strangers_and_surplus_workers_are_sent_away(
     monkeypatch.setattr(member, "AGAIN_S", 0.01)
     cell.member(0)
     second = cell.member(1)
-    got: list[Seat] = []
+    got: list[Membership] = []
     surplus = threading.Thread(target=lambda: got.append(cell.seat(2)))
     surplus.start()
     until(lambda: cell.coordinator.refusals.count >= 2)
@@ -208,7 +211,7 @@ def test_strangers_and_surplus_workers_are_sent_away(
         Path(f"{cell.folder.rendezvous}.0").read_text()
     )
     with pytest.raises(Over):
-        take_seat(stranger.folder, 9, lambda: None, threading.Event())
+        join_as_member(stranger.folder, 9, lambda: None, threading.Event())
     until(lambda: any("secret" in reason for reason in cell.coordinator.refusals.first))
     assert cell.coordinator.present == 2
 
@@ -218,4 +221,4 @@ def test_nobody_there_to_let_a_worker_in_is_no_error(
 ) -> None:
     monkeypatch.setattr(member, "NOBODY_S", 0.2)
     with pytest.raises(Over, match="nobody"):
-        take_seat(RunFolder(tmp_path), 0, lambda: None, threading.Event())
+        join_as_member(RunFolder(tmp_path), 0, lambda: None, threading.Event())

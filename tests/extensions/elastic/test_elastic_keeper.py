@@ -18,8 +18,8 @@ from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.extensions.checkpoints import checkpoints
 from stratbench.extensions.elastic.jobs import keeper
 from stratbench.extensions.elastic.jobs.keeper import (
-    GaveUp,
-    Seen,
+    JobStatus,
+    NoWorkersError,
     SubmissionRefused,
     WorkerJobSupervisor,
 )
@@ -34,7 +34,7 @@ from stratbench.study.slurm.submission import Kind
 class Scripted(keeper.Backend):
     """A backend whose jobs are what the test says they are."""
 
-    jobs: dict[str, Seen] = field(default_factory=dict)
+    jobs: dict[str, JobStatus] = field(default_factory=dict)
     slots: dict[str, int] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     full: bool = False
@@ -51,10 +51,10 @@ class Scripted(keeper.Backend):
         if self.full:
             raise SubmissionRefused("QOSMaxSubmitJobPerUserLimit")
         self.slots[str(number)] = slot
-        self.jobs[str(number)] = Seen("queued")  # the last: tests wait for it
+        self.jobs[str(number)] = JobStatus("queued")  # the last: tests wait for it
         return str(number)
 
-    def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
+    def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
         jobs, silent = dict(self.jobs), self.silent  # the test changes them meanwhile
         self.looks += 1
         return None if silent else {i: jobs[i] for i in ids if i in jobs}
@@ -67,15 +67,15 @@ def test_a_job_that_ends_is_replaced_by_one_of_a_new_number(tmp_path: Path) -> N
     backend = Scripted()
     with WorkerJobSupervisor(backend, 2, tmp_path / "jobs") as kept:
         until(lambda: len(backend.jobs) == 2)
-        backend.jobs["0"] = Seen("ended", "PREEMPTED")
-        kept.look_soon()
+        backend.jobs["0"] = JobStatus("ended", "PREEMPTED")
+        kept.poll_soon()
         until(lambda: len(backend.jobs) == 3)
         assert backend.slots["2"] == backend.slots["0"]
         del backend.jobs["1"]  # SLURM has forgotten it
-        kept.look_soon()
+        kept.poll_soon()
         until(lambda: "3" in backend.jobs)
     assert sorted(backend.cancelled) == ["2", "3"]
-    told = {entry.number: entry.reason for entry in kept.jobs()}
+    told = {entry.number: entry.reason for entry in kept.list_jobs()}
     assert told[0] == "PREEMPTED"
     assert told[1] == "no longer known"
     assert "cancelled" in told[2]
@@ -84,12 +84,12 @@ def test_a_job_that_ends_is_replaced_by_one_of_a_new_number(tmp_path: Path) -> N
 def test_the_job_of_a_worker_that_nobody_hears_of_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "PARTING_S", 0.05)
+    monkeypatch.setattr(keeper, "LOST_JOB_GRACE_S", 0.05)
     backend = Scripted()
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
-        backend.jobs["0"] = Seen("running", started_unix_s=1.0)
-        kept.give_up(0)
+        backend.jobs["0"] = JobStatus("running", started_unix_s=1.0)
+        kept.cancel_lost_worker(0)
         until(lambda: backend.cancelled)
         assert backend.cancelled == ["0"]
 
@@ -98,30 +98,30 @@ def test_the_job_of_a_lost_worker_that_ends_by_itself_keeps_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a worker that fails whenever it trains would be taken for one that was cancelled, for ever."""
-    monkeypatch.setattr(keeper, "PARTING_S", LIMIT_S)
+    monkeypatch.setattr(keeper, "LOST_JOB_GRACE_S", LIMIT_S)
     backend = Scripted()
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
-        kept.give_up(0)
-        kept.look_soon()
-        backend.jobs["0"] = Seen("ended", "FAILED", failed=True)
-        kept.look_soon()
-        until(lambda: kept.jobs()[0].failed)
+        kept.cancel_lost_worker(0)
+        kept.poll_soon()
+        backend.jobs["0"] = JobStatus("ended", "FAILED", failed=True)
+        kept.poll_soon()
+        until(lambda: kept.list_jobs()[0].failed)
         assert backend.cancelled == []
 
 
 def test_what_falls_due_just_after_a_look_is_not_left_for_the_longest_pause(tmp_path: Path) -> None:
     kept = WorkerJobSupervisor(Scripted(), 1, tmp_path / "jobs")
-    assert kept._until_next(30.0) < 1.0  # its first job
-    kept._submit()
-    assert kept._until_next(30.0) == 30.0
-    kept._parting[0] = time.monotonic()
-    assert kept._until_next(30.0) < 1.0
-    kept._look()
-    kept._parting.clear()
+    assert kept._compute_wait_s(30.0) < 1.0  # its first job
+    kept._submit_missing_jobs()
+    assert kept._compute_wait_s(30.0) == 30.0
+    kept._cancel_at_s[0] = time.monotonic()
+    assert kept._compute_wait_s(30.0) < 1.0
+    kept._poll_live_jobs()
+    kept._cancel_at_s.clear()
     kept.finish()
-    kept._end(0, Seen("ended"))
-    assert kept._until_next(30.0) == 30.0
+    kept._record_end(0, JobStatus("ended"))
+    assert kept._compute_wait_s(30.0) == 30.0
 
 
 def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) -> None:
@@ -129,15 +129,15 @@ def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) ->
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.silent = True
-        backend.jobs["0"] = Seen("ended", "FAILED", failed=True)
+        backend.jobs["0"] = JobStatus("ended", "FAILED", failed=True)
         begun = backend.looks + 1  # one may be under way
         for n in range(3):
-            kept.look_soon()
+            kept.poll_soon()
             until(lambda n=n: backend.looks > begun + n)
-        assert kept.jobs()[0].ended_unix_s is None
+        assert kept.list_jobs()[0].ended_unix_s is None
         backend.silent = False
-        kept.look_soon()
-        until(lambda: kept.jobs()[0].failed)
+        kept.poll_soon()
+        until(lambda: kept.list_jobs()[0].failed)
 
 
 def test_what_fails_again_and_again_is_given_up(
@@ -147,14 +147,15 @@ def test_what_fails_again_and_again_is_given_up(
     monkeypatch.setattr(keeper, "MAX_PAUSE_S", 0.001)
     backend = Scripted()
     backend.submit = lambda number, slot: (  # each has failed when it is looked at
-        backend.jobs.update({str(number): Seen("ended", "exit code 1", failed=True)}) or str(number)
+        backend.jobs.update({str(number): JobStatus("ended", "exit code 1", failed=True)})
+        or str(number)
     )
 
     def gave_up() -> bool:
-        kept.look_soon()
+        kept.poll_soon()
         try:
             kept.check()
-        except GaveUp as reason:
+        except NoWorkersError as reason:
             return "exit code 1" in str(reason)
         return False
 
@@ -166,8 +167,8 @@ def test_what_fails_again_and_again_is_given_up(
 def test_a_cell_without_any_worker_job_fails_and_one_with_some_goes_on(tmp_path: Path) -> None:
     backend = Scripted(full=True)
     with WorkerJobSupervisor(backend, 2, tmp_path / "none") as kept:
-        until(lambda: kept._gave_up)
-        with pytest.raises(GaveUp, match="QOSMaxSubmitJobPerUserLimit"):
+        until(lambda: kept._failure_reason)
+        with pytest.raises(NoWorkersError, match="QOSMaxSubmitJobPerUserLimit"):
             kept.check()
     backend = Scripted()
     with WorkerJobSupervisor(backend, 1, tmp_path / "some") as kept:
@@ -180,7 +181,7 @@ def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a number that no job has: a refused one may be one whose answer was lost."""
-    monkeypatch.setattr(keeper, "MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(keeper, "MAX_POLL_S", 0.05)
     backend, refused = Scripted(), []
     submit = backend.submit
     backend.submit = lambda number, slot: (
@@ -189,8 +190,8 @@ def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.full = True
-        backend.jobs["0"] = Seen("ended", "PREEMPTED")
-        kept.look_soon()
+        backend.jobs["0"] = JobStatus("ended", "PREEMPTED")
+        kept.poll_soon()
         until(lambda: len(refused) >= 2)
         kept.check()
         backend.full = False
@@ -205,12 +206,12 @@ def test_the_keeper_of_a_requeued_cell_takes_over_and_submits_no_job_twice(tmp_p
     first.__enter__()
     until(lambda: len(backend.jobs) == 2)
     first._stopped = True  # as by SIGKILL: nothing is cancelled
-    first.look_soon()
+    first.poll_soon()
     first._thread.join()
     with WorkerJobSupervisor(backend, 2, journal) as second:
-        second.look_soon()
-        backend.jobs["0"] = Seen("ended", "NODE_FAIL")
-        second.look_soon()
+        second.poll_soon()
+        backend.jobs["0"] = JobStatus("ended", "NODE_FAIL")
+        second.poll_soon()
         until(lambda: len(backend.jobs) == 3)
     assert sorted(backend.cancelled) == ["1", "2"]
 
@@ -277,7 +278,9 @@ def test_a_greeting_of_sbatch_is_no_jobs_number(
     if id_ is not None:
         assert jobs.submit(3, 0) == id_
         return
-    with pytest.raises(SubmissionRefused, match=f"sbatch printed '{printed}' and no job's number"):
+    with pytest.raises(
+        SubmissionRefused, match=f"sbatch printed '{printed}' instead of the job's number"
+    ):
         jobs.submit(3, 0)
 
 
@@ -291,7 +294,12 @@ def test_a_submission_that_may_pass_is_tried_again_with_its_number(
         until(lambda: len(backend.jobs) == 2)
         kept.check()
     assert backend.tried == [0, 0, 0, 0, 1]
-    assert capfd.readouterr().out.count("a worker job is not accepted now, and tried again") == 2
+    assert (
+        capfd.readouterr().out.count(
+            "a worker job is not accepted at present, and will be submitted again"
+        )
+        == 2
+    )
 
 
 def test_a_cell_is_given_up_when_sbatch_has_not_answered_for_ten_minutes(
@@ -302,8 +310,8 @@ def test_a_cell_is_given_up_when_sbatch_has_not_answered_for_ten_minutes(
     kept = WorkerJobSupervisor(backend, 1, tmp_path / "jobs")
     kept._postponed._pause_s = 0.05
     with kept:
-        until(lambda: kept._gave_up)
-        with pytest.raises(GaveUp, match="no worker job is accepted: not now"):
+        until(lambda: kept._failure_reason)
+        with pytest.raises(NoWorkersError, match="no worker job is accepted: not now"):
             kept.check()
     assert set(backend.tried) == {0}
 
@@ -322,7 +330,7 @@ def test_a_worker_job_that_slurm_has_taken_without_an_answer_is_the_workers(
     jobs = SlurmJobs(WorkerJob(1, 4, 2000, 90), RunFolder(tmp_path), "a/b")
     with pytest.raises(SubmissionRefused, match="Socket timed out") as refused:
         jobs.submit(3, 0)
-    assert refused.value.passes == "silence"
+    assert refused.value.retry_kind == "silence"
     assert jobs.submit(3, 0) == "42"
     assert (tmp_path / "asked").read_text() == "x\n"
 
@@ -333,10 +341,10 @@ def test_jobs_that_nobody_knows_are_not_submitted_again_without_an_end(tmp_path:
         for number in range(keeper.MAX_UNKNOWN):
             until(lambda n=number: str(n) in backend.jobs)
             del backend.jobs[str(number)]
-            kept.look_soon()
-        until(lambda: kept._gave_up)
+            kept.poll_soon()
+        until(lambda: kept._failure_reason)
         with pytest.raises(
-            GaveUp, match=r"3 worker jobs .* SLURM knows none of them, the last one, job 2"
+            NoWorkersError, match=r"SLURM knows none of the last 3 worker jobs .* job 2"
         ):
             kept.check()
     assert len(backend.slots) == keeper.MAX_UNKNOWN
@@ -360,9 +368,10 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
     asked = WorkerJob(1, 4, 2000, 90)
     folder = RunFolder(tmp_path)
     with WorkerJobSupervisor(SlurmJobs(asked, folder, "a/b"), 1, tmp_path / "jobs") as kept:
-        until(lambda: kept._gave_up)
+        until(lambda: kept._failure_reason)
         with pytest.raises(
-            GaveUp, match=r"sbatch: No such file.*slurm_partition.*worker_partition$"
+            NoWorkersError,
+            match=r"sbatch: No such file.*slurm_partition.*worker_partition to the partition of the workers$",
         ):
             kept.check()
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Access denied' >&2; exit 1\n")
@@ -398,9 +407,9 @@ def test_an_entry_says_all_of_a_job(tmp_path: Path) -> None:
     backend = Scripted()
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
-        backend.jobs["0"] = Seen("running", started_unix_s=100.0)
-        kept.look_soon()
-        until(lambda: kept.jobs()[0].started_unix_s == 100.0)
+        backend.jobs["0"] = JobStatus("running", started_unix_s=100.0)
+        kept.poll_soon()
+        until(lambda: kept.list_jobs()[0].started_unix_s == 100.0)
     last = json.loads((tmp_path / "jobs").read_text().splitlines()[-1])
     assert last["started_unix_s"] == 100.0
     assert last["ended_unix_s"] is not None

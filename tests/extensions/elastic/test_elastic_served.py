@@ -21,7 +21,7 @@ from stratbench.analysis.records.columns import COLUMNS, build_record_row
 from stratbench.cell import record
 from stratbench.extensions.audit.audit import RULES
 from stratbench.extensions.audit.rule import AuditData
-from stratbench.extensions.elastic.servers.journal import read_journal, write_end
+from stratbench.extensions.elastic.servers.journal import read_journal, write_end_mark
 from stratbench.strategies import option_defaults
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -83,11 +83,11 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     first.process.send_signal(signal.SIGTERM)
     assert first.finish()[0] == 128 + signal.SIGTERM
     # As servers say that end with an error. It was theirs, and is mended.
-    write_end(first.folder.servers, "No space left on device")
+    write_end_mark(first.folder.servers, "No space left on device")
     again = start_cell(s, env=warm)
     code, output = again.finish()
     assert code == 0, output
-    assert "incarnation 2 of the servers: they go on from their saved state" in output
+    assert "incarnation 2 of the servers: they resume from their saved state" in output
     found = again.read_record()
     record.validate(found)
     told = found["elastic"]
@@ -117,7 +117,7 @@ PLANTED: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "the servers had one incarnation": lambda e, r: e.update(incarnations=1),
     "it never went on": lambda e, r: e.update(restarts=0),
     "tickets were done twice": lambda e, r: e["servers"].update(tickets_done_twice=4),
-    "more were there than may be": lambda e, r: e["servers"].update(most_at_a_time=3),
+    "more were there than may be": lambda e, r: e["servers"].update(count_most_workers=3),
     "an epoch was not evaluated": lambda e, r: e["servers"].update(evaluations=2),
     "incarnation 2 began before incarnation 1": lambda e, r: e["servers"]["incarnations"][1].update(
         began_s=-9.0

@@ -27,7 +27,7 @@ from stratbench.extensions.audit.audit import RULES
 from stratbench.extensions.audit.rule import AuditData
 from stratbench.extensions.checkpoints import checkpoints
 from stratbench.extensions.elastic.group import ElasticGroup
-from stratbench.extensions.elastic.member import Gone, Over
+from stratbench.extensions.elastic.member import CoordinatorLost, Over
 from stratbench.extensions.elastic.split import ElasticSynchronous
 from stratbench.strategies.ddp import DDP
 from stratbench.telemetry.clock import Phases
@@ -145,10 +145,10 @@ class Heard:
         self.said: list[dict[str, Any]] = []
         self.change = threading.Event()
 
-    def say(self, what: str, **said: Any) -> None:
+    def send_message(self, what: str, **said: Any) -> None:
         self.said.append({"what": what} | said)
 
-    def next(self) -> dict[str, Any]:
+    def wait_for_message(self) -> dict[str, Any]:
         raise Over("the training is over")
 
 
@@ -157,7 +157,7 @@ def member(folder: Path, data_dir: Path, epochs: int = 1) -> tuple[ElasticSynchr
     s = settings("ddp", precision="fp64", weight_decay=1e-3, epochs=epochs)
     phases = Phases("cpu", PhaseLog(RunFolder(folder).phases(0), 0, 0.0))
     group, data = ElasticGroup(folder, CPU), DeviceData.load(data_dir, dtype=torch.float64)
-    group.form_alone()
+    group.form_single_member()
     strategy = DDP(DDP.Options(**s.options))
     me = set_up(
         s, strategy, data, CPU, 0, rank=0, world_size=1, local_world=1, folder=RunFolder(folder)
@@ -194,7 +194,7 @@ def test_a_meeting_that_fails_leaves_a_members_state_as_it_was(
         )
         other.start()
         form = {"generation": 1, "epochs_done": 0, "meeting": "once", "rank": rank, "world": 2}
-        split._take_part(form | {"step": 9, "load": rank == 0}, MemoryMeter(CPU))
+        split._train_in_generation(form | {"step": 9, "load": rank == 0}, MemoryMeter(CPU))
         assert heard.said == [
             {
                 "what": "stopped",
@@ -216,7 +216,7 @@ def leave_groups_that_ddp_holds(folder: Path) -> None:
     """Form and leave groups of one, each of which a module of DDP outlives."""
     group = ElasticGroup(folder, CPU)
     for _ in range(300):
-        group.form_alone()
+        group.form_single_member()
         module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
         torch.distributed.broadcast(torch.zeros(4), 0)
         group.dissolve()
@@ -254,7 +254,7 @@ def test_a_member_tells_what_an_epoch_gave_at_its_end(
     """What it told at the end alone would be as long as the training, and be lost with it."""
     split, heard = alone
     with pytest.raises(Over):
-        split._take_part(ALONE, MemoryMeter(CPU))
+        split._train_in_generation(ALONE, MemoryMeter(CPU))
     told = [(m["what"], {e: x[1] for e, x in m.get("epochs", {}).items()}) for m in heard.said]
     assert told == [
         *[("begun", {}), ("trained", {0: 4}), ("epoch", {}), ("trained", {1: 4}), ("epoch", {})],
@@ -273,10 +273,10 @@ def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
 
     def say(what: str, **said: Any) -> None:
         if what == unheard_of:
-            raise Gone("the coordinator is gone")
+            raise CoordinatorLost("the coordinator is gone")
 
-    monkeypatch.setattr(heard, "say", say)
-    monkeypatch.setattr(heard, "next", lambda: {"what": "form"} | ALONE, raising=False)
+    monkeypatch.setattr(heard, "send_message", say)
+    monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE, raising=False)
     split.run(MemoryMeter(CPU))
     folder = split.worker.folder
     assert max(checkpoints.steps_in(folder.path)) == step
@@ -295,9 +295,9 @@ def test_a_member_of_a_cell_that_has_ended_leaves_no_checkpoint_behind(
     split, heard = alone
     folder = split.worker.folder
     folder.ended.touch()
-    gone = Gone("the coordinator is gone")
-    monkeypatch.setattr(heard, "say", mock.Mock(side_effect=[None, gone]))  # ready, begun
-    monkeypatch.setattr(heard, "next", lambda: {"what": "form"} | ALONE | {"step": 4})
+    gone = CoordinatorLost("the coordinator is gone")
+    monkeypatch.setattr(heard, "send_message", mock.Mock(side_effect=[None, gone]))  # ready, begun
+    monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE | {"step": 4})
     split.run(MemoryMeter(CPU))
     assert split._step == 4
     assert not checkpoints.steps_in(folder.path)
@@ -312,7 +312,7 @@ def test_a_damaged_checkpoint_is_deleted_and_the_members_meet_again(
     path = checkpoints.path_of(folder, 9)
     path.write_bytes(path.read_bytes()[:-1])
     for _ in range(2):  # then there is none
-        split._take_part(ALONE | {"step": 9, "load": True}, MemoryMeter(CPU))
+        split._train_in_generation(ALONE | {"step": 9, "load": True}, MemoryMeter(CPU))
         assert heard.said[-1]["failed"]
         assert not path.exists()
 
@@ -337,7 +337,7 @@ def test_what_was_computed_in_a_group_that_was_broken_up_counts_for_nothing_on_a
         return taken[-1]
 
     monkeypatch.setattr(strategy, "step", step_and_lose_a_peer)
-    split._take_part(ALONE, MemoryMeter(CPU))
+    split._train_in_generation(ALONE, MemoryMeter(CPU))
     told = heard.said[-1]
     assert (told["what"], told["failed"]) == ("stopped", True)
     assert told["step"] == 6

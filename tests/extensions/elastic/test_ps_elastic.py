@@ -25,10 +25,10 @@ from ps_harness import PATIENCE_S, Served, Worked, config, serve_run
 
 from launching import until
 from stratbench.extensions.elastic.servers import run as elastic_run
-from stratbench.extensions.elastic.servers.channel import ReturningChannel, RunOver
+from stratbench.extensions.elastic.servers.channel import ReturningChannel, RunOverError
 from stratbench.extensions.elastic.servers.config import ElasticConfig, ElasticServerConfig
 from stratbench.extensions.elastic.servers.evaluations import parse_score
-from stratbench.extensions.elastic.servers.journal import has_state, read_end, read_journal
+from stratbench.extensions.elastic.servers.journal import has_state, read_end_mark, read_journal
 from stratbench.extensions.elastic.servers.saved_state import StateError, load_state, pack, unpack
 from stratbench.extensions.servers.policies.policies import POLICIES as ALL_POLICIES
 from stratbench.extensions.servers.policies.policies import make_policy
@@ -246,7 +246,7 @@ def test_another_incarnation_of_the_servers_goes_on(tmp_path, processes, policy,
     until(lambda: sum(len(w.tickets) for w in workers) > 100, PATIENCE_S)
     servers.end(signum)
     held.go.set()
-    assert read_end(plan.elastic.folder) is None
+    assert read_end_mark(plan.elastic.folder) is None
     servers.start(incarnation=2, resumes=True)
     workers.append(Returning(plan, 2, before_push=slowly))
     for worker in workers:
@@ -265,8 +265,8 @@ def test_another_incarnation_of_the_servers_goes_on(tmp_path, processes, policy,
     assert [w.channel.returns for w in workers] == [1, 1, 0]
     settled = own["settled_before"] + sum(w["tickets"] for w in found[0]["workers"])
     assert settled == n
-    assert read_end(plan.elastic.folder) == {"error": None}
-    with pytest.raises(RunOver):
+    assert read_end_mark(plan.elastic.folder) == {"error": None}
+    with pytest.raises(RunOverError):
         Returning(plan, 9).join()
 
 
@@ -401,7 +401,7 @@ def test_a_place_comes_back_and_a_number_does_not(tmp_path):
 def test_a_worker_of_another_incarnation_of_the_servers_is_sent_away(tmp_path):
     plan = elastic(tmp_path, incarnation=4)
     servers = serve_all(plan)
-    with pytest.raises(JoinLater, match="this is incarnation 4 of the servers"):
+    with pytest.raises(JoinLater, match="these servers are incarnation 4"):
         Worked(plan, SECRET, 0, incarnation=3).join()
     with pytest.raises(JoinRefused, match="does not know this job's secret"):
         Worked(plan, b"x" * 32, 0, incarnation=4).join()
@@ -649,7 +649,7 @@ def test_a_state_that_was_changed_on_the_disk_is_not_gone_on_with(tmp_path):
     whole = bytearray(data.read_bytes())
     whole[len(whole) // 2] ^= 1
     data.write_bytes(whole)
-    with pytest.raises(StateError, match="not as it was written"):
+    with pytest.raises(StateError, match="is damaged"):
         load_state(folder, 0)
 
 

@@ -34,11 +34,11 @@ from launching import until
 from stratbench.extensions.elastic.servers.channel import ReturningChannel
 from stratbench.extensions.elastic.servers.journal import (
     Journal,
+    collect_scores,
+    get_state_manifest,
     has_state,
-    last_incarnation,
     read_journal,
-    scores_in,
-    state_manifest,
+    read_last_incarnation,
 )
 from stratbench.extensions.elastic.servers.run import ElasticRun
 from stratbench.extensions.elastic.servers.saved_state import Saver, save_state
@@ -319,7 +319,7 @@ def test_a_line_of_the_journal_that_was_cut_off_is_gone_in_the_next_incarnation(
     journal.note("incarnation", settled=3)
     journal.close()
     assert [e["incarnation"] for e in read_journal(tmp_path)] == [1, 2]
-    assert last_incarnation(tmp_path) == 2
+    assert read_last_incarnation(tmp_path) == 2
 
 
 def test_what_the_disk_takes_only_half_of_is_written_to_its_end(tmp_path, monkeypatch):
@@ -328,7 +328,7 @@ def test_what_the_disk_takes_only_half_of_is_written_to_its_end(tmp_path, monkey
     journal = Journal(tmp_path, 1)
     journal.note("incarnation", settled=0)
     journal.close()
-    assert last_incarnation(tmp_path) == 1
+    assert read_last_incarnation(tmp_path) == 1
 
 
 def test_a_score_of_a_state_that_was_lost_is_none(tmp_path):
@@ -340,7 +340,7 @@ def test_a_score_of_a_state_that_was_lost_is_none(tmp_path):
         for epoch in epochs:
             journal.note("score", epoch=epoch, settled=40 * (epoch + 1))
     journal.close()
-    assert sorted(scores_in(read_journal(tmp_path))) == [0]
+    assert sorted(collect_scores(read_journal(tmp_path))) == [0]
 
 
 def test_servers_that_begin_anew_leave_no_state_of_a_training_that_is_gone(tmp_path):
@@ -349,9 +349,9 @@ def test_servers_that_begin_anew_leave_no_state_of_a_training_that_is_gone(tmp_p
     folder = Path(plan.elastic.folder)
     folder.mkdir()
     for server in range(2):
-        state_manifest(folder, server).write_text("{}")
+        get_state_manifest(folder, server).write_text("{}")
     ElasticRun(replace(plan, server=1), SECRET, make_policy)
-    assert [state_manifest(folder, server).exists() for server in range(2)] == [True, False]
+    assert [get_state_manifest(folder, server).exists() for server in range(2)] == [True, False]
 
 
 def test_buffers_of_an_earlier_incarnation_count_only_until_somebody_pushes():

@@ -13,19 +13,19 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.command import CommandError
 from stratbench.extensions.queue import answer as answers
 from stratbench.extensions.queue.answer import answer
-from stratbench.extensions.queue.background import poisson
+from stratbench.extensions.queue.background import make_poisson_arrivals
 from stratbench.extensions.queue.break_even import (
     ASYNCHRONOUS,
     GANG,
     HALF,
     SYNCHRONOUS,
+    ModeTimes,
     QueuedTraining,
-    Times,
-    at_worth,
     jackknife,
-    paired_times,
-    poisson_queue,
-    recorded_queue,
+    make_poisson_queue,
+    make_recorded_queue,
+    name_asynchronous_mode,
+    simulate_modes,
 )
 from stratbench.extensions.queue.evidence import QueueEvidence
 from stratbench.extensions.queue.history import FIELDS
@@ -40,13 +40,15 @@ def times(**hours):
     """Times by mode, `a1` for asynchronous workers at a worth of 1; each of 6 blocks of 2 moments."""
     drawn = np.random.default_rng(0).uniform(0.97, 1.03, (6, 2))
     names = {"gang": GANG, "half": HALF, "sync": SYNCHRONOUS}
-    names |= {f"a{worth:g}": at_worth(worth) for worth in (1.0, 0.8, 0.6)}
-    return Times({names[key.replace("_", ".")]: value * drawn for key, value in hours.items()}, 0.6)
+    names |= {f"a{worth:g}": name_asynchronous_mode(worth) for worth in (1.0, 0.8, 0.6)}
+    return ModeTimes(
+        {names[key.replace("_", ".")]: value * drawn for key, value in hours.items()}, 0.6
+    )
 
 
 def told(found, margin=0.03, **request):
     asked = QueueRequest(num_gpus=16, training_hours=2.0, load=0.7, **request)
-    return answers._Told(asked, found, margin)
+    return answers._AnswerText(asked, found, margin)
 
 
 # ---- statistics
@@ -79,32 +81,34 @@ def test_the_worth_that_breaks_even_is_where_the_times_meet():
 
 
 def test_in_an_empty_cluster_all_modes_take_their_own_time():
-    queue = recorded_queue(4, 4, Rules(), poisson(60, 0.01, 16, 1), 0.5, 2, 2)
-    found = paired_times(queue, QueuedTraining(8, 1.0, loss=0.0))
+    queue = make_recorded_queue(4, 4, Rules(), make_poisson_arrivals(60, 0.01, 16, 1), 0.5, 2, 2)
+    found = simulate_modes(queue, QueuedTraining(8, 1.0, loss_per_worker=0.0))
     startup_h, overhead = 60 / 3600, 1 + 10 / 1800
     for mode, hours in (
         (GANG, overhead),
         (HALF, 2 * overhead),
         (SYNCHRONOUS, overhead),
-        (at_worth(1.0), 1.0),
-        (at_worth(0.8), 1 / 0.8),
+        (name_asynchronous_mode(1.0), 1.0),
+        (name_asynchronous_mode(0.8), 1 / 0.8),
     ):
         assert found.hours[mode] == pytest.approx(np.full((2, 2), hours + startup_h))
 
 
 def test_all_modes_of_a_moment_meet_the_same_queue():
-    queue = poisson_queue(4, 4, Rules(), 0.8, 1.0, 2, 2)
-    one = paired_times(queue, QueuedTraining(8, 1.0), modes=[GANG, SYNCHRONOUS])
-    other = paired_times(queue, QueuedTraining(8, 1.0), modes=[SYNCHRONOUS])
+    queue = make_poisson_queue(4, 4, Rules(), 0.8, 1.0, 2, 2)
+    one = simulate_modes(queue, QueuedTraining(8, 1.0), modes=[GANG, SYNCHRONOUS])
+    other = simulate_modes(queue, QueuedTraining(8, 1.0), modes=[SYNCHRONOUS])
     assert np.array_equal(one.hours[SYNCHRONOUS], other.hours[SYNCHRONOUS])
 
 
 @pytest.mark.slow
 def test_the_simulation_says_again_what_was_found_first():
     """Load 0.7, N = 16: .78 [.67, .88] and .77 [.66, .86] of a gang's 2.8 h."""
-    found = paired_times(poisson_queue(8, 8, Rules(), 0.7, 2.0, 10, 6), QueuedTraining(16, 2.0))
-    assert found.mean(GANG).value == pytest.approx(2.8, abs=0.05)
-    for mode, ratio in ((SYNCHRONOUS, 0.78), (at_worth(1.0), 0.77)):
+    found = simulate_modes(
+        make_poisson_queue(8, 8, Rules(), 0.7, 2.0, 10, 6), QueuedTraining(16, 2.0)
+    )
+    assert found.average_hours(GANG).value == pytest.approx(2.8, abs=0.05)
+    for mode, ratio in ((SYNCHRONOUS, 0.78), (name_asynchronous_mode(1.0), 0.77)):
         assert found.ratio(mode, GANG).value == pytest.approx(ratio, abs=0.01)
     assert found.break_even(SYNCHRONOUS).value == pytest.approx(0.99, abs=0.01)
     assert found.break_even(GANG).value == pytest.approx(0.76, abs=0.01)
@@ -126,35 +130,40 @@ ALIKE = {
 def test_split_synchronous_is_said_where_the_worth_is_below_what_breaks_even():
     found = told(times(**ALIKE), sample_efficiency=[0.8, 0.9])
     assert found.choice == SYNCHRONOUS
-    assert found.headline().startswith(
-        "With the queue: split synchronous, 2.2 h from submission to"
+    assert found.make_headline().startswith(
+        "With the queue: split synchronous takes 2.2 h from submission to"
     )
-    assert "0.55 [0.55, 0.55] of a gang's 4" in found.headline()
-    assert "worth 0.8 to 0.9, too little: of the split ones, synchronous." in found.lines()[1]
-    assert "(pause 60 s, from the last checkpoint)" in found.lines()[1]
+    assert "0.55 [0.55, 0.55] times as long as a gang takes (4" in found.make_headline()
+    assert (
+        "is 0.8 to 0.9, which is too little: synchronous workers are faster."
+        in found.make_lines()[1]
+    )
+    assert "(pause 60 s, state from the last checkpoint)" in found.make_lines()[1]
     own = told(times(**ALIKE), pause_s=0.2, recovery="peer")
-    assert "split synchronous workers (pause 0.2 s, from one that is there)" in own.lines()[1]
+    assert (
+        "split synchronous workers (pause 0.2 s, state from another worker)" in own.make_lines()[1]
+    )
 
 
 def test_asynchronous_workers_are_named_only_where_even_their_low_end_wins():
     slow = ALIKE | {"sync": 3.0}
     assert told(times(**slow), sample_efficiency=[0.8, 1.0]).choice == ASYNCHRONOUS
     assert (
-        "enough: of the split ones, asynchronous."
-        in told(times(**slow), sample_efficiency=[0.8, 1.0]).lines()[1]
+        "enough: asynchronous workers are faster."
+        in told(times(**slow), sample_efficiency=[0.8, 1.0]).make_lines()[1]
     )
     unknown = told(times(**slow))
     assert unknown.choice == SYNCHRONOUS
-    assert "was not given, so they are not recommended" in unknown.lines()[1]
+    assert "is not given, so that they are not recommended" in unknown.make_lines()[1]
     open_ = told(times(**slow), sample_efficiency=[0.6, 0.9])
     assert open_.choice == SYNCHRONOUS
-    assert "leaves it open: measure the worth more closely" in open_.lines()[1]
+    assert "leaves open which are faster: measure it more precisely" in open_.make_lines()[1]
 
 
 def test_of_equals_the_simplest_is_named():
     near = ALIKE | {"half": 3.9, "sync": 3.95, "a1": 3.9}
     assert told(times(**near)).choice == GANG
-    assert "gang's" not in told(times(**near)).headline()
+    assert "as a gang takes" not in told(times(**near)).make_headline()
     assert told(times(**near), margin=0.0).choice == HALF
 
 
@@ -164,7 +173,7 @@ def test_a_queue_that_is_not_steady_has_no_answer(load):
     assert found["mode"] is None
     assert f"At a load of {load:.2f} the queue is not steady" in found["refused"]
     assert found["headline"].startswith("With the queue: no answer.")
-    assert "Not modelled: fair-share" in found["lines"][-1]
+    assert "The simulation does not model fair-share" in found["lines"][-1]
 
 
 @pytest.fixture
@@ -181,19 +190,22 @@ def test_a_simulation_answers_with_time_interval_and_mode(few, capsys, how):
         {"decide": checked_block("decide", {"queue": queue}), "cluster": cluster}
     )
     found = QueueEvidence(Constraints.from_json(json.dumps(given))).answer()
-    assert "queue: 3 of 3 moments simulated" in capsys.readouterr().err
+    assert "queue: simulated 3 of 3 submission times" in capsys.readouterr().err
     chosen = [a for a in found["modes"] if a["chosen"]]
     assert [a["mode"] for a in chosen] == [found["mode"]]
     assert chosen[0]["hours_low"] < chosen[0]["hours"] < chosen[0]["hours_high"]
-    assert found["headline"].startswith(f"With the queue: {found['mode']}, ")
+    assert found["headline"].startswith(f"With the queue: {found['mode']} takes ")
     assert set(found["even"]) == {GANG, HALF, SYNCHRONOUS}
-    assert any("preempted by all others" in line for line in found["lines"]) == bool(how)
-    assert "3 moments in made queues of 4 nodes of 4 GPUs, load 0.80" in "\n".join(found["lines"])
+    assert any("preempted by all other jobs" in line for line in found["lines"]) == bool(how)
+    assert (
+        "3 submission times in synthetic queues of 4 nodes of 4 GPUs, with load 0.80"
+        in "\n".join(found["lines"])
+    )
 
 
 def recorded(tmp_path, users=("ann", "bob"), load=0.6, jobs=400):
     """An accounting that the simulator itself has written: 4 nodes of 4 GPUs."""
-    arrivals = poisson(jobs, load, 16, seed=2)
+    arrivals = make_poisson_arrivals(jobs, load, 16, seed=2)
     starts: dict[int, float] = {}
     sim = Cluster(4, 4, arrivals, Rules())
     start = sim._start
@@ -235,8 +247,8 @@ def test_a_history_gives_load_size_and_arrivals_and_the_simulator_knows_it_again
     found = answer(asked, 4, 0.03)
     assert found["mode"]
     said = "\n".join(found["lines"])
-    assert "3 moments in recorded queues of 4 nodes of 4 GPUs" in said
-    assert "GPUs in use, at most 16, of 16." in said
+    assert "3 submission times in recorded queues of 4 nodes of 4 GPUs" in said
+    assert "were in use on average, and at most 16." in said
     assert "1 GPUs: " in said
     waited = next(line for line in found["lines"] if line.startswith("The history's jobs waited"))
     theirs, ours = (
@@ -248,22 +260,24 @@ def test_a_history_gives_load_size_and_arrivals_and_the_simulator_knows_it_again
 def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
     path = recorded(tmp_path, users=("ann",), jobs=60)
     alone = answer(QueueRequest(num_gpus=8, training_hours=1.0, history=path), 4, 0.03)
-    assert "jobs of one user alone" in alone["refused"]
+    assert "jobs of a single user" in alone["refused"]
     path = recorded(tmp_path, jobs=60)
     with pytest.raises(
-        ValueError, match="too short for such a training; ask sacct for 600 h or more"
+        ValueError, match="too short for a training of 100 h; give the accounting of 600 h or more"
     ):
         answer(QueueRequest(num_gpus=8, training_hours=100.0, history=path), 4, 0.03)
-    with pytest.raises(ValueError, match=r"num_gpus = 64: the history's jobs used 16 GPUs at once"):
+    with pytest.raises(
+        ValueError, match=r"num_gpus = 64: the history's jobs used at most 16 GPUs at once"
+    ):
         answer(QueueRequest(num_gpus=64, training_hours=1.0, history=path), 4, 0.03)
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({}, "give either load or history, and not both"),
-        ({"load": 0.5, "history": "x"}, "give either load or history, and not both"),
-        ({"load": 0.5, "partition": "gpu"}, "is of a history; give one"),
+        ({}, "give exactly one of the two"),
+        ({"load": 0.5, "history": "x"}, "give exactly one of the two"),
+        ({"load": 0.5, "partition": "gpu"}, "selects jobs of a history; give a history"),
         ({"load": 0.5, "sample_efficiency": [0.9, 0.8]}, "write the lower end first"),
         ({"load": 0.5, "num_gpus": 33}, "the cluster has 8 nodes of 4 GPUs"),
     ],
@@ -282,7 +296,7 @@ def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):
     text = capsys.readouterr().out
     queue = json.loads((tmp_path / "out/answers.json").read_text())["further"]["queue"]
     assert queue["headline"] in " ".join(text.split())
-    assert "  Not modelled: fair-share" in text
+    assert "  The simulation does not model fair-share" in text
     with pytest.raises(CommandError, match="give either load or history"):
         from_set.decide(
             "paper:v2", ["decide={queue: {num_gpus: 8, training_hours: 1}}"], tmp_path / "out"

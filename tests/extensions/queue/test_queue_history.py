@@ -15,10 +15,10 @@ from stratbench.extensions.queue.break_even import (
     GANG,
     QueuedTraining,
     TrainingQueue,
-    paired_times,
-    recorded_queue,
+    make_recorded_queue,
+    simulate_modes,
 )
-from stratbench.extensions.queue.history import FIELDS, HistoryError, gpus_of, read_history
+from stratbench.extensions.queue.history import FIELDS, HistoryError, parse_gpu_count, read_history
 from stratbench.extensions.queue.request import QueueRequest
 from stratbench.extensions.queue.simulator import Arrival, Cluster, Rules, SimulatedJob
 
@@ -69,7 +69,7 @@ LATER = line(
     ],
 )
 def test_typed_gpus_are_not_counted_twice(tres, gpus):
-    assert gpus_of(tres) == gpus
+    assert parse_gpu_count(tres) == gpus
 
 
 def test_a_dependency_or_a_begin_time_is_no_wait(tmp_path):
@@ -84,7 +84,7 @@ def test_each_run_of_a_requeued_job_is_a_wait_of_its_own(tmp_path):
     )
     found = history(tmp_path, [first, again, LATER])
     assert [e.wait_s for e in found.entries] == [1800, 479, 0]
-    assert next(found.by_width()).jobs == 3
+    assert next(found.iter_widths()).jobs == 3
 
 
 def test_limits_that_are_no_numbers_and_jobs_that_never_ran_are_left_out_where_they_say_nothing(
@@ -101,13 +101,13 @@ def test_limits_that_are_no_numbers_and_jobs_that_never_ran_are_left_out_where_t
         LATER,
     ]
     found = history(tmp_path, lines)
-    [row] = found.by_width()
+    [row] = found.iter_widths()
     assert (row.jobs, row.used) == (6, 1.0)
     assert row.mean_s == pytest.approx(1200)
     assert row.label == "2-3"
     assert row.backfilled == 0
     assert found.request_factors == [0.8]
-    asked = [a.request_s for a in found.arrivals()]
+    asked = [a.request_s for a in found.make_arrivals()]
     assert asked == [3600, 3600, 9000]  # unknown: as the others, and never less than they took
 
 
@@ -153,8 +153,8 @@ def test_load_is_that_of_the_window_in_which_all_jobs_are_listed(tmp_path):
         2.0
     )  # 11 to 12 the long one, 12 to 13 the one that runs
     assert found.most_gpus == 2
-    assert len(found.arrivals()) == 3
-    assert found.arrivals()[0].submit_s == 0
+    assert len(found.make_arrivals()) == 3
+    assert found.make_arrivals()[0].submit_s == 0
 
 
 def test_failures_of_nodes_give_their_mean_time_between_two(tmp_path):
@@ -164,14 +164,16 @@ def test_failures_of_nodes_give_their_mean_time_between_two(tmp_path):
 
 
 def test_one_users_jobs_are_known_as_such(tmp_path):
-    assert not history(tmp_path, [line(), LATER]).one_user
-    assert history(tmp_path, [line(), line(End="2026-03-01T12:00:00")]).one_user
+    assert not history(tmp_path, [line(), LATER]).has_one_user
+    assert history(tmp_path, [line(), line(End="2026-03-01T12:00:00")]).has_one_user
 
 
 def test_a_partition_is_read_alone_and_a_wrong_name_names_those_there(tmp_path):
     lines = [line(), line(Partition="cpu,debug"), LATER]
     assert len(history(tmp_path, lines, partition="debug").entries) == 1
-    with pytest.raises(HistoryError, match=r"'big': no job .* ran there; it has cpu,debug, gpu"):
+    with pytest.raises(
+        HistoryError, match=r"'big': no job in .* has this partition; give one of cpu,debug, gpu"
+    ):
         history(tmp_path, lines, partition="big")
 
 
@@ -184,7 +186,7 @@ def test_other_columns_are_read_by_their_names(tmp_path):
     path.write_text(f"{names}\n{rows}\n")
     found = read_history(path, 4)
     assert [e.wait_s for e in found.entries] == [60, 1000]
-    assert next(found.by_width()).used is None
+    assert next(found.iter_widths()).used is None
     assert math.isclose(found.mean_gpus, 4)
 
 
@@ -193,13 +195,13 @@ def test_other_columns_are_read_by_their_names(tmp_path):
     [
         (
             "1|2|3",
-            "history.txt, line 1: 3 values where 13 belong; write it with sacct -a -X -P -D -o JobIDRaw",
+            "history.txt, line 1: has 3 values instead of 13; write it with sacct -a -X -P -D -o JobIDRaw",
         ),
-        ("Submit|Start|State\n", "has no column End; ask sacct for"),
-        (f"{HEADER}\n{line(Start='yesterday')}", "line 2: Start = 'yesterday' is no time"),
-        (f"{HEADER}\n{line(Submit='Unknown')}", "line 2: nothing says when it was submitted"),
-        (HEADER, "no job with a GPU has started"),
-        ("", "no job with a GPU has started"),
+        ("Submit|Start|State\n", "has no column End; write it with"),
+        (f"{HEADER}\n{line(Start='yesterday')}", "line 2: Start = 'yesterday' is not a time"),
+        (f"{HEADER}\n{line(Submit='Unknown')}", "line 2: has no time in the column Submit"),
+        (HEADER, "has no job with a GPU that started"),
+        ("", "has no job with a GPU that started"),
     ],
 )
 def test_what_is_no_accounting_is_refused_with_what_to_do(tmp_path, text, reason):
@@ -222,7 +224,7 @@ def recorded(
     monkeypatch.setattr(
         Cluster, "_start", lambda self, job, at: (started.append(job), start(self, job, at))
     )
-    sim = Cluster(8, 8, arrivals, Rules(reserve=1))
+    sim = Cluster(8, 8, arrivals, Rules(num_reservations=1))
     sim.run_until(arrivals[-1].submit_s)
     monkeypatch.setattr(Cluster, "_start", start)
     now_s = sim.now_s
@@ -248,7 +250,7 @@ def recorded(
 def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     """Although GPUs are idle: jobs of 5 and 12 GPUs do not fit together on nodes of 8."""
     monkeypatch.setattr(background, "WIDTHS", {2: 0.2, 5: 0.5, 12: 0.3})
-    path = recorded(tmp_path, monkeypatch, background.poisson(600, 1.2, 64, 3))
+    path = recorded(tmp_path, monkeypatch, background.make_poisson_arrivals(600, 1.2, 64, 3))
     asked = QueueRequest(
         num_gpus=8, training_hours=2.0, history=str(path), nodes=8, reservations="one"
     )
@@ -257,7 +259,7 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     assert re.search(r"the work that waits grew by [\d,]+ GPU-hours", found["refused"])
     assert read_history(path, 8).mean_gpus < 0.9 * 64
     monkeypatch.undo()
-    path = recorded(tmp_path, monkeypatch, background.poisson(600, 0.7, 64, 3))
+    path = recorded(tmp_path, monkeypatch, background.make_poisson_arrivals(600, 0.7, 64, 3))
     steady = read_history(path, 8)
     assert steady.growth_gpus < 0.05 * 64
     assert answer(replace(asked, training_hours=0.5), 8, 0.03)["refused"] is None
@@ -268,21 +270,21 @@ def test_trainings_come_to_a_queue_as_full_as_it_was(tmp_path, monkeypatch):
     """sacct lists who ran when it begins, and not who had ended: before it the cluster looks empty."""
     monkeypatch.setattr(background, "MEDIAN_S", 4 * background.MEDIAN_S)
     monkeypatch.setattr(background, "MAX_S", 7 * background.MAX_S)
-    arrivals = background.poisson(1800, 0.8, 64, 6)
+    arrivals = background.make_poisson_arrivals(1800, 0.8, 64, 6)
     found = read_history(recorded(tmp_path, monkeypatch, arrivals, last_days=7), 8)
-    shape = (8, 8, Rules(reserve=1))
-    queue = recorded_queue(*shape, found.arrivals(), 2.0, 4, 3, found.settled_s)
+    shape = (8, 8, Rules(num_reservations=1))
+    queue = make_recorded_queue(*shape, found.make_arrivals(), 2.0, 4, 3, found.settled_s)
     moments = [
         [m + found.window_s[0] - found.settled_s for m in block] for _, block in queue.blocks
     ]
     truth = TrainingQueue(*shape, [(arrivals, block) for block in moments])
     told, true = (
-        paired_times(q, QueuedTraining(16, 2.0), modes=[GANG]).mean(GANG).value
+        simulate_modes(q, QueuedTraining(16, 2.0), modes=[GANG]).mean(GANG).value
         for q in (queue, truth)
     )
     assert told == pytest.approx(true, rel=0.2)
     settled_s = 0.4 * arrivals[-1].submit_s
-    late = recorded_queue(*shape, arrivals, 2.0, 4, 3, settled_s)
+    late = make_recorded_queue(*shape, arrivals, 2.0, 4, 3, settled_s)
     assert late.blocks[0][1][0] == pytest.approx(settled_s)
 
 
@@ -291,8 +293,8 @@ def test_a_job_that_began_long_before_the_history_shortens_nothing():
     day_s = 86400.0
     arrivals = [Arrival(0.0, 1, 40 * day_s, 50 * day_s)]
     arrivals += [Arrival(30 * day_s + i * 3600, 1, 600.0, 3600.0) for i in range(7 * 24 + 1)]
-    queue = recorded_queue(8, 8, Rules(reserve=1), arrivals, 2.0, 4, 3, 30 * day_s)
+    queue = make_recorded_queue(8, 8, Rules(num_reservations=1), arrivals, 2.0, 4, 3, 30 * day_s)
     moments = [m for _, block in queue.blocks for m in block]
     assert 30 * day_s <= min(moments) < max(moments) <= 37 * day_s - 3 * 2 * 3600
-    with pytest.raises(ValueError, match=r"come within 168 h, .* ask sacct for 360 h or more"):
-        recorded_queue(8, 8, Rules(reserve=1), arrivals, 60.0, 4, 3, 30 * day_s)
+    with pytest.raises(ValueError, match=r"jobs of 168 h, .* give the accounting of 360 h or more"):
+        make_recorded_queue(8, 8, Rules(num_reservations=1), arrivals, 60.0, 4, 3, 30 * day_s)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratbench.extensions.queue.background import poisson
+from stratbench.extensions.queue.background import make_poisson_arrivals
 from stratbench.extensions.queue.simulator import ALL, Arrival, Cluster, Rules, SimulatedJob
 from stratbench.extensions.queue.trainings import (
     ElasticTraining,
@@ -19,8 +19,8 @@ from stratbench.extensions.queue.trainings import (
     SimulatedCheckpoints,
 )
 
-FIFO, EASY = Rules(reserve=None), Rules(reserve=1)
-NEVER = SimulatedCheckpoints(every_s=1800.0, takes_s=0.0)
+FIFO, EASY = Rules(num_reservations=None), Rules(num_reservations=1)
+NEVER = SimulatedCheckpoints(interval_s=1800.0, blocking_s=0.0)
 
 
 def run(arrivals, nodes=1, gpus_per_node=4, rules=EASY, seed=0):
@@ -47,8 +47,14 @@ def trained(training, sim):
 
 
 def test_easy_lets_pass_what_ends_before_the_reservation_and_nothing_else():
-    assert waits(Rules(reserve=1), 8) == (9, [0])  # 2 + 8 = 10, when the wide job can start
-    assert waits(Rules(reserve=1), 9) == (9, [13])  # one second too long: behind it, from 15
+    assert waits(Rules(num_reservations=1), 8) == (
+        9,
+        [0],
+    )  # 2 + 8 = 10, when the wide job can start
+    assert waits(Rules(num_reservations=1), 9) == (
+        9,
+        [13],
+    )  # one second too long: behind it, from 15
 
 
 def test_first_come_first_served_lets_nothing_pass():
@@ -56,7 +62,7 @@ def test_first_come_first_served_lets_nothing_pass():
 
 
 def test_without_reservations_a_wide_job_waits_for_whoever_fits():
-    assert waits(Rules(reserve=0), 9) == (10, [0])
+    assert waits(Rules(num_reservations=0), 9) == (10, [0])
 
 
 def test_slurms_default_keeps_the_second_waiting_jobs_start_too():
@@ -68,9 +74,11 @@ def test_slurms_default_keeps_the_second_waiting_jobs_start_too():
         Arrival(2, 4, 10, 10),
         Arrival(3, 1, 20, 20),
     ]
-    assert dict(run(jobs, rules=Rules(reserve=1)).waits)[1] == 0  # beside the first reservation
-    assert dict(run(jobs, rules=Rules(reserve=ALL)).waits)[1] == 27
-    assert dict(run(jobs, rules=Rules(reserve=ALL)).waits)[4] == 18
+    assert (
+        dict(run(jobs, rules=Rules(num_reservations=1)).waits)[1] == 0
+    )  # beside the first reservation
+    assert dict(run(jobs, rules=Rules(num_reservations=ALL)).waits)[1] == 27
+    assert dict(run(jobs, rules=Rules(num_reservations=ALL)).waits)[4] == 18
 
 
 def test_a_job_that_fits_on_a_node_waits_for_one_with_room():
@@ -111,7 +119,7 @@ def test_a_preemptible_job_counts_as_free_and_goes_first():
 
 def test_alone_a_training_takes_its_startup_and_its_work():
     scaling = Scaling(0.02)
-    exact = 60 + 3600 / scaling.of_each(8)
+    exact = 60 + 3600 / scaling.compute_efficiency(8)
     for training in (
         Gang(8 * 3600.0, 1e9, 8, scaling, NEVER),
         ElasticTraining(8 * 3600.0, 1e9, 8, scaling),
@@ -146,7 +154,7 @@ def test_a_slow_node_slows_all_synchronous_workers_and_of_the_others_itself():
 def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
     def done_s(synchronous: bool, from_peers: bool = False) -> float:
         sim = Cluster(1, 2, [Arrival(150, 1, 1000, 1000)], Rules())
-        how = SimulatedCheckpoints(every_s=100.0, takes_s=0.0)
+        how = SimulatedCheckpoints(interval_s=100.0, blocking_s=0.0)
         split = ElasticTraining(
             400.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=synchronous, preemptible=True
         )
@@ -160,14 +168,14 @@ def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
 
 def test_a_lost_node_takes_what_was_done_since_the_last_checkpoint_though_peers_are_there():
     sim = Cluster(2, 1, [], Rules())
-    how = SimulatedCheckpoints(every_s=20.0, takes_s=0.0)
+    how = SimulatedCheckpoints(interval_s=20.0, blocking_s=0.0)
     split = ElasticTraining(
         200.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=True, from_peers=True
     )
     split.begin(sim)
     sim.run_until(30)
     sim._on_fail(0)
-    assert split.left_s == 200 - 2 * 20
+    assert split.remaining_work_s == 200 - 2 * 20
 
 
 def test_a_worth_below_one_takes_that_many_more_samples():
@@ -239,7 +247,7 @@ def test_a_gang_under_failures_takes_what_the_checkpoint_formula_says():
 
 
 def test_branches_meet_the_same_queue_and_leave_their_origin_as_it_was():
-    arrivals = poisson(120, 0.8, 16, seed=3)
+    arrivals = make_poisson_arrivals(120, 0.8, 16, seed=3)
     rules = Rules(node_mtbf_s=200_000.0)
     base, alone = (Cluster(4, 4, arrivals, rules, 1) for _ in range(2))
     for sim in (base, alone):
@@ -268,8 +276,8 @@ def test_branches_meet_the_same_queue_and_leave_their_origin_as_it_was():
     preemptible=st.booleans(),
 )
 def test_no_gpu_is_given_twice_and_every_job_ends(seed, reserve, load, preemptible):
-    arrivals = poisson(60, load, 16, seed)
-    sim = Cluster(4, 4, arrivals, Rules(reserve=reserve, node_mtbf_s=500_000.0), seed)
+    arrivals = make_poisson_arrivals(60, load, 16, seed)
+    sim = Cluster(4, 4, arrivals, Rules(num_reservations=reserve, node_mtbf_s=500_000.0), seed)
     sim.run_until(arrivals[20].submit_s)
     split = ElasticTraining(
         10 * 3600.0, 7200.0, 10, preemptible=preemptible, synchronous=seed % 2 == 0
@@ -279,21 +287,21 @@ def test_no_gpu_is_given_twice_and_every_job_ends(seed, reserve, load, preemptib
         sim.run_until(sim.now_s + 3600.0)
         used = dict.fromkeys(range(4), 0)
         for job in sim.running:
-            for node, gpus in job.at.items():
+            for node, gpus in job.gpus_by_node.items():
                 used[node] += gpus
         assert all(0 <= n <= 4 for n in used.values())
         assert [4 - used[node] for node in range(4)] == list(sim._free)
-    assert split.left_s < 1e-3
+    assert split.remaining_work_s < 1e-3
     assert not [job for job in (*sim.queue, *sim.running) if job.owner]
 
 
 def test_a_job_wider_than_the_cluster_is_refused():
-    with pytest.raises(ValueError, match="asks for 9 GPUs, of a cluster of 8"):
+    with pytest.raises(ValueError, match="requests 9 GPUs, but the cluster has 8"):
         Cluster(2, 4, [Arrival(0, 9, 1, 1)], Rules())
 
 
 def test_others_ask_for_exactly_the_load():
-    arrivals = poisson(300, 0.7, 64, seed=5)
+    arrivals = make_poisson_arrivals(300, 0.7, 64, seed=5)
     asked = sum(a.gpus * a.duration_s for a in arrivals)
     assert asked / (64 * arrivals[-1].submit_s) == pytest.approx(0.7)
     assert all(a.request_s >= a.duration_s and a.request_s % 60 == 0 for a in arrivals)

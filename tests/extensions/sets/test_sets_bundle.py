@@ -23,12 +23,12 @@ from stratbench.command.__main__ import main as command
 from stratbench.extensions.sets import archive
 from stratbench.extensions.sets.__main__ import main
 from stratbench.extensions.sets.archive import SetError
-from stratbench.extensions.sets.bundle import replaced_timeline, write_bundle
+from stratbench.extensions.sets.bundle import replace_names_in_timeline, write_bundle
 from stratbench.extensions.sets.private import (
     LEFT_OUT,
     Replacements,
-    expanded_nodes,
-    without_secrets,
+    expand_node_list,
+    remove_secrets,
 )
 from stratbench.extensions.sets.reading import read_set
 
@@ -150,7 +150,7 @@ def test_an_experiment_called_as_a_part_of_a_record_keeps_its_config(study_dir, 
 def test_a_secret_of_any_shape_is_left_out(secret):
     """In a user's arguments, which configs and records carry alike."""
     for is_record in (False, True):
-        found = without_secrets({"kwargs": {"size": 3, "deep": [secret]}}, is_record)
+        found = remove_secrets({"kwargs": {"size": 3, "deep": [secret]}}, is_record)
         assert found["kwargs"]["size"] == 3
         [left] = found["kwargs"]["deep"]
         assert set(leaves(left)) == {LEFT_OUT}
@@ -181,12 +181,12 @@ def test_honest_values_stay_in_a_bundle():
         }},
         "decide": {"score_tolerance": {"token_loss": 0.05}},
     }  # fmt: skip
-    assert without_secrets(config) == config
+    assert remove_secrets(config) == config
     plan = {"cells": {"main/ps-token/m/2gpu/rep0": {"settings": "0f3a", "infeasible": "no room"}}}
-    assert without_secrets(plan) == plan
+    assert remove_secrets(plan) == plan
     record = fixture.make_record(fixture.expand()[0])
     record["data"]["own"] = {"text": "a.txt", "tokenizer": "tokenizer.json", "sequence": 64}
-    assert without_secrets(record, is_record=True) == record
+    assert remove_secrets(record, is_record=True) == record
 
 
 def test_names_are_replaced_everywhere_and_alike(study_dir, tmp_path):
@@ -214,36 +214,36 @@ def test_a_host_named_like_a_word_of_records_garbles_nothing():
     cell = fixture.expand(("ddp",), ("vgg16",), (1,))[0]
     record = fixture.make_record(cell)
     record["workers"][0]["provenance"]["host"]["name"] = "vgg16"
-    found = Replacements(["vgg16", "ddp", "ok", "host"], [], []).record(record)
+    found = Replacements(["vgg16", "ddp", "ok", "host"], [], []).replace_names_in_record(record)
     assert found["workers"][0]["provenance"]["host"]["name"] == "node4"
     found["workers"][0]["provenance"]["host"]["name"] = "vgg16"
     assert found == record
-    with pytest.raises(ValueError, match="a host is called as the device cuda:0"):
-        Replacements(["cuda"], [], []).record(record)
+    with pytest.raises(ValueError, match="a host has the name of the device cuda:0"):
+        Replacements(["cuda"], [], []).replace_names_in_record(record)
 
 
 def test_a_timelines_numbers_and_phases_stay(tmp_path):
     text = "t_s,node,kind,id,phase\r\n12,train,gpu,0,train\r\n13,12,host,12,train\r\n"
-    found = replaced_timeline(text, Replacements(["train", "12"], [], []))
+    found = replace_names_in_timeline(text, Replacements(["train", "12"], [], []))
     assert found == text.replace(",train,g", ",node2,g").replace(
         "13,12,host,12", "13,node1,host,node1"
     )
 
 
 def test_lists_of_nodes_are_read_as_slurm_writes_them():
-    assert list(expanded_nodes("gpu[01-03,7],login")) == [
+    assert list(expand_node_list("gpu[01-03,7],login")) == [
         "gpu01",
         "gpu02",
         "gpu03",
         "gpu7",
         "login",
     ]
-    assert list(expanded_nodes("")) == []
+    assert list(expand_node_list("")) == []
 
 
 def test_a_study_without_records_says_so(tmp_path, capsys):
     assert main(["bundle", "--study-dir", str(tmp_path)]) == 2
-    assert "holds no record" in capsys.readouterr().err
+    assert "has no record" in capsys.readouterr().err
 
 
 def test_check_tells_what_is_in_a_bundle(bundled, tmp_path, capsys):
@@ -253,9 +253,9 @@ def test_check_tells_what_is_in_a_bundle(bundled, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "cells: 8, of which 6 finished, 2 out of memory (OOM)" in out
     assert "audit: " in out
-    assert "data set cifar10; epochs 6; global batch 128;\n  precision fp32" in out
+    assert "data set cifar10; epochs 6;\n  global batch 128; precision fp32" in out
     assert command(["check", str(tmp_path / "none.zip")]) == 2
-    assert "is not there" in capsys.readouterr().out
+    assert "does not exist" in capsys.readouterr().out
 
 
 def test_check_ends_with_1_where_the_audit_rejects_figures(tmp_path, capsys):
@@ -282,7 +282,7 @@ def rewritten(content: bytes, change) -> bytes:
         name: {"sha256": hashlib.sha256(found).hexdigest(), "bytes": len(found)}
         for name, found in files.items()
     }
-    manifest["sha256"] = archive.hash_of_all(manifest)
+    manifest["sha256"] = archive.hash_manifest(manifest)
     return zipped({"manifest.json": json.dumps(manifest).encode(), **files})
 
 
@@ -320,9 +320,9 @@ def put(name: str, content: bytes = b"{}"):
         (put("/etc/passwd"), "absolute path"),
         (put("C:\\evil.json"), "absolute path"),
         (put("cells/..\\..\\evil"), "leads out of its folder"),
-        (put("cells/a/b/c/1gpu/rep0/run.py"), "no file of a bundle"),
-        (put("<script>alert(1)</script>"), "no file of a bundle"),
-        (put("CELLS.json"), "no file of a bundle"),
+        (put("cells/a/b/c/1gpu/rep0/run.py"), "which no bundle contains"),
+        (put("<script>alert(1)</script>"), "which no bundle contains"),
+        (put("CELLS.json"), "which no bundle contains"),
         (put("cells.json", b"{}"), "does not list cells"),
         (put("cells.json", b'[{"study": 1}]'), "seven coordinates"),
         (put("config.json", b"[" * 100_000), "too many levels"),
@@ -332,15 +332,15 @@ def put(name: str, content: bytes = b"{}"):
         (in_record(b'"status": "ok"', b'"status": "oom", "status": "ok"'), "the key 'status' is there twice"),
         (put("config.json", b'"text"'), "no JSON object"),
         (put("plan.json", b"\xff\xfe"), "not JSON"),
-        (put("cells/main/ddp/vgg16/2gpu/rep0/timeline.csv", b"\xff"), "is no text"),
-        (put("cells/main/ddp/vgg16/2gpu/rep0/timeline.csv", b"a,b\n"), "is no timeline"),
+        (put("cells/main/ddp/vgg16/2gpu/rep0/timeline.csv", b"\xff"), "cannot be read as text"),
+        (put("cells/main/ddp/vgg16/2gpu/rep0/timeline.csv", b"a,b\n"), "is not a timeline"),
         (put(RECORD, b"{}"), "not a valid record"),
         (put("cells/main/fsdp/vgg16/2gpu/rep0/record.json", b"7"), "is not a record"),
         (in_record(b'"status": "ok"', b'"status": "<b>"'), "not a valid record"),
         (in_record(b'"repeat": 0', b'"repeat": 1'), "another cell"),
         (in_record(b'"train_time_s"', b'"x": 1e999, "train_time_s"'), "too large"),
         (in_record(b'"ddp"', b'"=HYPERLINK(1)"'), "another cell"),
-        (lambda files: files.clear(), "holds no record"),
+        (lambda files: files.clear(), "has no record"),
     ],
 )  # fmt: skip
 def test_a_bad_file_in_a_bundle_ends_in_one_sentence(bundled, tmp_path, change, told):
@@ -366,12 +366,12 @@ def test_links_duplicates_bombs_and_changes_end_in_one_sentence(bundled, tmp_pat
     twice = RECORD.replace("rep0", "rep1")  # as long: renamed in the bytes of the zip
     assert "twice" in told(zipped(files).replace(twice.encode(), RECORD.encode()))
     changed = files | {RECORD: files[RECORD] + b" "}
-    assert "its hash is another one" in told(zipped(changed))
+    assert "does not fit its hash" in told(zipped(changed))
     manifest = files["manifest.json"].replace(b'"named"', b'"replaced"')
     assert "was changed" in told(zipped(files | {"manifest.json": manifest}))
     assert "is not in its manifest" in told(zipped(files | {"plan.json": b"{}"}))
     del changed["config.json"]
-    assert "and not there" in told(zipped(changed))
+    assert "but not in the bundle" in told(zipped(changed))
     version = files["manifest.json"].replace(b'"schema_version": 1', b'"schema_version": 99')
     assert "version 99" in told(zipped(files | {"manifest.json": version}))
     for content in (b"", b"PK", b"no zip", bundled[:-30], bundled[30:], b"#!/bin/sh\n" + bundled):

@@ -21,9 +21,9 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.groups import Group
 from stratbench.extensions.sets.__main__ import main
 from stratbench.extensions.sets.comparing import comparison, page, regression, tables
-from stratbench.extensions.sets.comparing.compare import folder_name
-from stratbench.extensions.sets.comparing.comparison import compare, headline_of
-from stratbench.extensions.sets.comparing.union import decisions_over
+from stratbench.extensions.sets.comparing.compare import make_folder_name
+from stratbench.extensions.sets.comparing.comparison import compare, make_headline
+from stratbench.extensions.sets.comparing.union import decide_over_sets
 from stratbench.extensions.sets.keys import existing_sets
 from stratbench.extensions.sets.reading import read_set
 from stratbench.statistics import unpaired
@@ -135,20 +135,21 @@ def test_the_intervals_are_those_of_scipy():
 def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
     found = compare(sets["old"], sets["same"])
     assert len(found.with_ratio) == 8
-    assert [d.kind for d in found.place] == []
-    assert "Of hardware, versions and flags nothing" in headline_of(found)
-    inside = [cell.time.low < 1 < cell.time.high for cell in found.with_ratio]
+    assert [d.kind for d in found.place_differences] == []
+    assert "do not differ in the hardware, versions and flags" in make_headline(found)
+    inside = [cell.time_ratio.low < 1 < cell.time_ratio.high for cell in found.with_ratio]
     assert sum(inside) >= 7
-    assert headline_of(found).startswith("Training in same takes ")
-    assert "times as long as in old by strategy, and the scatter of the repeats tells none" in (
-        headline_of(found)
+    assert make_headline(found).startswith("Training in same takes ")
+    assert (
+        "times as long as in old, depending on the strategy, and no ratio differs from 1 by more"
+        in (make_headline(found))
     )
     single = [replace(c, first=replace(c.first, times=c.first.times[:1])) for c in found.with_ratio]
-    told = headline_of(replace(found, strategies=tuple(comparison.means_by_strategy(single))))
-    assert "by strategy, by single repeats, whose scatter is not known." in told
+    told = make_headline(replace(found, strategies=tuple(comparison.average_by_strategy(single))))
+    assert "depending on the strategy, by single repeats, so that the noise is unknown." in told
     for mean in found.strategies:
-        assert mean.time.value == pytest.approx(1, abs=0.02)
-        assert mean.models == 2
+        assert mean.time_ratio.value == pytest.approx(1, abs=0.02)
+        assert mean.model_count == 2
     assert [(m.strategy, m.gpus) for m in found.strategies][:3] == [
         ("ddp", None),
         ("ddp", 1),
@@ -161,41 +162,45 @@ def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
 
 def test_what_came_out_comes_first_then_what_differs_and_other_work_has_no_ratio(sets):
     found = compare(sets["old"], sets["fast"])
-    text = headline_of(found)
+    text = make_headline(found)
     assert text.startswith("Training in fast takes 0.30 times as long as in old with fsdp, 0.5")
     assert "hardware, cores, threads and nodes, versions" in text
-    assert "No ratio can be put down to one of them alone." in text
+    assert "No single one of these explains a ratio." in text
     assert {cell.group.model for cell in found.with_ratio} == {"vgg16"}
     assert [c.why_not for c in found.without_ratio] == ["lr 0.01 against 0.5"] * 4
     cell = found.without_ratio[0]
     untimed = replace(cell, other=replace(cell.other, times=()))
     assert untimed.why_not == cell.why_not, "other work is the reason, whatever was measured"
-    assert text.endswith(" 4 of 8 shared kinds of cells have no ratio: of ddp, fsdp.")
-    assert [(d.path, d.first, d.other) for d in found.work] == [("settings.lr", "0.01", "0.5")]
-    assert {d.path for d in found.place} == {
+    assert text.endswith(" 4 of 8 common cells have no ratio; their strategies are ddp, fsdp.")
+    assert [(d.path, d.first, d.other) for d in found.work_differences] == [
+        ("settings.lr", "0.01", "0.5")
+    ]
+    assert {d.path for d in found.place_differences} == {
         "settings.threads", "worker.gpu.name", "worker.software.torch"
     }  # fmt: skip
     ddp, fsdp = (m for m in found.strategies if m.gpus is None)
-    assert ddp.time.value == pytest.approx(0.5, rel=0.02)
-    assert fsdp.time.value == pytest.approx(0.3, rel=0.02)
-    assert ddp.time.low < ddp.time.value < ddp.time.high < 1, "of one model, by its repeats"
+    assert ddp.time_ratio.value == pytest.approx(0.5, rel=0.02)
+    assert fsdp.time_ratio.value == pytest.approx(0.3, rel=0.02)
+    assert ddp.time_ratio.low < ddp.time_ratio.value < ddp.time_ratio.high < 1, (
+        "of one model, by its repeats"
+    )
     # fsdp took 1.05 times as long as ddp, and takes 0.63 times as long.
     change = found.rank_changes[0]
-    assert (change.was_first, change.is_first) == ("ddp", "fsdp")
-    assert change.before.value > 1 > change.after.value
+    assert (change.faster_in_first, change.faster_in_other) == ("ddp", "fsdp")
+    assert change.ratio_in_first.value > 1 > change.ratio_in_other.value
 
 
 def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality(sets):
     sure = [r for r in compare(sets["old"], sets["fast"]).rank_changes if r.is_clear]
-    assert sure[0].before.low > 1 > sure[0].after.high
-    chance = replace(sure[0], before=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
+    assert sure[0].ratio_in_first.low > 1 > sure[0].ratio_in_other.high
+    chance = replace(sure[0], ratio_in_first=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
     assert not chance.is_clear
-    assert not replace(sure[0], before=unpaired.IntervalEstimate(1.1)).is_clear
-    section = page.pair_section(
+    assert not replace(sure[0], ratio_in_first=unpaired.IntervalEstimate(1.1)).is_clear
+    section = page.make_pair_section(
         replace(compare(sets["old"], sets["fast"]), rank_changes=(chance,)), {}
     )
     shown = page.render(
-        page.page_values([sets["old"]], [section], None, None, [], [], Constraints())
+        page.make_page_values([sets["old"]], [section], None, None, [], [], Constraints())
     )
     assert "it may be chance</td>" in shown
     assert "both intervals leave out 1" not in shown
@@ -205,13 +210,13 @@ def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality
 def test_of_many_changes_of_places_the_sure_ones_are_shown_and_the_rest_counted(sets):
     found = compare(sets["old"], sets["fast"])
     sure = next(r for r in found.rank_changes if r.is_clear)
-    chance = replace(sure, before=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
+    chance = replace(sure, ratio_in_first=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
     for changes, more, more_sure in (
         ((*[chance] * 13, sure), 2, 0),
         ((*[sure] * 13, chance), 2, 1),
         ([chance] * 12, 0, 0),
     ):
-        section = page.pair_section(replace(found, rank_changes=changes), {})
+        section = page.make_pair_section(replace(found, rank_changes=changes), {})
         assert len(section["ranks"]) == 12
         assert section["ranks"][0].is_clear == (sure in changes)
         assert (section["more_ranks"], section["more_sure"]) == (more, more_sure)
@@ -223,8 +228,14 @@ def test_what_the_audit_doubts_is_said_beside_the_ratio(sets, tmp_path):
 
     found = compare(sets["old"], read_set(str(a_set(tmp_path, "busy", change=busy)), "busy"))
     assert all(cell.doubts == ("busy-machine",) for cell in found.with_ratio)
-    assert "The audit doubts times of 8 of 8 ratios: busy-machine." in headline_of(found)
-    assert "the audit doubts its times: busy-machine" in regression.watch([found], 0.5)[0].sentence
+    assert (
+        "The audit doubts the times of 8 of 8 ratios by these rules: busy-machine."
+        in make_headline(found)
+    )
+    assert (
+        "the audit doubts its times: busy-machine"
+        in regression.watch_regressions([found], 0.5)[0].sentence
+    )
 
 
 def test_threads_and_what_follows_from_them_are_one_difference(sets, tmp_path):
@@ -234,7 +245,7 @@ def test_threads_and_what_follows_from_them_are_one_difference(sets, tmp_path):
             worker["provenance"]["environment"]["OMP_NUM_THREADS"] = "2"
 
     found = compare(sets["old"], read_set(str(a_set(tmp_path, "two", change=threads)), "two"))
-    assert "Between old and two one thing differs" in headline_of(found)
+    assert "old and two differ in one condition" in make_headline(found)
 
 
 def test_stand_ins_of_hosts_are_not_compared(sets):
@@ -242,18 +253,18 @@ def test_stand_ins_of_hosts_are_not_compared(sets):
     renamed = read_set(other.source, "renamed")
     for record in renamed.records:
         record["workers"][0]["provenance"]["host"]["name"] = "node1"
-    assert {d.kind for d in compare(found, renamed).place} == {"hosts"}
+    assert {d.kind for d in compare(found, renamed).place_differences} == {"hosts"}
     again = read_set(other.source, "again")
     for record in again.records:
         record["workers"][0]["provenance"]["host"]["name"] = "node1"
     object.__setattr__(again, "manifest", {"hosts": "replaced"})
-    assert compare(found, again).place == ()
+    assert compare(found, again).place_differences == ()
 
 
 @pytest.mark.slow
 def test_the_committed_example_is_what_a_comparison_writes(tmp_path):
     found = compare(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
-    tables.write_all(found, tmp_path)
+    tables.write_comparison_tables(found, tmp_path)
     committed = sorted(p.relative_to(EXAMPLE) for p in EXAMPLE.rglob("*.*"))
     assert len(committed) == 5
     for name in committed:
@@ -266,28 +277,29 @@ def test_the_committed_example_is_what_a_comparison_writes(tmp_path):
 def test_the_paper_says_how_little_its_versions_can_be_compared():
     found = compare(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
     assert len(found.with_ratio) == 12
-    assert all(cell.time == (1.0, None, None) for cell in found.with_ratio)
+    assert all(cell.time_ratio == (1.0, None, None) for cell in found.with_ratio)
     assert {c.why_not for c in found.without_ratio} == {"epochs 100 against not stated"}
-    assert headline_of(found).startswith(
-        "v2 holds v1's times: 12 of 12 are equal to the last digit, so they were not measured twice. "
+    assert make_headline(found).startswith(
+        "v2 contains times of v1: 12 of 12 times are equal to the last digit, so that they were not "
+        "measured twice. "
     )
-    assert "Only one of them states: precision" in headline_of(found)
-    assert "22 kinds of cells finished in v2 alone." in headline_of(found)
-    assert "0 kinds" not in headline_of(found)
+    assert "Only one of the two sets states these values: precision" in make_headline(found)
+    assert "22 cells finished only in v2." in make_headline(found)
+    assert "0 kinds" not in make_headline(found)
 
 
 @pytest.mark.slow
 def test_the_decision_goes_over_all_sets_by_time_or_by_cost(sets):
     pair = [sets["old"], sets["same"]]
-    by_time = decisions_over([sets["old"], sets["slow"]], {}, Constraints(gpus=2))
+    by_time = decide_over_sets([sets["old"], sets["slow"]], {}, Constraints(gpus=2))
     assert [d.model for d in by_time] == ["vgg16", "resnet50"]
     assert {d.choice.strategy for d in by_time} <= {"ddp (old)", "fsdp (old)", "fsdp (slow)"}
-    dear = decisions_over(pair, {"old": 10.0, "same": 1.0}, Constraints())
+    dear = decide_over_sets(pair, {"old": 10.0, "same": 1.0}, Constraints())
     assert all(d.choice.strategy.endswith("(same)") for d in dear)
-    cheap = decisions_over(pair, {"old": 1.0, "same": 10.0}, Constraints())
+    cheap = decide_over_sets(pair, {"old": 1.0, "same": 10.0}, Constraints())
     assert all(d.choice.strategy.endswith("(old)") for d in cheap)
     # Nothing in common: no job of the one is a job of the other.
-    assert decisions_over([sets["old"], read_set("paper:v1")], {}, Constraints()) == []
+    assert decide_over_sets([sets["old"], read_set("paper:v1")], {}, Constraints()) == []
 
 
 @pytest.mark.slow
@@ -296,7 +308,7 @@ def test_two_experiments_of_one_job_are_told_apart(tmp_path):
     sets = [
         read_set(str(fixture.write_study(tmp_path / name, cells)), name) for name in ("old", "new")
     ]
-    for decision in decisions_over(sets, {}, Constraints()):
+    for decision in decide_over_sets(sets, {}, Constraints()):
         assert re.fullmatch(r"\w+ \((old|new), (first|second)\)", decision.choice.strategy)
 
 
@@ -304,7 +316,7 @@ def test_two_experiments_of_one_job_are_told_apart(tmp_path):
 def test_the_page_and_its_tables_hold_foreign_texts_as_texts(folder, tmp_path, capsys):
     named = {"old": str(folder / "old/constructed"), "fast": str(folder / "fast/constructed")}
     assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path)]) == 0
-    assert " Between old and fast differ: " in capsys.readouterr().out
+    assert "differ in several conditions: " in " ".join(capsys.readouterr().out.split())
     out = tmp_path / "old+fast"
     page = (out / "index.html").read_text()
     assert "<script>alert" not in page
@@ -352,8 +364,8 @@ def test_planted_slowdowns_are_found_and_noise_is_not(repeats, slower, where, al
     chance = np.random.default_rng(7)
     found = 0
     for _ in range(20):
-        watched = regression.watch([two_sets(chance, repeats, slower, where)], allowed)
-        found += regression.is_slower(watched)
+        watched = regression.watch_regressions([two_sets(chance, repeats, slower, where)], allowed)
+        found += regression.has_failures(watched)
     assert least <= found <= most
 
 
@@ -372,7 +384,9 @@ def test_compare_fails_where_a_strategy_is_slower(
     monkeypatch.setattr(
         "stratbench.extensions.sets.comparing.compare.read_set", lambda _, name: sets[name]
     )
-    monkeypatch.setattr("stratbench.extensions.sets.comparing.figures.draw_all", lambda *_: {})
+    monkeypatch.setattr(
+        "stratbench.extensions.sets.comparing.figures.draw_ratio_figures", lambda *_: {}
+    )
     named = {name: str(folder / name / "constructed") for name in ("old", other)}
     judge = ["--compare", json.dumps({"fail_above": allowed})]
     assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path), *judge]) == code
@@ -383,7 +397,7 @@ def test_compare_fails_where_a_strategy_is_slower(
 def test_no_two_comparisons_share_a_folder():
     names = [["a-b", "c"], ["a", "b-c"], ["c", "a-b"]]
     names += [[100 * "a", "b" * 100], [100 * "a", "c" * 100]]
-    folders = [folder_name(sets) for sets in names]
+    folders = [make_folder_name(sets) for sets in names]
     assert len(set(folders)) == len(folders)
     assert max(map(len, folders)) < 120
 
@@ -394,7 +408,7 @@ def test_a_comparison_of_other_sets_in_the_same_folder_is_told(tmp_path, capsys)
         named = json.dumps(dict(zip("ab", sources, strict=True)))
         assert main(["compare", "--sets", named, "--out", str(tmp_path)]) == 0
         return [
-            line for line in capsys.readouterr().err.splitlines() if "which is replaced" in line
+            line for line in capsys.readouterr().err.splitlines() if "which is now replaced" in line
         ]
 
     assert compared("paper:v1", "paper:v2") == []
@@ -402,7 +416,8 @@ def test_a_comparison_of_other_sets_in_the_same_folder_is_told(tmp_path, capsys)
     assert compared("paper:v1", "paper:v2") == [], "the same sets, made again"
     [line] = compared("paper:v2", "paper:v1")
     assert (
-        line == f"{tmp_path}/a+b held the comparison of a=paper:v1, b=paper:v2, which is replaced"
+        line
+        == f"{tmp_path}/a+b had the comparison of a=paper:v1, b=paper:v2, which is now replaced"
     )
     assert (tmp_path / "a+b" / "notes.txt").read_text() == "mine"
 
@@ -428,20 +443,21 @@ def test_a_set_called_as_a_page_is_refused(capsys):
     named = {"a": "paper:v1", "index.html": "paper:v2"}
     assert main(["compare", "--sets", json.dumps(named), "--out", "none"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("error: 'index.html' cannot name a set")
+    assert told.startswith("error: 'index.html' cannot be the name of a set")
     assert told.count("\n") == 1
 
 
 def test_one_repeat_cannot_tell(tmp_path):
     old = read_set(str(a_set(tmp_path, "one", repeats=1)), "one")
     new = read_set(str(a_set(tmp_path, "two", lambda _: 2.0, repeats=1)), "two")
-    watched = regression.watch([compare(old, new)], 0.05)
+    watched = regression.watch_regressions([compare(old, new)], 0.05)
     assert [w.outcome for w in watched] == ["cannot tell"] * 2
-    assert "no two repeats in both sets" in watched[0].sentence
+    assert "noise is unknown" in watched[0].sentence
     told = list(regression.describe_watch(watched, 0.05))
     assert (
-        told[0] == "Regression watch (5.0% allowed): it cannot tell whether anything is slower; "
-        "of 2 the repeats cannot tell."
+        told[0]
+        == "Regression watch (5.0% allowed): the repeats do not show whether anything is slower; "
+        "unknown for 2 strategies by too few repeats."
     )
 
 
@@ -464,37 +480,39 @@ def test_a_strategy_without_a_record_in_one_set_looks_as_in_the_other(sets, tmp_
 
 def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys):
     new = read_set(str(a_set(tmp_path, "new", change=contradictory)), "new")
-    watched = regression.watch([compare(sets["old"], new)], 0.05)
+    watched = regression.watch_regressions([compare(sets["old"], new)], 0.05)
     assert [w.sentence for w in watched if w.fails] == [
-        "new: ddp, 4 kinds of cells rejected by the audit: vgg16 on 1 (main), vgg16 on 2 (main), "
+        "new: ddp, 4 cells rejected by the audit: vgg16 on 1 (main), vgg16 on 2 (main), "
         "resnet50 on 1 (main), resnet50 on 2 (main): no longer judged"
     ]
-    assert regression.is_slower(watched)
+    assert regression.has_failures(watched)
     told = list(regression.describe_watch(watched, 0.05))
-    assert told[0].endswith("nothing slower, 4 kinds of cells no longer judged.")
+    assert told[0].endswith("nothing slower, 4 cells no longer judged.")
     assert told[1] == f"  {watched[0].sentence}"
     fewer = read_set(str(a_set(tmp_path, "fewer", strategies=("ddp",), gpus=(1,))), "fewer")
-    watched = regression.watch([compare(sets["old"], fewer)], 0.05)
-    assert [w.what.partition(":")[0] for w in watched if w.fails] == [
-        "ddp, 2 kinds of cells without a record",
-        "fsdp, 4 kinds of cells without a record",
+    watched = regression.watch_regressions([compare(sets["old"], fewer)], 0.05)
+    assert [w.subject.partition(":")[0] for w in watched if w.fails] == [
+        "ddp, 2 cells without a record",
+        "fsdp, 4 cells without a record",
     ]
     # A record that is no measurement is none that could have ended otherwise.
     software = {"change": lambda cell, record: record["provenance"].update(software_gpu=True)}
     none = read_set(str(a_set(tmp_path, "none", **software)), "none")
-    watched = regression.watch([compare(sets["old"], none)], 0.05)
+    watched = regression.watch_regressions([compare(sets["old"], none)], 0.05)
     assert {w.outcome for w in watched if w.fails} == {"no longer judged"}
     # What the first set cannot be held against either was never judged.
     for first in (new, fewer):
-        assert not regression.is_slower(regression.watch([compare(first, sets["old"])], 0.5))
+        assert not regression.has_failures(
+            regression.watch_regressions([compare(first, sets["old"])], 0.5)
+        )
 
 
 def test_other_work_is_named_and_fails_nothing(sets):
     """A learning rate was changed on purpose."""
-    watched = regression.watch([compare(sets["old"], sets["fast"])], 0.0)
-    assert not regression.is_slower(watched)
+    watched = regression.watch_regressions([compare(sets["old"], sets["fast"])], 0.0)
+    assert not regression.has_failures(watched)
     assert [w.sentence for w in watched if w.outcome == "not judged"] == [
-        f"fast: {s}, 2 kinds of cells other work: resnet50 on 1 (main), resnet50 on 2 (main): not judged"
+        f"fast: {s}, 2 cells other work: resnet50 on 1 (main), resnet50 on 2 (main): not judged"
         for s in ("ddp", "fsdp")
     ]
 
@@ -504,14 +522,14 @@ def test_a_cell_that_no_longer_finishes_fails_the_watch(sets, tmp_path):
     cells = fixture.expand(**CELLS)
     folder = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 2): "oom"})
     found = compare(sets["old"], read_set(str(folder), "new"))
-    watched = regression.watch([found], 1.0)
+    watched = regression.watch_regressions([found], 1.0)
     assert [w.sentence for w in watched if w.fails] == [
         "new: fsdp on 2, vgg16 (main), OOM: no longer finishes"
     ]
-    assert regression.is_slower(watched)
+    assert regression.has_failures(watched)
     # The other way round nothing is lost.
     back = compare(read_set(str(folder), "new"), sets["old"])
-    assert not regression.is_slower(regression.watch([back], 1.0))
+    assert not regression.has_failures(regression.watch_regressions([back], 1.0))
 
 
 def test_a_cell_of_which_some_repeats_no_longer_finish_is_named(sets, tmp_path):
@@ -523,14 +541,14 @@ def test_a_cell_of_which_some_repeats_no_longer_finish_is_named(sets, tmp_path):
 
     folder = fixture.write_study(tmp_path, fixture.expand(**CELLS), change=change)
     new = read_set(str(folder), "new")
-    watched = regression.watch([compare(sets["old"], new)], 1.0)
+    watched = regression.watch_regressions([compare(sets["old"], new)], 1.0)
     told = "new: fsdp on 2, vgg16 (main), OOM: finishes less often"
     assert [w.sentence for w in watched if w.outcome == "finishes less often"] == [told]
-    assert not regression.is_slower(watched)
+    assert not regression.has_failures(watched)
     first, *lines = regression.describe_watch(watched, 1.0)
     assert "1 finishing less often" in first
     assert f"  {told}" in lines
-    back = regression.watch([compare(new, sets["old"])], 1.0)
+    back = regression.watch_regressions([compare(new, sets["old"])], 1.0)
     assert not any(w.outcome == "finishes less often" for w in back)
 
 
@@ -549,12 +567,12 @@ def test_a_repeat_without_a_record_neither_saves_a_cell_nor_loses_one(sets, tmp_
     cells = fixture.expand(**CELLS)
     folder = fixture.write_study(tmp_path, cells, {lost: "oom"}, change=change)
     found = compare(sets["old"], read_set(str(folder), "new"))
-    assert [w.sentence for w in regression.watch([found], 1.0) if w.fails] == [
+    assert [w.sentence for w in regression.watch_regressions([found], 1.0) if w.fails] == [
         "new: fsdp on 2, vgg16 (main), OOM: no longer finishes",
-        "new: ddp, 1 kind of cells rejected by the audit: vgg16 on 2 (main): no longer judged",
+        "new: ddp, 1 cell rejected by the audit: vgg16 on 2 (main): no longer judged",
     ]
     [cell] = [c for c in found.cells if c.group == Group("main", *rejected)]
-    assert cell.why_not == "measured against rejected by the audit"
+    assert cell.why_not == "measured in one set, rejected by the audit in the other"
     assert cell.other.outcome == ""
 
 
@@ -577,7 +595,7 @@ def test_other_data_of_the_same_name_are_no_match(tmp_path):
     found = compare(first, other)
     [cell] = found.without_ratio
     assert cell.why_not.startswith("data_spec.train_samples 64 against 32; ")
-    told = {d.path: (d.kind, d.first, d.other) for d in found.work}
+    told = {d.path: (d.kind, d.first, d.other) for d in found.work_differences}
     assert told["settings.data_spec.train_samples"] == ("data", "64", "32")
     assert told["data.sha256"][0] == "data"
 
@@ -596,9 +614,9 @@ def config_with(**keys):
     [
         ({"sets": "a.zip"}, "sets = 'a.zip': must be a mapping"),
         ({"sets": ["a.zip"]}, "sets = ['a.zip']: must be a mapping"),
-        ({"sets": {"a": "a.zip"}}, "has one set; name two or more"),
-        ({"sets": {"a": "x.zip", "b": "./x.zip"}}, "sets.b = './x.zip': is the same as sets.a"),
-        ({"sets": {"a": "paper:v1", "b": "paper:v1"}}, "is the same as sets.a"),
+        ({"sets": {"a": "a.zip"}}, "has a single set; name two or more"),
+        ({"sets": {"a": "x.zip", "b": "./x.zip"}}, "sets.b = './x.zip': is the same set as sets.a"),
+        ({"sets": {"a": "paper:v1", "b": "paper:v1"}}, "is the same set as sets.a"),
         ({"sets": {"a": "paper:v3", "b": "x"}}, "Allowed: paper:v1, paper:v2"),
         ({"sets": {"a": 3.5, "b": "x"}}, "sets.a = 3.5: must be text"),
         ({"sets": {"../a": "y", "b": "x"}}, "the name '../a' is part of paths"),
@@ -623,5 +641,5 @@ def test_a_set_that_is_not_there_is_told_before_anything_runs(tmp_path):
     found = validation.validate(config_with(sets={"a": str(tmp_path), "b": str(tmp_path / "no")}))
     with pytest.raises(ConfigError, match=r"sets\.b = .*no': there is no such file or folder"):
         existing_sets(found)
-    with pytest.raises(ConfigError, match="sets: is not given"):
+    with pytest.raises(ConfigError, match="sets: is missing"):
         existing_sets(validation.validate(config_with()))

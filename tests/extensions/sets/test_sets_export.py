@@ -19,7 +19,7 @@ from stratbench.cell.files import MARK
 from stratbench.cell.options import build_field_rules
 from stratbench.extensions.sets.__main__ import main
 from stratbench.extensions.sets.export import EXPORTS, REQUIREMENTS, export_set
-from stratbench.extensions.sets.export.runs import runs_of
+from stratbench.extensions.sets.export.runs import iter_runs
 from stratbench.extensions.sets.keys import Sets
 from stratbench.extensions.sets.reading import read_set
 
@@ -71,7 +71,7 @@ def test_an_export_replaces_its_own_folders_and_nobody_elses(study, tmp_path, mo
         (folder / "written").touch()
 
     writer = SimpleNamespace(OF_RECORDS=False, write=write)
-    monkeypatch.setattr("stratbench.extensions.sets.export._module_of", lambda name: writer)
+    monkeypatch.setattr("stratbench.extensions.sets.export._import_writer", lambda name: writer)
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     kept = theirs / "parquet" / "kept"
     kept.parent.mkdir(parents=True)
@@ -95,7 +95,7 @@ def test_an_interrupted_export_leaves_nothing_that_looks_whole(study, tmp_path, 
                     raise KeyboardInterrupt
 
         writer = SimpleNamespace(OF_RECORDS=False, write=write)
-        monkeypatch.setattr("stratbench.extensions.sets.export._module_of", lambda name: writer)
+        monkeypatch.setattr("stratbench.extensions.sets.export._import_writer", lambda name: writer)
         export_set(study, ["parquet"], out)
 
     def written():
@@ -122,7 +122,7 @@ def test_an_interrupted_export_leaves_nothing_that_looks_whole(study, tmp_path, 
 
 
 def test_a_run_has_its_settings_results_and_epochs(study):
-    runs = list(runs_of(study))
+    runs = list(iter_runs(study))
     assert len(runs) == len(study.records) == 12
     run = runs[0]
     assert run.parameters["strategy"] == "ddp"
@@ -173,7 +173,7 @@ def test_tensorboard_reads_epochs_results_and_settings(study, tmp_path):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     export_set(study, ["tensorboard"], tmp_path)
-    run = next(runs_of(study))
+    run = next(iter_runs(study))
     folder = tmp_path / "tensorboard"
     assert len(list(folder.rglob("events.*"))) == len(study.records)
     read = EventAccumulator(str(folder / run.cell.path)).Reload()
@@ -200,7 +200,7 @@ def test_mlflow_opens_the_store_without_a_server(study, tmp_path):
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
     experiment = client.get_experiment_by_name("constructed/main")
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    ours = {run.cell.path: run for run in runs_of(study)}
+    ours = {run.cell.path: run for run in iter_runs(study)}
     assert runs.keys() == ours.keys()
     for path, run in ours.items():
         assert runs[path].data.tags["stratbench.status"] == run.tags["status"]
@@ -247,7 +247,7 @@ def test_wandb_gets_offline_runs_that_say_nothing_of_this_machine(study, tmp_pat
             record = wandb_internal_pb2.Record.FromString(data)
             names.add(record.run.display_name)
             keys |= {item.key or ".".join(item.nested_key) for item in record.history.item}
-    assert {run.cell.path for run in runs_of(study)} <= names
+    assert {run.cell.path for run in iter_runs(study)} <= names
     assert {"epoch/train_loss", "epoch/score"} <= keys
     assert not (tmp_path / "wandb").is_symlink()
     nothing_of_this_machine(tmp_path / "wandb")

@@ -121,7 +121,7 @@ def test_segments_never_enter_the_tables_of_training_time(raced, tmp_path):
     assert len(rows) == len(cells) - len(timed)
 
 
-def full_run_findings(files: Files) -> list[audit.Found]:
+def full_run_findings(files: Files) -> list[audit.Finding]:
     records = [json.loads(p.read_text()) for p in files.root.glob("cells/**/record.json")]
     assert records
     cells = pd.DataFrame(columns=list(COLUMNS))

@@ -1,4 +1,4 @@
-"""The extension `audit`: which figures not to believe."""
+"""The extension `audit`: finds measured values that should not be trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m stratbench.extensions.audit`: runs the audit on a study and writes audit.csv."""
+"""Command line of the audit: runs all rules on a study, and writes audit.csv."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The audit: runs every rule over all cells and records, and flags values not to trust.
+"""The audit: runs every rule over all cells and records, and reports values that are not to be trusted.
 
-There is one module for each kind of evidence. A rule is a decorated function in one of them; the modules are
-searched for their rules.
+There is one module per kind of evidence. A rule is a decorated function in such a module, where it is found
+automatically.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from stratbench.cell.files import write_rows
 from stratbench.cell.record import Record
 from stratbench.extensions.audit import itself, memory, scores, speed, timelines, traffic, workers
 from stratbench.extensions.audit.across_cells import comparability, confounding, machines, mixed
-from stratbench.extensions.audit.rule import AuditData, Found, Key, Rule, key_of
+from stratbench.extensions.audit.rule import AuditData, Finding, Key, Rule, make_cell_key
 
-#: The description on the command line.
+#: Description on the command line.
 DESCRIPTION = (
-    "Writes audit.csv: one row for each cell or comparison that trips a rule, with its figures."
+    "Writes audit.csv: one row per finding of a rule on a cell or a comparison, with its values."
 )
 KINDS = (
     itself, workers, scores, traffic, memory, mixed, comparability, speed, confounding, machines,
@@ -36,7 +36,7 @@ KINDS = (
 )  # fmt: skip
 
 
-def rules_of(module: Any) -> list[Rule]:
+def list_rules(module: Any) -> list[Rule]:
     """Return the rules of a module, in the order of their definitions."""
     rules: list[Rule] = []
     for value in vars(module).values():
@@ -45,15 +45,15 @@ def rules_of(module: Any) -> list[Rule]:
     return rules
 
 
-def modules_of_rules() -> Iterator[Any]:
-    """Yield the modules that have rules: those of the audit, then those of other extensions."""
+def iter_rule_modules() -> Iterator[Any]:
+    """Yield the modules with rules: those of the audit, then those of other extensions."""
     yield from KINDS
     for extension in installed().values():
         yield from map(import_module, extension.audited)
 
 
 RULES: tuple[Rule, ...] = tuple(
-    found for module in modules_of_rules() for found in rules_of(module)
+    found for module in iter_rule_modules() for found in list_rules(module)
 )
 
 
@@ -64,11 +64,9 @@ def audit(
     timelines: Mapping[Key, Timeline] | None = None,
     study_dir: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the findings on cells and records, the most severe first.
+    """Run all rules, and return their findings as rows of audit.csv, the most severe first.
 
-    Keys are AUDIT_COLUMNS.
-
-    A missing coordinate means all its values: a finding without `strategy` is on a comparison.
+    A row that lacks a coordinate concerns all its values: a finding without `strategy` is on a comparison.
 
     Args:
         cells: Rows of cells.csv.
@@ -88,23 +86,23 @@ def audit(
         | {"figures": case.figures}
         | case.where
         for rule in RULES
-        for case in found_by(rule, evidence)
+        for case in run_rule(rule, evidence)
     ]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding["severity"]))
 
 
-def found_by(rule: Rule, evidence: AuditData) -> Iterator[Found]:
-    """Yield the findings of a rule. If odd values make it fail, that is a finding."""
+def run_rule(rule: Rule, evidence: AuditData) -> Iterator[Finding]:
+    """Yield the findings of a rule. An error in the rule because of unexpected values is a finding itself."""
     try:
         yield from rule.check(evidence)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-        yield Found({}, f"this rule cannot judge the records ({type(e).__name__}: {e})")
+        yield Finding({}, f"this rule failed on the records ({type(e).__name__}: {e})")
 
 
 def read_records(
     cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read_measured
 ) -> list[Record]:
-    """Return the usable records of the rows of cells.csv.
+    """Read the usable records of the rows of cells.csv.
 
     Args:
         cells: Rows of cells.csv.
@@ -116,26 +114,27 @@ def read_records(
 
 
 def read_timelines(cells: pd.DataFrame, study_dir: Path) -> dict[Key, Timeline]:
-    """The timelines of the cells that ended well, by `key_of` their cell.
-
-    Unreadable ones are left out.
-    """
+    """Read the timelines of the cells that ended well, by the key of their cell, without unreadable ones."""
     timelines = {}
     for row in cells[cells["status"].eq("ok") & cells["record_path"].notna()].to_dict("records"):
         timeline = read_timeline((study_dir / row["record_path"]).with_name("timeline.csv"))
         if timeline is not None:
-            timelines[key_of(row)] = timeline
+            timelines[make_cell_key(row)] = timeline
     return timelines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="stratbench.extensions.audit.audit", description=DESCRIPTION
     )
-    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
-    parser.add_argument("--study-dir", type=Path, help="where records are (that of cells.csv)")
-    parser.add_argument("--out", type=Path, required=True, help="the findings (CSV)")
+    parser.add_argument("--cells", type=Path, required=True, help="path of cells.csv")
+    parser.add_argument(
+        "--study-dir", type=Path, help="folder results/<study>; default: the folder of cells.csv"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="path of the CSV file of findings to write"
+    )
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)
     study_dir = args.study_dir or args.cells.parent

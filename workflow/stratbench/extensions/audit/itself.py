@@ -1,4 +1,4 @@
-"""Rules on a single record: values that depend on each other must agree, and be possible."""
+"""Rule of the audit that the values of a single record agree with each other, and are possible."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.facts import Facts, unless_at_most, unless_equal
 from stratbench.extensions.audit.rule import record_rule
 
-#: Results that a cell has which ended well.
+#: Values that every cell has that ended well.
 RESULTS = ("time.train_time_s", "batch.samples_seen", "memory.peak_bytes", "score.final")
-#: The share of its power limit that a training GPU draws at least and, for moments, at most.
+#: Smallest and largest credible power of a training GPU, as shares of its power limit.
 MIN_POWER, MAX_POWER = 0.05, 1.1
-#: The longest delay of the driver's energy counter, in s.
+#: Longest delay of the driver's energy counter in seconds.
 COUNTER_S = 0.5
-#: The largest difference between clocks of several processes on a busy machine: a share, and seconds.
+#: Largest difference between times of several processes on a busy machine: relative, and in seconds.
 CLOCKS, CLOCKS_S = 0.1, 0.5
 
 
 @record_rule("unlike-itself", "unusable", "all", of="both")
-def unlike_itself(facts: Facts) -> Iterator[str]:
-    """Figures of the record that follow from each other do not agree, or cannot be: the program that wrote it
-    has a fault, or the file was changed.
+def find_contradictory_values(facts: Facts) -> Iterator[str]:
+    """Values of the record contradict each other, or are impossible: the program that wrote the record has a
+    fault, or the file was changed.
     """
-    yield from faults_of_end(facts)
+    yield from iter_faults_of_end(facts)
     if facts.finished:
-        yield from faults_of_times(facts)
+        yield from iter_faults_of_times(facts)
     if facts("strategy.kind") != "own":  # the processes of a user's command have one entry
         if facts.finished and not facts.elastic:
-            yield from faults_of_steps(facts)
-        yield from faults_of_devices(facts)
+            yield from iter_faults_of_steps(facts)
+        yield from iter_faults_of_devices(facts)
 
 
-def faults_of_end(facts: Facts) -> Iterator[str]:
-    """Check how the cell ended, and the results of one that ended well."""
+def iter_faults_of_end(facts: Facts) -> Iterator[str]:
+    """Yield contradictions in how the cell ended, and in its results if it ended well."""
     is_ok, entries = facts.status == "ok", facts("score.per_epoch")
     if is_ok == bool(facts("reason")):
         yield f"the reason is {facts('reason')!r}, although the cell ended as {facts.status}"
@@ -53,8 +53,8 @@ def faults_of_end(facts: Facts) -> Iterator[str]:
         yield from unless_equal("score.final", facts("score.final"), last, entries[-1]["score"])
 
 
-def faults_of_times(facts: Facts) -> Iterator[str]:
-    """Check the training time against the whole cell, its epochs, samples and workers."""
+def iter_faults_of_times(facts: Facts) -> Iterator[str]:
+    """Yield contradictions between the training time and the times of cell, epochs, samples and workers."""
     train_s, applied = facts("time.train_time_s"), facts("batch.samples_applied")
     yield from unless_at_most("time.train_time_s", train_s, "time.total_s", facts("time.total_s"))
     if not train_s:
@@ -63,7 +63,7 @@ def faults_of_times(facts: Facts) -> Iterator[str]:
         "time.throughput_samples_per_s", facts("time.throughput_samples_per_s"),
         "samples_applied / train_time_s", None if applied is None else applied / train_s,
     )  # fmt: skip
-    # The servers' last pass over the data may end with the one before.
+    # With servers and a number of steps, the last two epochs may end at the same time.
     if not facts.elastic and not (facts.servers and facts("settings.steps")):
         spans = sum(facts("time.epoch_times_s"))
         yield from unless_equal(
@@ -81,8 +81,8 @@ def faults_of_times(facts: Facts) -> Iterator[str]:
             )  # fmt: skip
 
 
-def faults_of_steps(facts: Facts) -> Iterator[str]:
-    """Check steps, samples and updates against each other."""
+def iter_faults_of_steps(facts: Facts) -> Iterator[str]:
+    """Yield contradictions between steps, samples and updates."""
     own = [w["train_time_s"] for w in facts.workers]
     steps, phases = facts("time.step_ms"), facts("time.breakdown_ms")
     if steps and own and None not in own:
@@ -108,7 +108,7 @@ def faults_of_steps(facts: Facts) -> Iterator[str]:
     if is_collective:
         made, done = facts("batch.updates_applied"), facts.steps_run - facts.skips
         yield from unless_equal("batch.updates_applied", made, "the number of steps", done)
-    # Each update waits for all workers, and so none of their gradients is old.
+    # If each update waits for all workers, no gradient can be stale.
     if facts.averages_all and any(sum(s["staleness_all_shards"][1:]) for s in facts.servers):
         yield "pushes are stale, although every update waits for all workers"
     rings = facts("strategy.traits.ring_copies") if facts.gpus > 1 else 0
@@ -116,8 +116,8 @@ def faults_of_steps(facts: Facts) -> Iterator[str]:
         yield "communication.sent_bytes_per_step is 0, although the strategy exchanges gradients"
 
 
-def faults_of_devices(facts: Facts) -> Iterator[str]:
-    """Check memory, operations and energy against the model and against what the devices can do."""
+def iter_faults_of_devices(facts: Facts) -> Iterator[str]:
+    """Yield values of memory, operations and energy that the model or the devices make impossible."""
     yield from unless_at_most("compute.mfu", facts("compute.mfu"), "all operations", 1.0)
     joules, time_s = facts("energy.train_joules"), facts("time.train_time_s")
     limits = [
@@ -140,7 +140,7 @@ def faults_of_devices(facts: Facts) -> Iterator[str]:
                 "memory.model_states, in all,", sum(states.values()), "memory.peak_bytes", peak
             )
         if size and (parts := facts("strategy.traits.weight_parts")):
-            # Parts of small layers are padded.
+            # The tolerance is large, because parts of small layers are padded.
             yield from unless_equal(
                 "memory.model_states.parameters_bytes", states["parameters_bytes"],
                 f"a part of {parts} of the model", size / parts, 0.3, 8192,

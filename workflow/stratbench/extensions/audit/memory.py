@@ -1,4 +1,4 @@
-"""Rules on memory: reductions and peaks that what the cells computed does not explain."""
+"""Rules of the audit on memory: reductions and peaks that the computation does not explain."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Iterator
 
 from stratbench.analysis.records.groups import GROUP, Group
 from stratbench.cell.text.words import MIB, bytes_text
-from stratbench.extensions.audit.rule import AuditData, Case, rows_of, rule
+from stratbench.extensions.audit.rule import AuditData, Case, iter_rows, rule
 
-#: A reduction by more than this times the number of workers cannot come from sharding alone.
+#: Largest credible reduction of memory by sharding, as a multiple of the number of workers.
 REDUCED = 1.05
-#: The share by which the peaks of repeats on GPUs differ at most, and bytes: cuDNN may choose an
-#: algorithm with another workspace, and allocates it in blocks.
+#: Largest tolerated difference between the peaks of repeats, relative and in bytes: cuDNN may choose
+#: algorithms with other workspaces.
 UNEVEN_REPEATS, UNEVEN_BYTES = 0.05, 32 * MIB
 
 
 @rule("memory-reduced-too-much", "warning", "memory")
-def memory_reduced_too_much(evidence: AuditData) -> Iterator[Case]:
-    """Sharding over N workers divides memory by N at most. Something else differs."""
+def find_too_large_memory_reduction(evidence: AuditData) -> Iterator[Case]:
+    """Memory is reduced more than sharding over the workers can: something else differs."""
     columns = {"model_states_bytes": "model states", "peak_memory_bytes": "peak memory"}
     for group, rows in evidence.groups.items():
-        other = evidence.unsharded_rival_of(group)
-        if other is None or evidence.value_of(group, "strategy_kind") == "server":
-            continue  # its servers hold the rest
-        # A CPU's resident set holds more than the tensors: only model states can be compared.
+        other = evidence.find_unsharded_rival(group)
+        if other is None or evidence.get_common_value(group, "strategy_kind") == "server":
+            continue  # the servers hold the rest of the model states
+        # The resident set of a CPU process contains more than tensors, so that only model states are
+        # compared.
         on_cpu = (rows["device_kind"] == "cpu").any()
         for column, name in columns.items():
             whole, held = (evidence.median(k, column) for k in (other, group))
@@ -41,19 +42,20 @@ def memory_reduced_too_much(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("oom-with-more-workers", "warning", "memory")
-def oom_with_more_workers(evidence: AuditData) -> Iterator[Case]:
-    """With more workers each computes on less of a global batch, so what fits one fits one of several.
-    Something else was in the GPU's memory.
+def find_oom_with_more_workers(evidence: AuditData) -> Iterator[Case]:
+    """The cell ran out of memory although it fits with fewer workers, where each has a larger part of the
+    batch. Something else was in the GPU's memory.
     """
     failed = evidence.cells[
         evidence.cells["status"].eq("oom") & evidence.cells["device_kind"].eq("cuda")
     ]
-    for row in rows_of(failed.drop_duplicates(GROUP)):
+    for row in iter_rows(failed.drop_duplicates(GROUP)):
         group = Group(row.experiment, row.strategy, row.model, row.gpus)
-        # With a batch that grows with the workers each computes on as much, and exchanges it besides.
+        # With weak scaling, each of more workers has as many samples, and needs memory for communication as
+        # well.
         fewer = [
             k
-            for k in evidence.on_any_count(group)
+            for k in evidence.list_groups_on_any_count(group)
             if k.gpus < row.gpus
             and not (evidence.median(k, "global_batch") or math.inf) < row.global_batch
         ]
@@ -62,9 +64,9 @@ def oom_with_more_workers(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("repeats-uneven-memory", "warning", "memory")
-def repeats_uneven_memory(evidence: AuditData) -> Iterator[Case]:
-    """The allocator's peak is all but the same in each repeat of a cell on GPUs. Look for other batches,
-    other algorithms of cuDNN, or a figure of another cell.
+def find_uneven_memory_of_repeats(evidence: AuditData) -> Iterator[Case]:
+    """The peaks of memory of a cell's repeats on GPUs differ, although they should be nearly equal. Look for
+    other batches, other algorithms of cuDNN, or a value of another cell.
     """
     for group, rows in evidence.groups.items():
         peaks = rows["peak_memory_bytes"].dropna()

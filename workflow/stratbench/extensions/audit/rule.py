@@ -1,8 +1,8 @@
-"""The rules of the audit: their decorator, and the data for their checks.
+"""Decorators that make rules of the audit, and the data that rules check.
 
-A rule is one decorated function. The decorator has its name and severity, and the docstring explains the
-suspicion to users. The function yields each case with its values. A field that a record lacks triggers no
-rule, unless it is required.
+A rule is a decorated function. The decorator has its name and severity, and the docstring explains it to
+users. The function yields each case with its values. A field that a record lacks triggers no rule, unless it
+is required.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from stratbench.analysis.records.samples import Timeline
 from stratbench.cell.record import Record
 
 Severity = Literal["unusable", "warning", "note"]
-#: The values of the cells that a rule concerns.
+#: Which values of a cell a rule concerns.
 Affects = Literal["time", "memory", "score", "all"]
-#: Whose records a rule judges.
+#: Which records a rule checks: those of stratbench's training loop, of users' commands, or both.
 Of = Literal["ours", "commands", "both"]
-#: The names of a cell's coordinates within its study, and their values in this order.
+#: Names of a cell's coordinates within its study; a `Key` has their values in this order.
 COORDINATES = (*GROUP, "repeat")
 Key = tuple[Any, ...]
-#: Result of a check of a study: the cells, as `coordinates_of` takes them, and the values.
+#: A case that a rule's function yields: the cells, as `get_coordinates` takes them, and a text with the
+#: values.
 Case = tuple[Any, str]
 
 
 @dataclass(frozen=True)
-class Found:
-    """A case that a rule found: its coordinates, and its values."""
+class Finding:
+    """A finding of a rule: the coordinates of the cells, and a text with the values."""
 
     where: Row
     figures: str
 
 
 class AuditData:
-    """The data for all rules: the rows of cells.csv, and the records behind them, if any.
+    """The data that rules check: rows of cells.csv, and their records and timelines if there are any.
 
-    `floors`: accuracies by data set that any working training reaches, for tables that have too little to be
-    evaluated on their own. `timelines`: by `key_of` their cell. `study_dir`: results/<study>.
+    `floors` has the accuracy that any working training reaches, by data set, for published tables.
+    `timelines` are by key of their cell, and `study_dir` is results/<study>.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class AuditData:
         timelines: Mapping[Key, Timeline] | None = None,
         study_dir: Path | None = None,
     ) -> None:
-        #: Cells of users' commands have rules of their own (`audit/commands.py`).
+        #: Records of cells that users' commands trained, which have rules of their own.
         self.commands = [r for r in records if r["strategy"]["kind"] == "own"]
-        #: The cells with a result, of whichever loop.
+        #: Rows of all cells that ended well, including those of users' commands.
         self.of_any_loop = cells[cells["status"] == "ok"]
         cells = cells[cells["strategy_kind"] != "own"]
         self.cells = cells
@@ -68,7 +69,7 @@ class AuditData:
         self.floors = floors or {}
         self.timelines = timelines or {}
         self.study_dir = study_dir
-        #: The cells with a result; then the same by group of repeats.
+        #: Rows of the cells of stratbench's loop that ended well; `groups` has them by group of repeats.
         self.ok = cells[cells["status"] == "ok"]
         self.repeats = Repeats(cells)
         self.groups: dict[Group, pd.DataFrame] = self.repeats.ok
@@ -79,43 +80,40 @@ class AuditData:
 
     @cached_property
     def rows(self) -> list[Any]:
-        """The cells with a result as tuples, cached, since pandas is slow with many columns."""
+        """Rows of the cells that ended well, as tuples. They are cached, because pandas is slow here."""
         return list(self.ok.itertuples())
 
-    def with_any_strategy(self, group: Group) -> list[Group]:
-        """Return the groups on the same model and number of workers, including the group itself."""
+    def list_groups_with_any_strategy(self, group: Group) -> list[Group]:
+        """Return the groups of all strategies on the same model and number of workers, including this one."""
         return self._alike.get(group.with_strategy(""), [])
 
-    def on_any_count(self, group: Group) -> list[Group]:
-        """Return the groups of the same strategy and model on any number of workers."""
+    def list_groups_on_any_count(self, group: Group) -> list[Group]:
+        """Return the groups of the same strategy and model on all numbers of workers, including this one."""
         return self._alike.get(group.with_gpus(0), [])
 
     def median(self, group: Group, column: str) -> float | None:
-        """Return median of a column over the repeats of a group, or None without values."""
+        """Return the median of a column over the repeats of a group, or None without values."""
         return self.repeats.median(group, column)
 
-    def product(self, group: Group, *columns: str) -> float | None:
-        """Return the product of the medians of some columns, or None if one is absent."""
+    def multiply_medians(self, group: Group, *columns: str) -> float | None:
+        """Return the product of the medians of some columns, or None if a median is missing."""
         values = [self.median(group, column) for column in columns]
         return None if None in values else math.prod(values)
 
-    def value_of(self, group: Group, column: str) -> Any:
-        """Return the common value of a group's repeats in a column, such as a trait.
-
-        Return None otherwise.
-        """
+    def get_common_value(self, group: Group, column: str) -> Any:
+        """Return the value of a group's repeats in a column that does not differ between them, or None."""
         value = self.groups[group][column].iloc[0]
         return None if pd.isna(value) else value
 
-    def unsharded_rival_of(self, group: Group) -> Group | None:
-        """Return the group of an unsharded collective on as many workers, or None without one."""
+    def find_unsharded_rival(self, group: Group) -> Group | None:
+        """Return the group of an unsharded collective strategy on as many workers, or None."""
         return next(
             (
                 other
-                for other in self.with_any_strategy(group)
-                if self.value_of(other, "ring_copies")
-                and not self.value_of(other, "shards_states")
-                and self.value_of(other, "optimizer_parts") in (None, 1)
+                for other in self.list_groups_with_any_strategy(group)
+                if self.get_common_value(other, "ring_copies")
+                and not self.get_common_value(other, "shards_states")
+                and self.get_common_value(other, "optimizer_parts") in (None, 1)
             ),
             None,
         )
@@ -123,81 +121,81 @@ class AuditData:
 
 @dataclass(frozen=True)
 class Rule:
-    """One suspicion. `affects`: the values of the cells that it concerns."""
+    """A rule of the audit. `affects` says which values of the cells its findings concern."""
 
     id: str
     severity: Severity
     affects: Affects
     explanation: str
-    check: Callable[[AuditData], Iterator[Found]]
+    check: Callable[[AuditData], Iterator[Finding]]
 
 
 def rule(
     id: str, severity: Severity, affects: Affects
 ) -> Callable[[Callable[[AuditData], Iterator[Case]]], Rule]:
-    """Return a decorator that makes a rule of a check over the study.
+    """Return a decorator that makes a rule of a function that checks a whole study.
 
-    Its docstring is the explanation.
+    The docstring of the function is the explanation for users.
 
     Args:
         id: Name of the rule.
         severity: Its severity.
-        affects: The values that it concerns.
+        affects: Which values of a cell the rule concerns.
     """
 
-    def made(check: Callable[[AuditData], Iterator[Case]]) -> Rule:
+    def decorate(check: Callable[[AuditData], Iterator[Case]]) -> Rule:
         if not check.__doc__:
             raise TypeError(f"{id}: a rule needs a docstring, which explains it to users")
 
-        def over_study(evidence: AuditData) -> Iterator[Found]:
+        def over_study(evidence: AuditData) -> Iterator[Finding]:
             for cells, figures in check(evidence):
-                yield Found(coordinates_of(cells), figures)
+                yield Finding(get_coordinates(cells), figures)
 
         return Rule(id, severity, affects, " ".join(check.__doc__.split()), over_study)
 
-    return made
+    return decorate
 
 
 def record_rule(
     id: str, severity: Severity, affects: Affects, of: Of = "ours"
 ) -> Callable[[Callable[[Facts], Iterator[str]]], Rule]:
-    """Return a decorator that makes a rule of a check over one record, which yields its violations.
+    """Return a decorator that makes a rule of a function that checks one record, and yields violations.
 
-    The check's docstring is the explanation for users.
+    The docstring of the function is the explanation for users.
 
     Args:
         id: Name of the rule.
         severity: Its severity.
-        affects: The values that it concerns.
-        of: Records of our own loop (`ours`), those of users' commands (`commands`), or `both`.
+        affects: Which values of a cell the rule concerns.
+        of: Records to check: of stratbench's loop (`ours`), of users' commands (`commands`), or `both`.
     """
 
-    def made(check: Callable[[Facts], Iterator[str]]) -> Rule:
+    def decorate(check: Callable[[Facts], Iterator[str]]) -> Rule:
         @wraps(check)
         def over_records(evidence: AuditData) -> Iterator[Case]:
             ours = evidence.records if of != "commands" else ()
             for record in (*ours, *(evidence.commands if of != "ours" else ())):
                 cell = record["cell"]
-                facts = Facts(record, evidence.timelines.get(key_of(cell)))
-                yield from ((cell, text) for text in faults_of_record(check, facts))
+                facts = Facts(record, evidence.timelines.get(make_cell_key(cell)))
+                yield from ((cell, text) for text in iter_faults_of_record(check, facts))
 
         return rule(id, severity, affects)(over_records)
 
-    return made
+    return decorate
 
 
-def faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> Iterator[str]:
-    """Yield the violations that `check` finds. A field with an unexpected shape is one, too."""
+def iter_faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> Iterator[str]:
+    """Yield the violations that `check` finds. A field of an unexpected form is a violation as well."""
     try:
         yield from check(facts)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         yield f"a field has a form that no cell writes ({type(e).__name__}: {e})"
 
 
-def coordinates_of(cells: Any) -> Row:
+def get_coordinates(cells: Any) -> Row:
     """Return the coordinates of a finding from a Group, a row, or a mapping.
 
-    A finding without some of them is on all cells that share the others.
+    A finding without a coordinate is on all cells that share the other coordinates.
     """
     if isinstance(cells, Group):
         return cells._asdict()
@@ -206,24 +204,21 @@ def coordinates_of(cells: Any) -> Row:
     return {name: getattr(cells, name) for name in COORDINATES}
 
 
-def coordinates_of_strategy(group: Group) -> Row:
-    """Return the coordinates of a finding on a strategy, for all worker counts."""
+def get_coordinates_of_strategy(group: Group) -> Row:
+    """Return the coordinates of a finding on a strategy for all numbers of workers."""
     return {name: value for name, value in group._asdict().items() if name != "gpus"}
 
 
-def named(cells: Iterable[Row]) -> str:
-    """Return cells of one experiment in words."""
+def describe_cells(cells: Iterable[Row]) -> str:
+    """Describe cells of one experiment, such as `ddp on 4, repeat 0`."""
     return " and of ".join(f"{c['strategy']} on {c['gpus']}, repeat {c['repeat']}" for c in cells)
 
 
-def key_of(cell: Row) -> Key:
-    """Return the key of a cell's timeline."""
+def make_cell_key(cell: Row) -> Key:
+    """Return the key of a cell: the values of its COORDINATES."""
     return tuple(cell[name] for name in COORDINATES)
 
 
-def rows_of(frame: pd.DataFrame) -> Iterable[Any]:
-    """Rows of cells.csv one by one.
-
-    Mostly there is none, and pandas takes as long over none as over few.
-    """
+def iter_rows(frame: pd.DataFrame) -> Iterable[Any]:
+    """Return the rows of a table as tuples, quickly if it is empty: pandas is slow then."""
     return frame.itertuples() if len(frame) else ()

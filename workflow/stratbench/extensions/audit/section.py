@@ -1,4 +1,4 @@
-"""The audit as a list by severity, with the choices that it concerns."""
+"""Makes the report's section on the audit: findings by severity, with the choices that they concern."""
 
 from __future__ import annotations
 
@@ -12,48 +12,51 @@ from stratbench.analysis.records.columns import Row
 from stratbench.analysis.records.findings import SEVERITIES, format_tally
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.text.words import counted, names_text
-from stratbench.extensions.audit.across_cells.confounding import confounded_host
+from stratbench.extensions.audit.across_cells.confounding import find_confounded_host
 
 TEMPLATE = Path(__file__).parent / "templates" / "audit.html.j2"
 
-#: The most places and strategies that a line of the list names.
+#: Largest number of places or strategies that a line of the list names.
 MAX_NAMED = 3
 _PLACE = ("experiment", "strategy", "model")
 
 
 def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
-    """Yield a notice where strategies are known by their hosts."""
-    alone = [finding["strategy"] for finding in findings if finding["rule"] == confounded_host.id]
+    """Yield a notice if strategies ran on different hosts, so that these may explain differences."""
+    alone = [
+        finding["strategy"] for finding in findings if finding["rule"] == find_confounded_host.id
+    ]
     if alone:
         listed = ", ".join(dict.fromkeys(alone))
         yield (
-            f"Strategies ran on hosts of their own: {listed}. What differs may be the hosts. Compare with "
-            "care."
+            f"These strategies ran on other hosts than the rest: {listed}. Differences may come from the "
+            "hosts. "
+            "Compare with care."
         )
 
 
 def make_audit_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Make the section on all findings, with their number by severity in its link."""
+    """Make the section on all findings, whose link has the number of findings per severity."""
     answers = inputs.decided["answers"]
-    rules = audit_rules(inputs.findings, answers)
-    tally = f"Audit: {tally_text(inputs.findings)}"
-    html = render_section(TEMPLATE, rules=rules, lead=audit_lead(rules, answers), tally=tally)
+    rules = list_rules_with_findings(inputs.findings, answers)
+    tally = f"Audit: {format_tally_of_findings(inputs.findings)}"
+    html = render_section(TEMPLATE, rules=rules, lead=make_audit_lead(rules, answers), tally=tally)
     yield Section("audit", html, tally)
 
 
-def tally_text(findings: pd.DataFrame) -> str:
-    """Say how many findings there are: `2 warnings, 1 note`."""
+def format_tally_of_findings(findings: pd.DataFrame) -> str:
+    """Return the number of findings per severity as text, such as `2 warnings, 1 note`."""
     counts = {s: int((findings["severity"] == s).sum()) for s in SEVERITIES}
     texts = [format_tally(n, severity) for severity, n in counts.items() if n]
     return ", ".join(texts) or "nothing found"
 
 
-def audit_rules(
+def list_rules_with_findings(
     findings: pd.DataFrame, answers: Sequence[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Return the audit's rules with findings, the most severe first, with coordinates and values.
+    """Return the rules that have findings, the most severe first, with the cells and values.
 
-    Each rule has the choices in `answers` (of answers.json) that it concerns.
+    Each rule also has the choices in `answers` (of answers.json) that its findings concern.
     """
     rules = []
     for rule, rows in findings.groupby("rule", sort=False):
@@ -66,27 +69,29 @@ def audit_rules(
                 "severity": first["severity"],
                 "affects": first["affects"],
                 "explanation": first["explanation"],
-                "where": where_text(of_rule),
+                "where": describe_places(of_rule),
                 "figures": of_rule[0]["figures"] if len(of_rule) == 1 else "",
-                "touches": touched(of_rule, answers),
-                "places": [{"place": place_of(row), "figures": row["figures"]} for row in of_rule],
+                "touches": list_touched_choices(of_rule, answers),
+                "places": [
+                    {"place": describe_place(row), "figures": row["figures"]} for row in of_rule
+                ],
             }
         )
     return sorted(rules, key=lambda rule: SEVERITIES.index(rule["severity"]))
 
 
-def place_of(row: Mapping[str, Any]) -> str:
-    """Return the coordinates of a finding as text."""
+def describe_place(row: Mapping[str, Any]) -> str:
+    """Describe the cells that a finding is on by their coordinates."""
     place = [row[name] for name in _PLACE if pd.notna(row[name])]
     place += [counted(row["gpus"], "worker")] if pd.notna(row["gpus"]) else []
     place += [f"repeat {row['repeat']}"] if pd.notna(row["repeat"]) else []
     return ", ".join(place) or "the study"
 
 
-def where_text(findings: Sequence[Mapping[str, Any]]) -> str:
-    """Return a short text on where a rule has findings: `ddp, fsdp and 3 more, in 12 places`."""
+def describe_places(findings: Sequence[Mapping[str, Any]]) -> str:
+    """Describe where a rule has findings, such as `ddp, fsdp and 3 more, 12 places`."""
     if len(findings) == 1:
-        return place_of(findings[0])
+        return describe_place(findings[0])
     names = list(dict.fromkeys(row["strategy"] for row in findings if pd.notna(row["strategy"])))
     names = names or list(
         dict.fromkeys(row["experiment"] for row in findings if pd.notna(row["experiment"]))
@@ -98,41 +103,43 @@ def where_text(findings: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def touched(
+def list_touched_choices(
     findings: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return the choices that these findings concern, directly or through the nearest alternative."""
+    """Return the choices that these findings concern, directly or through their nearest alternative."""
     chosen, rivals = [], []
     for answer in answers:
         short = answer["short"]
         if short["strategy"] is None:
             continue
         name = f"{short['strategy']} × {short['gpus']} ({answer['model']})"
-        if any(is_of(row, answer, short) for row in findings):
+        if any(concerns_choice(row, answer, short) for row in findings):
             chosen.append(name)
             continue
-        for rival in nearest_of(short):
-            if any(is_of(row, answer, rival) for row in findings):
+        for rival in list_nearest_rivals(short):
+            if any(concerns_choice(row, answer, rival) for row in findings):
                 rivals.append(f"{rival['strategy']} × {rival['gpus']}, next to {name}")
     return list(dict.fromkeys([*chosen, *rivals]))
 
 
-def nearest_of(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the alternatives in a reason: the next one, and the next of another strategy."""
+def list_nearest_rivals(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the nearest alternative of a choice, and the nearest one of another strategy."""
     others = short["others"]
     further = [o for o in others if o["strategy"] != short["strategy"]]
     return [*others[:1], *(o for o in further[:1] if o not in others[:1])]
 
 
-def is_of(row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, Any]) -> bool:
-    """Return whether a finding is on a strategy and count of an answer.
+def concerns_choice(
+    row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, Any]
+) -> bool:
+    """Return whether a finding concerns a strategy and number of workers in an answer.
 
-    A coordinate that the finding lacks matches all.
+    A coordinate that the finding lacks matches any value.
 
     Args:
         row: The finding.
         answer: The answer.
-        what: Strategy and worker count.
+        what: Choice or alternative, with strategy and number of workers.
     """
     wanted = {
         "experiment": answer["experiment"],
@@ -143,21 +150,23 @@ def is_of(row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, 
     return all(pd.isna(row[name]) or row[name] == value for name, value in wanted.items())
 
 
-def audit_lead(rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence on what the findings mean for the choices."""
+def make_audit_lead(
+    rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return a sentence on whether the findings concern the choices."""
     choices = [a for a in answers if a["short"]["strategy"] is not None]
     doubts = [rule for rule in rules if rule["severity"] != "note" and rule["touches"]]
     if not rules:
         return (
-            "No rule was tripped. That does not prove the figures right: a rule sees only what the "
+            "No rule has findings. That does not prove the values right, because rules see only what the "
             "records state."
         )
     if not choices:
-        return "Each record is checked against itself and against the others."
+        return "Each record is checked by itself and against the other records."
     if not doubts:
-        return "None of the doubts is about a choice or the rival nearest to one."
+        return "No doubtful finding concerns a choice or its nearest rival."
     names = names_text([rule["name"] for rule in doubts], MAX_NAMED)
-    return f"What touches a choice or the rival nearest to it: {names}."
+    return f"These rules concern a choice or its nearest rival: {names}."
 
 
 READING = Reading(notices=notice_hosts, sections=make_audit_sections)

@@ -1,4 +1,4 @@
-"""Rules on speed between cells, repeats and steps: times that are impossible or say little."""
+"""Rules of the audit on times of cells, repeats and steps that are impossible or unreliable."""
 
 from __future__ import annotations
 
@@ -16,59 +16,66 @@ from stratbench.extensions.audit.across_cells.machines import are_busy
 from stratbench.extensions.audit.rule import (
     AuditData,
     Case,
-    coordinates_of_strategy,
+    get_coordinates_of_strategy,
     record_rule,
     rule,
 )
 
-#: Ratios from which a value is suspicious.
+#: Ratios above which a value is suspicious.
 SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05
-#: The ratio against `single` on one worker, where both are measured with noise.
+#: Ratio to `single` on one worker above which a speed is suspicious; both have noise.
 FASTER_ALONE = 1.15
-#: The time in ms that sharding may cost the host in a step.
+#: Milliseconds per step that sharding may cost the host.
 HOST_MS = 5.0
-#: The number of a training time's digits that do not agree by chance.
+#: Number of digits of a training time that do not agree by chance.
 DIGITS = 4
-#: Limits as shares of a training time, and of a step.
+#: Largest tolerated wait for data per step, and start skew per training time, as shares.
 INPUT, SKEW = 0.10, 0.02
-#: Repeats are even at this relative standard deviation; the limit is what even ones exceed in one group of
+#: Relative standard deviation of even repeats. The limit is what even repeats exceed in one group of
 #: BY_CHANCE: 10 % with two repeats, 8 % with three, 5 % with ten.
 EVEN, BY_CHANCE = 0.03, 1000
 
 
 @rule("sharding-slow-alone", "warning", "time")
-def sharding_slow_alone(evidence: AuditData) -> Iterator[Case]:
-    """With one worker there is nothing to communicate, so sharding cannot explain being slower than the same
-    training unsharded. Look at precision, wrap groups and the optimizer.
+def find_slow_sharding_on_one_worker(evidence: AuditData) -> Iterator[Case]:
+    """On one worker a sharded strategy is slower than unsharded training, although there is nothing to
+    communicate. Check the precision, wrap groups and the optimizer.
     """
     for group in evidence.groups:
-        other = evidence.unsharded_rival_of(group)
-        if group.gpus != 1 or other is None or not evidence.value_of(group, "shards_states"):
+        other = evidence.find_unsharded_rival(group)
+        if (
+            group.gpus != 1
+            or other is None
+            or not evidence.get_common_value(group, "shards_states")
+        ):
             continue
         its_s, other_s = (evidence.median(k, "train_time_s") for k in (group, other))
         if not its_s or not other_s or its_s / other_s <= SLOW_ALONE:
             continue
-        # The host's work for each group is a fixed time per step, which shows in small models; and
-        # a busy machine has a rule of its own.
-        steps = evidence.median(group, "steps") or evidence.product(
+        # The host's work per wrap group takes a fixed time per step, which matters in small models. A busy
+        # machine has a rule of its own.
+        steps = evidence.median(group, "steps") or evidence.multiply_medians(
             group, "steps_per_epoch", "epochs"
         )
-        busy = any(were_mostly_busy(evidence, k) for k in (group, other))
+        busy = any(is_mostly_busy(evidence, k) for k in (group, other))
         if busy or (steps and 1e3 * (its_s - other_s) / steps < HOST_MS):
             continue
         times = f"{group.strategy} {its_s:.4g} s, {other.strategy} {other_s:.4g} s"
-        yield coordinates_of_strategy(group), f"on one worker: {times}: {its_s / other_s:.2f} times"
+        yield (
+            get_coordinates_of_strategy(group),
+            f"on one worker: {times}: {its_s / other_s:.2f} times",
+        )
 
 
-def were_mostly_busy(evidence: AuditData, group: Group) -> bool:
-    """Return whether others used the machine as most repeats of a group started."""
+def is_mostly_busy(evidence: AuditData, group: Group) -> bool:
+    """Return whether other processes used the machine when most repeats of a group started."""
     return bool(are_busy(evidence.groups[group]).median() > 0.5)
 
 
 @rule("superlinear", "warning", "time")
-def superlinear(evidence: AuditData) -> Iterator[Case]:
-    """N workers cannot do more than N times the work of one. Look at the baseline: a batch too large for one
-    worker's cache or memory, other settings, or a busy machine.
+def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
+    """N workers are more than N times as fast as one, which is implausible. Check the baseline: a batch that
+    is too large for one worker's cache or memory, other settings, or a busy machine.
     """
     column, cells = "throughput_samples_per_s", evidence.cells
     limited = cells[(cells["status"] == "timeout") & cells["time_limit_s"].notna()]
@@ -81,37 +88,37 @@ def superlinear(evidence: AuditData) -> Iterator[Case]:
         here = evidence.median(group, column)
         if not here:
             continue
-        own = [k for k in evidence.on_any_count(group) if k.gpus < gpus]
+        own = [k for k in evidence.list_groups_on_any_count(group) if k.gpus < gpus]
         bases = [min(own, key=lambda k: k.gpus)] if own else []
         if strategy != ALONE and alone in evidence.groups:
             bases.append(alone)
         for base in bases:
             base_time, times = evidence.median(base, column), gpus / base.gpus
-            if times == 1 and any(were_mostly_busy(evidence, k) for k in (group, base)):
+            if times == 1 and any(is_mostly_busy(evidence, k) for k in (group, base)):
                 continue  # a busy machine has a rule of its own
             limit = (SUPERLINEAR if times > 1 else FASTER_ALONE) * times
             if base_time and here / base_time > limit:
                 name = "" if base.strategy == strategy else f"{base.strategy} "
                 text = f"{here / base_time:.2f} times as fast on {gpus} as {name}on {base.gpus}"
                 yield group, text
-        yield from superlinear_at_least(evidence, group, stopped[group.with_gpus(0)])
+        yield from iter_superlinear_over_stopped(evidence, group, stopped[group.with_gpus(0)])
 
 
-def superlinear_at_least(
+def iter_superlinear_over_stopped(
     evidence: AuditData, group: Group, stopped: Iterable[tuple[int, float]]
 ) -> Iterator[Case]:
-    """Yield superlinear speedups over the next fewer workers, if those reached a time limit.
+    """Yield superlinear speedups over fewer workers that were stopped at a time limit.
 
     Args:
         evidence: Data of the audit.
         group: A group on more workers.
-        stopped: Worker counts at which the strategy was stopped, with the minimum limit.
+        stopped: Numbers of workers on which the strategy was stopped, each with its shortest limit.
     """
     time_s = evidence.median(group, "train_time_s")
     few, limit_s = max((s for s in stopped if s[0] < group.gpus), default=(0, 0.0))
     if not time_s or not few:
         return
-    # The limit covers the whole cell; everything but training took about as long there.
+    # The limit is on the whole cell. All phases except training are assumed to take as long in both cells.
     rest_s = sum(
         evidence.median(group, f"{part}_s") or 0.0 for part in ("setup", "data", "warmup", "eval")
     )
@@ -122,8 +129,8 @@ def superlinear_at_least(
 
 
 @rule("same-value-twice", "unusable", "time")
-def same_value_twice(evidence: AuditData) -> Iterator[Case]:
-    """Two measured training times never agree to the last digit: one is a copy, such as of a folder."""
+def find_copied_times(evidence: AuditData) -> Iterator[Case]:
+    """Two training times are equal to the last digit, so that one must be a copy, for example of a folder."""
     for value, rows in evidence.ok.groupby("train_time_s", sort=False):
         if len(rows) > 1 and len(f"{value!r}".replace(".", "").strip("0")) >= DIGITS:
             cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
@@ -132,9 +139,9 @@ def same_value_twice(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("steps-uneven", "note", "time")
-def steps_uneven(evidence: AuditData) -> Iterator[Case]:
-    """Some steps take much longer than most: a straggler, a busy machine, or waits at a server."""
-    columns = [*GROUP, "repeat", "step_p50_ms", "step_p99_ms"]  # slow for all columns
+def find_uneven_steps(evidence: AuditData) -> Iterator[Case]:
+    """Some steps take much longer than most: because of a straggler, a busy machine, or waits at a server."""
+    columns = [*GROUP, "repeat", "step_p50_ms", "step_p99_ms"]  # iterating over all columns is slow
     for row in evidence.of_any_loop[columns].itertuples():
         if row.step_p99_ms > UNEVEN_STEPS * row.step_p50_ms:
             figures = f"99th percentile {row.step_p99_ms:.4g} ms, median {row.step_p50_ms:.4g} ms"
@@ -142,16 +149,16 @@ def steps_uneven(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("repeats-uneven", "warning", "time")
-def repeats_uneven(evidence: AuditData) -> Iterator[Case]:
-    """The repeats scatter more than repeats do: small differences between strategies mean little. Look at
-    what else ran on the machine.
+def find_uneven_repeats(evidence: AuditData) -> Iterator[Case]:
+    """The repeats vary more than usual, so that small differences between strategies mean little. Look for
+    other processes on the machine.
     """
     for group, rows in evidence.groups.items():
         times = rows["train_time_s"].dropna().to_numpy(dtype=float)
         if len(times) < 2 or not times.min() > 0:
             continue
         deviation = float(np.std(np.log(times), ddof=1))
-        if deviation > EVEN and deviation > deviation_by_chance(len(times)):
+        if deviation > EVEN and deviation > compute_deviation_by_chance(len(times)):
             yield (
                 group,
                 f"standard deviation {deviation:.1%}: {times.min():.4g} to {times.max():.4g} s over "
@@ -160,20 +167,20 @@ def repeats_uneven(evidence: AuditData) -> Iterator[Case]:
 
 
 @cache
-def deviation_by_chance(repeats: int) -> float:
-    """The standard deviation that `repeats` normal values of deviation EVEN exceed once in BY_CHANCE."""
-    from scipy.special import chdtri  # takes 0.2 s, and even repeats need it not
+def compute_deviation_by_chance(repeats: int) -> float:
+    """Return the standard deviation that even repeats exceed with probability 1 / BY_CHANCE."""
+    from scipy.special import chdtri  # takes 0.2 s, and is not needed for even repeats
 
     return EVEN * math.sqrt(chdtri(repeats - 1, 1 / BY_CHANCE) / (repeats - 1))
 
 
 @record_rule("late-start", "warning", "time")
-def late_start(facts: Facts) -> Iterator[str]:
-    """The workers did not begin the epochs together, and the slowest worker's time counts: waiting for a late
-    start is charged to the strategy.
+def find_late_start(facts: Facts) -> Iterator[str]:
+    """The workers did not start the epochs at the same time. The slowest worker's time counts, so that the
+    strategy's time contains the wait for the late start.
     """
     if facts.status != "ok" or facts("strategy.kind") != "collective":
-        return  # a server's clock starts once, when all workers are ready
+        return  # with servers the clock starts once, when all workers are ready
     together_s = sum(facts("time.start_skew_ms") or ()) / 1e3
     train_s = facts("time.train_time_s")
     if together_s > SKEW * train_s:
@@ -181,25 +188,25 @@ def late_start(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("recompiled", "warning", "time")
-def recompiled(facts: Facts) -> Iterator[str]:
-    """torch.compile compiled while the training was timed: its steps hold seconds that are no training. Look
-    for what changes between steps, or train with more warmup_steps.
+def find_recompilations(facts: Facts) -> Iterator[str]:
+    """torch.compile compiled again during the timed training, so that steps contain seconds of compilation.
+    Find what changes between steps, or train with more warmup_steps.
     """
     if count := facts("time.recompilations"):
         yield f"{count} compilations after the warm-up"
 
 
 @rule("input-bound", "warning", "time")
-def input_bound(evidence: AuditData) -> Iterator[Case]:
-    """The workers wait for data: the times say little about the strategy."""
+def find_input_bound_cells(evidence: AuditData) -> Iterator[Case]:
+    """The workers wait for data, so that the times say little about the strategy."""
     for row in evidence.rows:
         if row.data_ms > INPUT * row.step_mean_ms:
             yield row, f"data {row.data_ms:.4g} ms of a step of {row.step_mean_ms:.4g} ms"
 
 
 @rule("synthetic-unlike-real", "warning", "time")
-def synthetic_unlike_real(evidence: AuditData) -> Iterator[Case]:
-    """Real data should train as fast as generated data; where not, reading it is measured."""
+def find_synthetic_unlike_real(evidence: AuditData) -> Iterator[Case]:
+    """Training on real data is not as fast as on generated data, so that reading the data was measured."""
     same = ["model", "strategy", "gpus", "global_batch", "precision"]
     column = "throughput_samples_per_s"
     if not evidence.ok["synthetic_data"].astype(str).eq("True").any():

@@ -1,4 +1,4 @@
-"""Rules on timelines: GPUs that were idle or slow, and other users of the machine."""
+"""Rules of the audit on timelines: idle GPUs, low clocks, pauses, and other load on the machine."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from stratbench.analysis.records.derived import value_at
 from stratbench.analysis.records.facts import Facts, host_of, longest_pauses_s
 from stratbench.analysis.records.samples import BUSY, Series
 from stratbench.cell.record import Record
-from stratbench.extensions.audit.rule import AuditData, Case, Key, key_of, record_rule, rule
+from stratbench.extensions.audit.rule import AuditData, Case, Key, make_cell_key, record_rule, rule
 from stratbench.telemetry.pauses import NEGLIGIBLE
 
-#: Minimum number of samples in training: 5 s at the sampler's period of 0.5 s.
+#: Fewest samples during training that a rule needs: 5 s at the sampler's period of 0.5 s.
 SAMPLES = 10
-#: The load, in multiples of the cores, from which the sampler and the workers may get no core for seconds.
+#: Load per core above which the sampler and the workers may wait for a core for seconds.
 CROWDED = 4.0
-#: The utilisation of one that trained, as a share of its computing time; idle GPUs show 0 to 2 %.
+#: Smallest utilisation of a GPU that trains, as a share of its computing time; idle GPUs show 0 to 2 %.
 IDLE = 0.03
-#: The utilisation of a GPU for each step against the median worker's, which computes as much.
+#: Smallest utilisation of a GPU per step, relative to the median worker's.
 UNLIKE_OTHERS = 0.25
-#: The share by which clocks of one kind of GPU differ under equal conditions; consumer GPUs lose 5 % warm.
+#: Relative difference of clocks above which a GPU counts as slow; consumer GPUs lose 5 % when they are warm.
 SLOW_CLOCK = 0.1
-#: A GPU is at its power limit where that many of its samples say so, or where it draws so much of it.
+#: A GPU is at its power limit if this share of its samples says so, or if it draws this share of the limit.
 CAPPED_SAMPLES, CAPPED_POWER = 0.05, 0.9
-#: A GPU below this fraction of its power limit is not limited, whatever the driver reports.
+#: A GPU that draws less than this share of its power limit is not limited by it, even if the driver says so.
 UNCAPPED_POWER = 0.5
-#: The time in which the kernel's `load_1m` forgets, in s.
+#: Time constant of the kernel's average `load_1m`, in seconds.
 LOAD_S = 60.0
-#: The share of an older load in `load_1m` up to which a later one is known well enough.
+#: Largest share of the load before the cell in `load_1m` at which the cell's own load can be computed.
 KEPT = 0.6
-#: The load of a machine that is shared, as a share of its cores, from which its neighbours matter.
+#: Load of a machine, as a share of its cores, that never counts as too much.
 FULL = 0.75
-#: Cores that others may use in training: some, and a share of the host's, for its own services.
+#: Cores that other processes may use during training: a number, plus a share of the host's cores.
 OTHERS, OTHERS_SHARE = 0.5, 0.05
 
 
 def is_crowded(facts: Facts) -> bool:
-    """Return whether a process may have waited for a core for seconds."""
+    """Return whether the load was so high that processes may have waited for a core for seconds."""
     cores = [value_at(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers]
     loads = [value_at(worker["provenance"], "load_1m") or 0.0 for worker in facts.workers]
     if facts.timeline is not None:
@@ -50,9 +50,9 @@ def is_crowded(facts: Facts) -> bool:
 
 
 @record_rule("paused-while-timed", "unusable", "time", of="both")
-def paused_while_timed(facts: Facts) -> Iterator[str]:
-    """The cell was paused while it trained: its job was suspended, its processes were stopped, or the
-    machine slept. Its times are not those of its training; delete its record to train it again.
+def find_pauses_in_training(facts: Facts) -> Iterator[str]:
+    """The cell was paused while it trained: its job was suspended, its processes were stopped, or the machine
+    slept. Its times include the pause; delete its record to train it again.
     """
     paused_s = longest_pauses_s(facts, lambda p: p["length_s"] if p["in_training"] else 0.0)
     trained_s = facts("time.train_time_s") or facts("time.total_s")
@@ -61,9 +61,9 @@ def paused_while_timed(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("idle-worker", "unusable", "time")
-def idle_worker(facts: Facts) -> Iterator[str]:
-    """A worker's GPU, or its process where it trains on the CPU, did next to nothing in the time in which it
-    is said to have trained: it computed elsewhere, or not at all.
+def find_idle_workers(facts: Facts) -> Iterator[str]:
+    """A worker's GPU, or its process on a CPU, was nearly idle while it trained by the record: it computed
+    elsewhere, or not at all.
     """
     phases = facts("time.breakdown_ms") or {}
     if facts.status != "ok" or is_crowded(facts):
@@ -77,7 +77,7 @@ def idle_worker(facts: Facts) -> Iterator[str]:
         values = one and one.training.get(BUSY[kind])
         if values and values.count >= SAMPLES:
             busy[worker["rank"]] = values.mean
-    # Processes take turns on their cores; a GPU that waits for a slowed one is busy in a kernel of NCCL.
+    # CPU processes share cores, and a GPU that waits for a slower one is busy in a kernel of NCCL.
     are_alike = kind == "gpu" and not facts("settings.slowdown")
     steps = {worker["rank"]: worker["steps"] or 1 for worker in facts.workers}
     usual = median(mean / steps[rank] for rank, mean in busy.items()) if busy and are_alike else 0.0
@@ -89,13 +89,13 @@ def idle_worker(facts: Facts) -> Iterator[str]:
 
 
 @rule("clock-low", "warning", "time")
-def clock_low(evidence: AuditData) -> Iterator[Case]:
-    """A GPU worked at a lower clock than others of its kind in this study, or than its application clock, and
-    was not at its power limit: the times are of a slowed GPU, or compare clocks, not strategies.
+def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
+    """A GPU had a lower clock than other GPUs of its kind in this study, or than its application clock,
+    without being at its power limit: times differ because of clocks, and not because of strategies.
     """
     by_gpu: dict[str, list[tuple[Key, Record, dict[str, Any], Series]]] = defaultdict(list)
     for record in evidence.records:
-        key = key_of(record["cell"])
+        key = make_cell_key(record["cell"])
         facts = Facts(record, evidence.timelines.get(key))
         for worker in record["workers"] if facts.timeline else ():
             one, name = facts.gpu_series(worker), value_at(worker["provenance"], "gpu.name")
@@ -110,15 +110,15 @@ def clock_low(evidence: AuditData) -> Iterator[Case]:
             clock = one.working_clock.mean
             allowed = value_at(worker["provenance"], "gpu.application_sm_clock_mhz") or 0
             usual, whose = max((best, "others at"), (allowed, "its application clock is"))
-            if clock < (1 - SLOW_CLOCK) * usual and not is_at_its_limit(worker, one):
+            if clock < (1 - SLOW_CLOCK) * usual and not is_at_power_limit(worker, one):
                 figures = (
                     f"rank {worker['rank']} worked at {clock:.0f} MHz, {whose} {usual:.0f} MHz"
                 )
                 yield record["cell"], figures
 
 
-def is_at_its_limit(worker: dict[str, Any], one: Series) -> bool:
-    """Return whether a GPU's power explains a low clock."""
+def is_at_power_limit(worker: dict[str, Any], one: Series) -> bool:
+    """Return whether a GPU was at its power limit, which explains a low clock."""
     limit_w, power = (
         value_at(worker["provenance"], "gpu.power_limit_w"),
         one.training.get("power_w"),
@@ -130,9 +130,9 @@ def is_at_its_limit(worker: dict[str, Any], one: Series) -> bool:
 
 
 @record_rule("loaded-machine", "warning", "time", of="both")
-def loaded_machine(facts: Facts) -> Iterator[str]:
-    """Others used the machine while the cell trained: more processes wanted a core than the cell's own and
-    the cores explain, or cores were busy with none of the cell's processes.
+def find_loaded_machines(facts: Facts) -> Iterator[str]:
+    """Other processes used the machine while the cell trained: the load was higher than the cell's own
+    processes explain, or cores were busy without processes of the cell.
     """
     if facts.status != "ok":
         return
@@ -153,27 +153,29 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
         one = facts.samples_on(workers[0], "host", host)
         threads = facts("provenance.threads_per_worker") or 1
         processes = len(workers) + len(facts.servers)
-        if facts("strategy.kind") == "own":  # whose processes have one entry
+        if (
+            facts("strategy.kind") == "own"
+        ):  # all processes of a user's command have one entry together
             processes = min(facts.workers_per_node, facts.gpus)
         maximum = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
-        load = load_while_running(facts("time.total_s"), before, max(ends), one)
+        load = estimate_load_while_running(facts("time.total_s"), before, max(ends), one)
         if load > maximum:
             yield (
                 f"a load of {load:.3g} on {host}, where {processes} processes of the cell had "
                 f"{len(own_cores) or cores} of {cores} cores"
             )
-        others = cores_of_others(facts, host, one, cores)
+        others = estimate_cores_of_others(facts, host, one, cores)
         if others > OTHERS + OTHERS_SHARE * cores:
-            yield f"others used {others:.2g} of the {cores} cores of {host} in training"
+            yield f"other processes used {others:.2g} of the {cores} cores of {host} during training"
 
 
-def load_while_running(
+def estimate_load_while_running(
     total_s: float, before: float | None, after: float, one: Series | None
 ) -> float:
-    """Return the load average in the time of a cell, from `load_1m`.
+    """Estimate the mean load during a cell from `load_1m`.
 
-    The kernel's average has a time constant of a minute, so the load before the cell is subtracted. 0 if most
-    of it is from before.
+    The kernel's average has a time constant of one minute, so that the part of the load before the cell is
+    subtracted. The result is 0 if that part is too large.
 
     Args:
         total_s: Time of the cell.
@@ -192,8 +194,8 @@ def load_while_running(
     return max(loads)
 
 
-def cores_of_others(facts: Facts, host: str, one: Series | None, cores: int) -> float:
-    """Return the busy cores of a host in training without the cell's processes.
+def estimate_cores_of_others(facts: Facts, host: str, one: Series | None, cores: int) -> float:
+    """Estimate how many cores of a host other processes used during training.
 
     Return 0 if unknown.
 

@@ -1,4 +1,4 @@
-"""Rules on communication: more bytes than hardware moves, and links that were hardly used."""
+"""Rules of the audit on communication: impossible bandwidths, and links that were hardly used."""
 
 from __future__ import annotations
 
@@ -12,48 +12,53 @@ from stratbench.analysis.records.facts import Facts
 from stratbench.extensions.audit.rule import AuditData, Case, record_rule, rule
 from stratbench.telemetry.machine.hardware import datasheet_of
 
-#: More bytes per second than hardware can move. Collectives: what one GPU sends over NVLink 5. Servers:
-#: all traffic of one server node; the node's memory moves a multiple of it.
+#: Largest possible bytes per second, by kind of strategy. For collectives it is what one GPU sends over
+#: NVLink 5, for servers the traffic of one server node.
 MAX_BYTES_PER_S = {"collective": 900e9, "server": 200e9}
-#: NVLinks that carry less than this share of their datasheet's rate were not used. NVLink 3 has 300 GB/s in
-#: one direction, PCIe 4.0 with 16 lanes 32, and 100 Gbit/s Ethernet 12.5.
+#: Smallest share of its datasheet's rate that a used NVLink carries. NVLink 3 has 300 GB/s in one direction,
+#: PCIe 4.0 with 16 lanes 32 GB/s, and 100 Gbit/s Ethernet 12.5 GB/s.
 USED_LINK = 0.1
-#: From so many bytes on, the latency of a few all-reduces is less than their time over NVLinks.
+#: Bytes above which the latency of a few all-reduces is short compared with their time over NVLinks.
 LONG_BYTES = 32 * 2**20
-#: The share of a step from which its wait for communication shows that this is no part of backward.
+#: Smallest share of a step that is exposed communication, so that the links are the bottleneck.
 EXPOSED = 0.1
 
 
 @rule("bandwidth-impossible", "unusable", "all")
-def bandwidth_impossible(evidence: AuditData) -> Iterator[Case]:
-    """The parameters that this strategy has to move in this time exceed what hardware moves, so it did not
-    move them at every step.
+def find_impossible_bandwidth(evidence: AuditData) -> Iterator[Case]:
+    """The strategy would have to move its parameters faster than any hardware can, so that it did not move
+    them in every step.
     """
     for row in evidence.rows:
-        implied = implied_bytes_per_s(row)
+        implied = compute_implied_bytes_per_s(row)
         maximum = MAX_BYTES_PER_S.get(row.strategy_kind, float("inf"))
         if implied and implied > maximum:
-            yield row, f"{implied / 1e9:.0f} GB/s implied, {maximum / 1e9:.0f} thought possible"
+            yield (
+                row,
+                f"{implied / 1e9:.0f} GB/s needed, but at most {maximum / 1e9:.0f} GB/s are possible",
+            )
 
 
-def implied_bytes_per_s(row: Any) -> float | None:
-    """Return the traffic that a cell's training implies, in bytes per second.
+def compute_implied_bytes_per_s(row: Any) -> float | None:
+    """Return the bytes per second that a cell's training needed to move.
 
-    For collectives it is that of one rank, for servers that of the busiest one. The minimum is used if it is
-    more than the recorded count, and for records without a count, such as the paper's.
+    For collectives it is the traffic of one rank, for servers that of the busiest server. The least possible
+    traffic is used if it exceeds the recorded count, and for records without a count.
     """
     is_served = row.strategy_kind == "server"
     counted = getattr(row, "busiest_server_bytes_per_s" if is_served else "implied_bytes_per_s")
-    known = [v for v in (counted, least_bytes_per_s(row)) if v is not None and not pd.isna(v)]
+    known = [
+        v for v in (counted, compute_least_bytes_per_s(row)) if v is not None and not pd.isna(v)
+    ]
     return max(known, default=None)
 
 
-def least_bytes_per_s(row: Any) -> float | None:
-    """Return the least traffic that a cell's training needs, in bytes per second.
+def compute_least_bytes_per_s(row: Any) -> float | None:
+    """Return the least possible bytes per second of a cell's training.
 
-    For collectives, what one rank sends: (W-1)/W of each of the strategy's copies of the parameters
-    that are trained. For servers, an equal share of all workers' traffic: the gradients in and the
-    parameters out for every batch. A parameter has two bytes in 16 bits, else four.
+    For collectives it is what one rank sends: (W-1)/W of the trained parameters, times the copies that the
+    strategy sends. For servers it is an equal share of all workers' traffic: gradients in and parameters out
+    per batch. A parameter has two bytes in 16-bit precisions, else four.
     """
     trained = row.trainable_parameters
     if pd.isna(trained):
@@ -71,9 +76,9 @@ def least_bytes_per_s(row: Any) -> float | None:
 
 
 @record_rule("nvlink-unused", "warning", "time")
-def nvlink_unused(facts: Facts) -> Iterator[str]:
-    """GPUs with active NVLinks exchanged gradients far slower than these carry, and each step waited for it:
-    NCCL used sockets or the host's memory. See NCCL_DEBUG=INFO, NCCL_P2P_DISABLE and the size of /dev/shm.
+def find_unused_nvlink(facts: Facts) -> Iterator[str]:
+    """GPUs with active NVLinks exchanged gradients far slower than NVLinks can, and steps waited for that:
+    NCCL used sockets or the host's memory. Check NCCL_DEBUG=INFO, NCCL_P2P_DISABLE and the size of /dev/shm.
     """
     sent, total_ms, exposed_ms = (
         facts(f"communication.{name}") for name in ("sent_bytes_per_step", "total_ms", "exposed_ms")

@@ -1,4 +1,4 @@
-"""Rules on a cell's workers: their strategy, lost ones, and earlier attempts."""
+"""Rules of the audit on a cell's workers: traits of the strategy, lost workers, waits and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from stratbench.analysis.records.facts import Facts
 from stratbench.extensions.audit.rule import record_rule
 from stratbench.strategies import REGISTRY, mesh_of, traits_of
 
-#: Fraction of its training in which a worker may wait for a core: three processes on two idle cores wait for
-#: 14 %, and two workers next to one busy foreign process for 26 % and more.
+#: Largest tolerated share of its training time for which a worker waits for a core. Three processes on two
+#: idle cores wait for 14 %, and two workers beside a busy foreign process for at least 26 %.
 WAITED = 0.2
 
 
 @record_rule("traits-unlike-strategy", "warning", "all")
-def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
-    """The record says of its strategy what this version of the strategy does not say of itself, and the audit
-    and the decision go by what the record says. Train the cell again.
+def find_traits_unlike_strategy(facts: Facts) -> Iterator[str]:
+    """The record has other traits of its strategy than this version of the strategy declares. The audit and
+    the decision use the traits in the record. Train the cell again.
     """
     name = facts("strategy.name")
     if name not in REGISTRY:
@@ -29,15 +29,15 @@ def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
     traits = asdict(traits_of(*strategy, by_zeros, facts.elastic, adds_up))
     for trait, recorded in (facts("strategy.traits") or {}).items():
         if recorded != traits.get(trait):
-            yield f"strategy.traits.{trait} is {recorded}, but that of {name} is {traits.get(trait)}"
+            yield f"strategy.traits.{trait} is {recorded}, but {name} declares {traits.get(trait)}"
     if (mesh := mesh_of(name, facts("strategy.options"), facts.gpus)) != facts.mesh:
-        yield f"strategy.mesh is {facts.mesh}, but that of {name} is {mesh}"
+        yield f"strategy.mesh is {facts.mesh}, but {name} has {mesh}"
 
 
 @record_rule("lost-workers", "unusable", "all")
-def lost_workers(facts: Facts) -> Iterator[str]:
-    """Workers were lost, or did nothing, and the others finished without them: it is ranked as if it had been
-    trained by all of them.
+def find_lost_workers(facts: Facts) -> Iterator[str]:
+    """Workers were lost or did nothing, and the others finished without them, although the cell is ranked as
+    if all of them had trained.
     """
     if facts.status != "ok":
         return
@@ -48,22 +48,22 @@ def lost_workers(facts: Facts) -> Iterator[str]:
         yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{reason}"
     missing = sorted(set(range(facts.gpus)) - {worker["rank"] for worker in facts.workers})
     if facts.elastic:
-        return  # each that was lost has been replaced
+        return  # in an elastic cell, lost workers are replaced
     if missing:
-        yield f"of {facts.gpus} workers, ranks {', '.join(map(str, missing))} left no result"
+        yield f"ranks {', '.join(map(str, missing))} of {facts.gpus} workers left no result"
     for worker in facts.workers:
         if not worker["samples"] or not worker["steps"]:
-            yield f"rank {worker['rank']} trained no sample, or made no step"
+            yield f"rank {worker['rank']} trained no sample or took no step"
 
 
 @record_rule("waits-for-cores", "warning", "time")
-def waits_for_cores(facts: Facts) -> Iterator[str]:
-    """A worker could have computed and waited for a core, since others computed on its cores. Its times are
-    those of a crowded machine.
+def find_waits_for_cores(facts: Facts) -> Iterator[str]:
+    """A worker waited for a core while other processes computed on its cores, so that its times are those of
+    an overloaded machine.
     """
     cores = cpu_cores({"workers": facts.workers})
     if facts.status != "ok" or (cores and cores < len(facts.workers) + len(facts.servers)):
-        return  # a cell of more processes than cores waits for its own: see `processes-share-cores`
+        return  # processes of one cell wait for each other: the rule processes-share-cores finds that
     shares = [
         (w["core_wait_s"] / w["train_time_s"], w)
         for w in facts.workers
@@ -78,9 +78,9 @@ def waits_for_cores(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("fewer-workers-than-asked", "warning", "time")
-def fewer_workers_than_asked(facts: Facts) -> Iterator[str]:
-    """The workers of an elastic cell never trained all at the same time: some waited in the queue, as for
-    whole nodes, until the training was over. Its times are those of fewer workers.
+def find_fewer_workers_than_requested(facts: Facts) -> Iterator[str]:
+    """The workers of an elastic cell never all trained at the same time, because some waited in the queue
+    until the training was over. Its times are those of fewer workers.
     """
     together = [len(g["members"]) for g in facts("elastic.generations") or ()]
     most = facts("elastic.servers.most_at_a_time") or max(together, default=None)
@@ -89,16 +89,16 @@ def fewer_workers_than_asked(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("keeps-checkpoints", "note", "time")
-def keeps_checkpoints(facts: Facts) -> Iterator[str]:
-    """The cell kept checkpoints, and may have been started again. Its training time has neither the copying
-    of checkpoints nor what was lost, but they were written beside the training, and attempts may have run on
-    different nodes: cells that keep none are what measures a strategy's speed.
+def find_kept_checkpoints(facts: Facts) -> Iterator[str]:
+    """The cell wrote checkpoints, and may have been restarted. Its training time excludes the copying of
+    checkpoints and lost work, but writing them may have slowed the training, and attempts may have run on
+    different nodes. Measure a strategy's speed with cells without checkpoints.
     """
     restarts = facts("restarts")
     if restarts is not None and (restarts["count"] or restarts["checkpoints"]["count"]):
         checkpoints = restarts["checkpoints"]
         yield (
-            f"{checkpoints['count']} checkpoints of {checkpoints['bytes'] / 1e6:.3g} MB held the training up "
-            f"for {checkpoints['held_up_s']:.3g} s; started again {restarts['count']} times, "
-            f"{restarts['repeated_s']:.3g} s of work done again"
+            f"{checkpoints['count']} checkpoints of {checkpoints['bytes'] / 1e6:.3g} MB blocked the training "
+            f"for {checkpoints['held_up_s']:.3g} s; {restarts['count']} restarts repeated "
+            f"{restarts['repeated_s']:.3g} s of work"
         )

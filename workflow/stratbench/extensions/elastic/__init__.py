@@ -1,4 +1,4 @@
-"""The extension `elastic`: workers that come and go."""
+"""The extension `elastic`: workers that join and leave during the training."""
 
 from __future__ import annotations
 

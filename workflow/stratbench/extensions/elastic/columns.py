@@ -1,9 +1,9 @@
-"""The columns of cells.csv on workers that come and go."""
+"""Columns that elastic cells add to cells.csv."""
 
 from __future__ import annotations
 
 # fmt: off
-#: The arguments of `analysis.records.columns.Column`.
+#: Columns as arguments of `analysis.records.columns.Column`: name, kind, unit and path in the record.
 COLUMNS = (
     ("first_step_s", "number", "s", "elastic.first_step_s"),
     ("allocated_s", "number", "s", "elastic.allocated_s"),

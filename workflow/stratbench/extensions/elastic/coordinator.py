@@ -1,9 +1,9 @@
-"""Coordinates the members of an elastic synchronous training, again whenever one joins or leaves.
+"""Coordinates the members of an elastic synchronous training, as they join and leave.
 
-A generation is a set of members that take steps together, by a process group of their own. A ready worker
-waits until the generation has stopped after a step; then all present members form the next one. Its first
-rank is a member with the most steps, which gives its state to the others. If none has a state, it is read
-from the last checkpoint. A lost member breaks its generation: the others notice by the failed collective, or
+A generation is a set of members that take steps together in one process group. A ready worker waits until the
+generation has stopped after a step; then all present members form the next generation. Its first rank is a
+member with the most steps, which broadcasts its state to the others. If no member has a state, the first rank
+reads the last checkpoint. A lost member breaks its generation: the others notice the failed collective, or
 get a message, and repeat the step.
 """
 
@@ -19,13 +19,17 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Literal
 
-from stratbench.extensions.elastic.accounts.history import EpochTotals, Generation, History
+from stratbench.extensions.elastic.accounts.history import (
+    EpochTotals,
+    MemberHistory,
+    TrainingGeneration,
+)
 from stratbench.extensions.elastic.talk import (
     SILENCE_S,
     WARM_UP_SILENCE_S,
-    hear,
-    say,
+    receive_message,
     send_heartbeats_until,
+    send_message,
 )
 from stratbench.extensions.servers.wire.frames import SMALL_BYTES, ProtocolError
 from stratbench.extensions.servers.wire.gate import Gate, Refusals
@@ -35,16 +39,16 @@ from stratbench.extensions.servers.wire.transport import Closed, Connection, Lis
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 15.0
-#: Members are let in again only after so many times the last pause: stops take a tenth of the time at most.
+#: Time between two admissions of new members, in last pauses: so pauses take at most a tenth of the time.
 STEPS_PER_PAUSE = 10.0
-#: Generations that may break, one after the other, before any of them takes a step.
-MAX_IN_VAIN = 20
-#: What a member is told that comes when nothing is left to do, or when all places are taken.
-OVER, FULL = "the training is over", "all places are taken; come again later"
+#: Largest number of successive generations that break before their first step.
+MAX_FAILED_GENERATIONS = 20
+#: Messages that refuse a worker: after the end, and while all places are taken.
+TRAINING_OVER, ALL_PLACES_TAKEN = "the training is over", "all places are taken; come again later"
 
 
-def reaches(score: float | None, target: float | None, better: str) -> bool:
-    """Return whether a score is as good as the target, if there is one.
+def reaches_target(score: float | None, target: float | None, better: str) -> bool:
+    """Return whether a score is at least as good as the target. Without a target it never is.
 
     Args:
         score: The score, if known.
@@ -58,7 +62,7 @@ def reaches(score: float | None, target: float | None, better: str) -> bool:
 
 @dataclass
 class GroupMember:
-    """An admitted worker. `step`: the number of steps in its state."""
+    """An admitted worker. `step` is the number of steps that its state has taken."""
 
     number: int
     place: int
@@ -68,7 +72,7 @@ class GroupMember:
 
 
 class Coordinator:
-    """The members of one cell, from `start` to `close`."""
+    """Admits the members of one cell and forms their generations, from `start` to `close`."""
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class Coordinator:
         on_epoch: Callable[[dict[str, Any]], None],
         ends_at: Callable[[float | None], bool],
     ) -> None:
-        """Wait for members.
+        """Prepare to admit members.
 
         Args:
             secret: Secret of the job.
@@ -89,10 +93,10 @@ class Coordinator:
             places: Maximum number of members.
             steps_per_epoch: Steps of an epoch.
             checkpoint: Returns the steps of the newest checkpoint, with results of earlier epochs that
-                may not have been reported; None without one.
+                may not have been reported, or None without a checkpoint.
             epochs_done: Number of completed epochs.
             on_epoch: Stores an epoch's results.
-            ends_at: Returns whether the training is over once an epoch has this score.
+            ends_at: Returns whether an epoch with this score ends the training.
         """
         self._secret, self._listeners, self._places = secret, listeners, places
         self._checkpoint, self._on_epoch = checkpoint, on_epoch
@@ -107,35 +111,35 @@ class Coordinator:
         self._last_pause_s = 0.0
         self._finished, self._ends_at = False, ends_at
         self._diverged: str | None = None
-        #: Called when a member has come or gone, and with the number of one that was lost.
+        #: Callbacks: one for any member that joins or leaves, and one for the number of a lost member.
         self.on_change: Callable[[], None] = lambda: None
         self.on_lost: Callable[[int], None] = lambda number: None
-        self.history = History()
-        #: Set once all steps are taken and evaluated, or the cell cannot go on.
+        self.history = MemberHistory()
+        #: Set when all steps are taken and evaluated, or when the training cannot continue.
         self.done = threading.Event()
-        #: Why the cell cannot go on; None: it can.
+        #: Reason why the training cannot continue, or None.
         self.failure: str | None = None
         self.refusals = Refusals()
-        self._gate = Gate(secret, HANDSHAKE_S, self.refusals, self._enter)
+        self._gate = Gate(secret, HANDSHAKE_S, self.refusals, self._admit_member)
 
     def start(self) -> None:
-        """Let members in from now on."""
+        """Start the threads that admit members and coordinate them."""
         for work in (
             lambda: self._gate.accept(self._listeners),
             lambda: send_heartbeats_until(self._stopped, self._connections),
-            self._consider_often,
+            self._decide_regularly,
         ):
             threading.Thread(target=work, daemon=True).start()
 
-    def diverged(self) -> str | None:
-        """Return a sentence on a value that was not finite, or None."""
+    def get_divergence_reason(self) -> str | None:
+        """Return a sentence on a loss that is not finite, or None if there is none."""
         for number, epoch in sorted(self.history.epochs.items()):
             if not isfinite(epoch.loss):
                 return f"the training loss became {epoch.loss} in epoch {number + 1}"
         return self._diverged
 
     def close(self) -> None:
-        """Admit no more workers, and disconnect all."""
+        """Stop admitting workers, and close all connections."""
         self._stopped.set()
         self._gate.close()
         self._listeners.close()
@@ -144,13 +148,13 @@ class Coordinator:
 
     @property
     def present(self) -> int:
-        """Number of present members, in warm-up or in training."""
+        """Number of connected members, in warm-up or in training."""
         with self._lock:
             return len(self._members)
 
     @property
-    def changes(self) -> tuple[int, ...]:
-        """Another value when the history has changed in more than seconds."""
+    def change_counts(self) -> tuple[int, ...]:
+        """Numbers of events in the history; they change when something other than times has changed."""
         with self._lock:
             h = self.history
             began = sum(g.began_unix_s is not None for g in h.generations)
@@ -158,15 +162,15 @@ class Coordinator:
             steps = int(sum(epoch.steps for epoch in h.epochs.values()))
             return len(h.generations), began, ended, len(h.dates), len(h.lost), steps
 
-    def facts(self) -> dict[str, Any]:
-        """Return the history as plain values."""
+    def get_history_values(self) -> dict[str, Any]:
+        """Return the history of members as values that JSON can store."""
         with self._lock:
-            self.history.seen_unix_s = time.time()
+            self.history.written_unix_s = time.time()
             return asdict(self.history)
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was taken in this incarnation."""
+        """Whether members have taken a step since this launcher started."""
         return any(g.began_unix_s for g in self.history.generations)
 
     def _connections(self) -> list[Connection]:
@@ -175,20 +179,24 @@ class Coordinator:
 
     # ------------------------------------------------------------ coming and going
 
-    def _enter(
+    def _admit_member(
         self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str
     ) -> Callable[[], None]:
         number = hello.get("number")
         if type(number) is not int or number < 0:
-            raise ProtocolError(f"{number!r} is no number of a worker")
+            raise ProtocolError(
+                f"{number!r} is not the number of a worker: it must be a whole number from 0 on"
+            )
         with self._lock:
             if self.done.is_set():
-                raise ProtocolError(OVER)
+                raise ProtocolError(TRAINING_OVER)
             if number in self._known:
-                raise ProtocolError(f"worker {number} was here before; numbers never come again")
+                raise ProtocolError(
+                    f"worker {number} has joined before; each worker needs a new number"
+                )
             free = set(range(self._places)) - {m.place for m in self._members.values()}
             if not free:
-                raise ProtocolError(FULL)
+                raise ProtocolError(ALL_PLACES_TAKEN)
             slot = min(free)
             accept_handshake(
                 connection,
@@ -201,68 +209,70 @@ class Coordinator:
             member = self._members[number] = GroupMember(number, slot, connection)
             self.history.dates[number] = {"admitted": time.time()}
         self.on_change()
-        return lambda: self._attend(member)
+        return lambda: self._serve_member(member)
 
-    def _attend(self, member: GroupMember) -> None:
+    def _serve_member(self, member: GroupMember) -> None:
         connection = member.connection
         connection.silence_s, connection.vanished_s = WARM_UP_SILENCE_S, SILENCE_S
         try:
             while True:
-                message = hear(connection)
+                message = receive_message(connection)
                 with self._lock:
-                    self._heard(member, message)
-                    self._consider()
+                    self._handle_message(member, message)
+                    self._decide()
         except (Closed, Silent, ProtocolError, KeyError, TypeError, ValueError) as error:
             log.info("worker %d: %s", member.number, error)
             connection.close()
             with self._lock:
-                self._gone(member)
-                self._consider()
+                self._remove_lost_member(member)
+                self._decide()
             self.on_change()
 
-    def _gone(self, member: GroupMember) -> None:
+    def _remove_lost_member(self, member: GroupMember) -> None:
         if self._members.pop(member.number, None) is None:
-            return  # it has left
+            return  # the member has already left in order
         if member.state != "through":
             self.history.lost.append(member.number)
             self.on_lost(member.number)
         if member.state == "inside":
-            self._break(f"worker {member.number} was lost")
+            self._break_generation(f"worker {member.number} was lost")
             generation = self.history.generations[-1]
-            if not self._inside() and generation.ended_unix_s is None:  # nobody can tell more of it
+            # No member is left that could report when the generation ended.
+            if not self._list_training_members() and generation.ended_unix_s is None:
                 generation.ended_unix_s = time.time()
 
-    def _break(self, cause: str) -> None:
-        """Note that the others of the generation cannot continue."""
+    def _break_generation(self, cause: str) -> None:
+        """Mark the current generation as broken, and tell its other members."""
         generation = self.history.generations[-1]
         if not generation.broken:
             generation.broken, self._cause = True, cause
-            self._tell_inside("broken", generation=generation.number)
+            self._send_to_training("broken", generation=generation.number)
 
-    def _tell_inside(self, what: str, **said: Any) -> None:
-        for other in self._inside():
+    def _send_to_training(self, what: str, **said: Any) -> None:
+        for other in self._list_training_members():
             with suppress(Closed):
-                say(other.connection, what, **said)
+                send_message(other.connection, what, **said)
 
-    def _inside(self) -> list[GroupMember]:
+    def _list_training_members(self) -> list[GroupMember]:
+        """Return the members of the current generation."""
         return [m for m in self._members.values() if m.state == "inside"]
 
     # ------------------------------------------------------------ what members say
 
-    def _heard(self, member: GroupMember, message: dict[str, Any]) -> None:
+    def _handle_message(self, member: GroupMember, message: dict[str, Any]) -> None:
         now = time.time()
         match message["what"]:
             case "ready":
                 member.state, member.connection.silence_s = "ready", SILENCE_S
                 self.history.dates[member.number]["ready"] = now
             case "begun":
-                self._begun(member, message["pause_s"], now)
+                self._note_start(member, message["pause_s"], now)
             case "trained":
                 self._add_epochs(message, now)
             case "stopped":
-                self._stopped_at(member, message, now)
+                self._note_stop(member, message, now)
             case "epoch":
-                self._evaluated(message["entry"])
+                self._store_epoch(message["entry"])
             case "through":
                 member.state = "through"
                 self._finished = True
@@ -274,13 +284,13 @@ class Coordinator:
             case other:
                 raise ProtocolError(f"unknown message {other!r}")
 
-    def _evaluated(self, entry: dict[str, Any]) -> None:
-        """Store the results of an epoch, once. If that fails, the cell cannot continue."""
+    def _store_epoch(self, entry: dict[str, Any]) -> None:
+        """Store the results of an epoch once. The cell fails if they cannot be written."""
         if entry["epoch"] == self._epochs_done + 1:
             try:
                 self._on_epoch(entry)
-            except OSError as error:  # a full disk: a later epoch would stand in this one's place
-                self._fail(f"the result of epoch {entry['epoch']} cannot be kept: {error}")
+            except OSError as error:  # on a full disk a later epoch would be stored as this one
+                self._fail(f"the result of epoch {entry['epoch']} cannot be written: {error}")
                 return
             self._epochs_done += 1
             if entry["test_loss"] is None:
@@ -291,89 +301,92 @@ class Coordinator:
         self.failure = reason
         self.done.set()
 
-    def _begun(self, member: GroupMember, pause_s: float | None, now: float) -> None:
+    def _note_start(self, member: GroupMember, pause_s: float | None, now: float) -> None:
         generation = self.history.generations[-1]
         self.history.dates[member.number].setdefault("first_step", now)
         if generation.began_unix_s is None:
-            generation.began_unix_s = generation.told_unix_s = now
+            generation.began_unix_s = generation.reported_unix_s = now
         if pause_s is not None:
             longer_s = max(0.0, float(pause_s) - (generation.pause_s or 0.0))
             generation.pause_s = (generation.pause_s or 0.0) + longer_s
-            # There may be no epoch after the last step.
+            # After the last step the pause counts for the last epoch, since no other follows.
             number = max(0, generation.from_step - 1) // self._per_epoch
             first = self.history.epochs.setdefault(number, EpochTotals())
             first.pause_s += longer_s
             self._last_pause_s = generation.pause_s
             self._next_change = time.monotonic() + STEPS_PER_PAUSE * self._last_pause_s
 
-    def _stopped_at(self, member: GroupMember, message: dict[str, Any], now: float) -> None:
+    def _note_stop(self, member: GroupMember, message: dict[str, Any], now: float) -> None:
         member.step = int(message["holds"])
         self._add_epochs(message, now)
         if message["failed"]:
-            self._break(f"a collective failed at worker {member.number}")
+            self._break_generation(f"a collective failed at worker {member.number}")
         self._end_generation(message["step"], now)
         if message["leaving"]:
             self.history.left.append(member.number)
             self._cause = f"worker {member.number} left"
             del self._members[member.number]
             with suppress(Closed):
-                say(member.connection, "leave")
+                send_message(member.connection, "leave")
         else:
             member.state = "stopped"
 
     def _add_epochs(self, message: dict[str, Any], now: float) -> None:
         generation = self.history.generations[-1]
-        generation.told_unix_s = now
+        generation.reported_unix_s = now
         self.history.add_steps(generation, message["epochs"])
 
     def _end_generation(self, step: int, now: float) -> None:
         generation = self.history.generations[-1]
         generation.ended_unix_s = now
-        # A member that never got the generation's state has one of its own.
-        generation.to_step = max(step, generation.stop)
+        # A member that did not receive the generation's state reports the steps of an older state.
+        generation.to_step = max(step, generation.last_step)
 
     # ------------------------------------------------------------ deciding
 
-    def _consider_often(self) -> None:
+    def _decide_regularly(self) -> None:
         while not self._stopped.wait(0.5):
             with self._lock:
-                self._consider()
+                self._decide()
 
-    def _consider(self) -> None:
-        """Act on a change, or on elapsed time."""
+    def _decide(self) -> None:
+        """Decide whether to end the training, stop the generation for new members, or form the next one."""
         if self.done.is_set():
             return
-        inside = self._inside()
+        inside = self._list_training_members()
         if self._finished and not inside:
             self.done.set()
             for member in self._members.values():
                 with suppress(Closed):
-                    say(member.connection, "over")
+                    send_message(member.connection, "over")
             return
         waiting = [m for m in self._members.values() if m.state == "ready"]
         if inside:
             if waiting and not self._changing and time.monotonic() >= self._next_change:
                 self._changing = True
                 self._cause = f"worker {', '.join(str(m.number) for m in waiting)} joined"
-                self._tell_inside("change")
+                self._send_to_training("change")
             return
         candidates = [m for m in self._members.values() if m.state in ("ready", "stopped")]
         if candidates:
-            self._form(candidates)
+            self._form_generation(candidates)
 
-    def _form(self, candidates: list[GroupMember]) -> None:
-        """Have these members form a generation, the one with most steps first."""
-        last = self.history.generations[-MAX_IN_VAIN:]
-        if len(last) == MAX_IN_VAIN and all(g.began_unix_s is None for g in last):
-            self._fail(f"{MAX_IN_VAIN} times in a row the workers met and could not begin")
+    def _form_generation(self, candidates: list[GroupMember]) -> None:
+        """Tell these members to form a generation; a member with the most steps becomes rank 0."""
+        last = self.history.generations[-MAX_FAILED_GENERATIONS:]
+        if len(last) == MAX_FAILED_GENERATIONS and all(g.began_unix_s is None for g in last):
+            self._fail(
+                f"{MAX_FAILED_GENERATIONS} times in a row the workers formed a group that broke before its "
+                "first step"
+            )
             return
         ranked = sorted(candidates, key=lambda m: (-m.step, m.number))
         checkpoint_step, entries = self._checkpoint() or (0, [])
         load = checkpoint_step > ranked[0].step
         step = checkpoint_step if load else ranked[0].step
         for entry in entries if load else []:
-            self._evaluated(entry)
-        generation = Generation(
+            self._store_epoch(entry)
+        generation = TrainingGeneration(
             number=len(self.history.generations),
             members=[m.number for m in ranked],
             from_step=step,
@@ -383,13 +396,12 @@ class Coordinator:
         )
         self.history.generations.append(generation)
         self._changing, self._cause = False, "worker joined"
-        meeting = secrets.token_hex(
-            8
-        )  # those of an earlier launcher, or of a broken generation, may be left
+        # The name is random, since files of broken generations and earlier launchers may be left.
+        meeting = secrets.token_hex(8)
         for rank, member in enumerate(ranked):
             member.state = "inside"
-            with suppress(Closed):  # its reader breaks the generation
-                say(
+            with suppress(Closed):  # the thread that reads from this member breaks the generation
+                send_message(
                     member.connection,
                     "form",
                     generation=generation.number,

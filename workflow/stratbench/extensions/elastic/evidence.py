@@ -1,4 +1,4 @@
-"""Has a decision count the workers of elastic cells for as long as they were there."""
+"""Gives decisions the time for which workers of elastic cells held their GPUs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from stratbench.analysis.records.reading import Reading
 
 
 class PresenceEvidence(Evidence):
-    """How long workers that are jobs of their own held their GPUs."""
+    """Evidence on how long workers that are separate jobs held their GPUs."""
 
     def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
-        """Set `held_s` and `present` of a candidate whose records state them."""
+        """Set a candidate's GPU-seconds and mean number of present workers, if its records have them."""
         columns = ("allocated_s", "idle_s", "train_time_s")
         values = [list(groups.values(group, name).values()) for name in columns]
         if all(values):

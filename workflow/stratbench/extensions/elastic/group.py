@@ -1,7 +1,7 @@
-"""The process group of a generation: formed through files of its owner, and broken up.
+"""Forms the process group of a generation through a file, and breaks it up if a member is lost.
 
-gloo's operations cannot be interrupted: to free a member that waits for a lost one, the group's connections
-are shut down beneath it. NCCL has an abort of its own.
+Operations of gloo cannot be interrupted. To free a member that waits for a lost one, the sockets of the group
+are shut down. NCCL has a function that aborts its operations.
 """
 
 from __future__ import annotations
@@ -24,48 +24,49 @@ from stratbench.workload.torch_internals import abort_collectives, limit_collect
 
 log = logging.getLogger(__name__)
 
-#: How long members wait for one another to form a group, and within a collective, in seconds.
+#: Longest time for which members wait for one another to form a group, and in a collective, in seconds.
 FORM_S, COLLECTIVE_S = 30.0, 600.0
-#: Most bytes that are sent at once.
+#: Largest number of bytes per broadcast.
 _SENT_BYTES = 64 << 20
-#: The group that this process left last. DDP's reducer holds its group, too, and were it the last to do so,
-#: PyTorch would join the group's threads with the interpreter's lock held, for which one of them may wait.
-_left: list[dist.ProcessGroup | None] = []
+#: The group that this process left last. It is kept because DDP's reducer also has a reference: if that were
+#: the last one, PyTorch would join the group's threads under the interpreter lock, which can deadlock.
+_last_group: list[dist.ProcessGroup | None] = []
 
 
 class ElasticGroup:
-    """This process's successive default process groups."""
+    """The default process group of this process, which is formed again for each generation."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """`folder`: where the members of a generation meet; all of them see it."""
+        """Prepare groups that are formed through files in `folder`, which all members share."""
         self._folder, self._device = folder, device
         self._connected: list[int] = []
-        #: Whether it was broken up: what its collectives gave since then, and a device's, counts for nothing.
+        #: Whether the group was broken up, so that later results of its collectives are invalid.
         self.broken = False
 
-    def form_alone(self) -> None:
-        """A group of this process, for what it does before it meets the others."""
+    def form_single_member(self) -> None:
+        """Form a group of this process alone, for its warm-up before it joins the others."""
         self._init(dist.HashStore(), 0, 1)
 
     def form(self, meeting: str, rank: int, world: int) -> None:
-        """Join the other members by the name of a file.
-
-        Raises RuntimeError if they do not come.
+        """Form a group with the other members of a generation.
 
         Args:
-            meeting: Name of the file.
+            meeting: Name of the file through which the members connect.
             rank: Rank in the generation.
-            world: Number of its members.
+            world: Number of members.
+
+        Raises:
+            RuntimeError: If a member does not come in time.
         """
         self.dissolve()
         self.broken = False
         path = self._folder / f"meeting-{meeting}"
-        # Whoever could write it could take part.
+        # Only this user may write the file: any process that can write it could join the group.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-        before = _sockets()
+        before = _list_sockets()
         self._init(dist.FileStore(os.fspath(path), world), rank, world)
-        self._connected = sorted(_sockets() - before)
-        if rank == 0:  # all have met: the first collective is behind them
+        self._connected = sorted(_list_sockets() - before)
+        if rank == 0:  # all members have connected, since their first collective has ended
             path.unlink(missing_ok=True)
 
     def _init(self, store: dist.Store, rank: int, world: int) -> None:
@@ -78,39 +79,39 @@ class ElasticGroup:
             timeout=timedelta(seconds=FORM_S),
         )
         dist.all_reduce(torch.zeros(1))
-        if on_cuda:  # NCCL connects with its first collective
+        if on_cuda:  # NCCL connects in its first collective
             dist.all_reduce(torch.zeros(1, device=self._device))
         limit_collectives(timedelta(seconds=COLLECTIVE_S))
 
     def dissolve(self) -> None:
-        """Leave the group, whatever its state."""
+        """Leave the group, even if it is broken."""
         self._connected = []
         if dist.is_initialized():
-            _left[:] = [dist.group.WORLD]
+            _last_group[:] = [dist.group.WORLD]
             dist.destroy_process_group()
 
     def check(self) -> None:
-        """Raise RuntimeError if it was broken up: a device's collective then ends without an error."""
+        """Raise RuntimeError if the group was broken up: on a GPU, collectives then end without an error."""
         if self.broken:
             raise RuntimeError("the process group was broken up")
 
     def break_up(self) -> None:
-        """Make the collective fail in which this process waits. Called from another thread."""
+        """Make the collective fail in which this process waits. Another thread calls this."""
         self.broken = True
         for number in self._connected:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                connection.getpeername()  # gloo's listener must not be shut: it would end the process
+                connection.getpeername()  # skips gloo's listening socket, whose end would kill the process
                 connection.shutdown(socket.SHUT_RDWR)
         if self._device.type == "cuda" and dist.is_initialized():
             try:
                 abort_collectives()
-            except RuntimeError:  # the collective then fails at its own time limit
+            except RuntimeError:  # if the abort fails, the collective still ends at its time limit
                 log.exception("NCCL's operations could not be ended")
 
 
-def broadcast(tensors: list[Tensor]) -> None:
-    """Have all members hold what the first rank holds."""
-    for tensors_of_kind in _in_parts(tensors):
+def broadcast_from_first(tensors: list[Tensor]) -> None:
+    """Overwrite the tensors of all members by those of rank 0."""
+    for tensors_of_kind in _iter_parts(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in tensors_of_kind])
         dist.broadcast(flat, src=0)
         for tensor, part in zip(
@@ -119,8 +120,8 @@ def broadcast(tensors: list[Tensor]) -> None:
             tensor.detach().copy_(part.view_as(tensor))
 
 
-def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device together, up to _SENT_BYTES."""
+def _iter_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parts of the tensors: each has one dtype and device, and at most _SENT_BYTES if it can."""
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -134,7 +135,7 @@ def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         yield part
 
 
-def _sockets() -> set[int]:
+def _list_sockets() -> set[int]:
     """Return the descriptors of this process's sockets."""
     folder = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
     numbers = set()

@@ -1,4 +1,4 @@
-"""Cells whose workers are separate jobs: their supervisor, and rendezvous of synchronous ones."""
+"""Keys of config.yaml on elastic workers: which experiments have them, and what their jobs request."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from typing import Any, ClassVar
 
 from stratbench.cell.settings import Keys, derived, setting
 
-#: What an experiment with elastic workers cannot have, with the value that it must be, and why.
+#: Settings that elastic workers do not support: the only allowed value of each, and the reason.
 _RIGID_SETTINGS = {
     "gradient_accumulation_steps": (
         1,
-        "workers share a batch by how many they are, so that it has no equal parts",
+        "a batch is divided by the number of present workers, so that its parts are not equal",
     ),
     "compile": (
         False,
-        "each number of workers has shares of another size, and would compile again",
+        "the size of a worker's part depends on the number of workers, and each size would compile again",
     ),
-    "profile": (False, "no worker is sure to be there at the end"),
+    "profile": (False, "the profiled worker may leave before the end"),
     "checkpoint_every": (
         None,
-        "split synchronous workers and servers keep their state every minute",
+        "elastic workers and servers already save their state every minute",
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Keys):
-    """The keys of an experiment."""
+    """Keys of an experiment on elastic workers."""
 
     extension: ClassVar[str] = "elastic"
     workers_are_jobs: ClassVar[bool] = True
 
     # fmt: off
     elastic: bool = setting(False,
-        help="Whether each worker is a SLURM job of its own, which trains from when it starts and may end "
-        "and come again (docs/elastic.md). `gpus` is then the most workers at a time. The cell's own job has "
-        "no GPU: it submits the workers and is their server, or brings them together. Without SLURM, workers "
-        "are processes of this machine.")
+        help="Whether each worker is a SLURM job of its own, which trains from its start on and may end and "
+        "be replaced (docs/elastic.md). `gpus` is then the largest number of workers at a time. The cell's "
+        "own job has no GPU: it submits the worker jobs, and runs the servers or coordinates the workers. "
+        "Without SLURM, workers are processes of this machine.")
     ends_at: float | None = derived(default=None,
-        help="Of an elastic cell the target_score at which its training ends, that of the first epoch that "
-        "reaches it. null: after all epochs, as that of any other cell.")
+        help="Score at which the training of an elastic cell ends, from `target_score`: it ends with the "
+        "first epoch that reaches it. null: it ends after all epochs.")
     # fmt: on
 
     @classmethod
@@ -52,7 +52,7 @@ class Elastic(Keys):
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what elastic workers of an experiment cannot have."""
+        """Yield messages on strategies and settings that elastic workers do not support."""
         from stratbench.strategies import strategy_class
         from stratbench.study.config.consistency import strategies_of
 
@@ -61,29 +61,29 @@ class Elastic(Keys):
         for name, base, options in strategies_of(block, study):
             if (reason := strategy_class(base).rigid_reason(options, block)) is not None:
                 yield (
-                    f".elastic = true: {name}: {reason}; remove {name} from strategies, or give it an "
-                    "experiment of its own"
+                    f".elastic = true: {name}: {reason}; remove {name} from strategies, or move it to "
+                    "another experiment"
                 )
         for key, (value, reason) in _RIGID_SETTINGS.items():
             if block.get(key, value) != value:
                 yield (
-                    f".{key} = {json.dumps(block[key])} with elastic = true: {reason}; remove one of the "
-                    "two"
+                    f".{key} = {json.dumps(block[key])} with elastic = true: {reason}; remove one of these "
+                    "two keys"
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticCluster(Keys):
-    """The keys of `cluster`."""
+    """Keys of the block `cluster` on elastic workers."""
 
     # fmt: off
     elastic_wait_h: float = setting(24, exclusiveMinimum=0,
-        help="Hours by which the job of an elastic cell may outlast its training, since its workers wait in "
-        "the queue one by one.")
+        help="Hours that the job of an elastic cell requests in addition to its training time, because its "
+        "workers wait in the queue.")
     worker_partition: str | None = setting(None, minLength=1,
-        help="SLURM's partition for the worker jobs of elastic cells, such as one that others preempt; null: "
-        "that of the cell's own job.")
+        help="SLURM partition of the worker jobs of elastic cells, for example one whose jobs may be "
+        "preempted. null: the partition of the cell's own job.")
     worker_time_limit_min: int | None = setting(None, minimum=5,
-        help="Minutes that each worker job of an elastic cell asks for; one whose time ends leaves in order, "
-        "and another is submitted. null: as long as the training takes at most.")
+        help="Time limit in minutes of each worker job of an elastic cell. A worker leaves in order before "
+        "its limit, and another job is submitted. null: the longest time of the training.")
     # fmt: on

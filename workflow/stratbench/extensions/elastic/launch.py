@@ -1,4 +1,4 @@
-"""Runs an elastic cell: its coordinator here, its workers as jobs of their own."""
+"""Runs an elastic synchronous cell: its coordinator in this process, its workers as separate jobs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.checkpoints import checkpoints
-from stratbench.extensions.elastic.coordinator import Coordinator, reaches
-from stratbench.extensions.elastic.jobs.keeper import Backend, GaveUp, WorkerJobSupervisor
+from stratbench.extensions.elastic.coordinator import Coordinator, reaches_target
+from stratbench.extensions.elastic.jobs.keeper import Backend, NoWorkersError, WorkerJobSupervisor
 from stratbench.extensions.elastic.jobs.local_jobs import LocalJobs
 from stratbench.extensions.elastic.jobs.slurm_jobs import SlurmJobs
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
@@ -34,10 +34,10 @@ from stratbench.train.job import Job
 from stratbench.train.nodes.paused import is_over
 from stratbench.workload.tasks import task_of
 
-#: How long members may take to write their files once all is over, in seconds.
-LAST_WORDS_S = 60.0
-#: How often the launcher looks whether the training is over, and keeps the history at least, in seconds.
-LOOK_S, KEEP_S = 0.2, 10.0
+#: Longest time for which members may write their files after the end of the training, in seconds.
+LAST_FILES_S = 60.0
+#: Seconds between checks whether the training is over, and largest time between two writes of the history.
+POLL_S, KEEP_S = 0.2, 10.0
 
 
 def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, Any]) -> None:
@@ -58,10 +58,10 @@ def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, A
     if not same or folder.ended.exists():
         folder.create()
         return
-    print(f"going on with the training that {folder.path} holds", flush=True)
+    print(f"resuming the unfinished training in {folder.path}", flush=True)
 
 
-def since_the_first(job: Job) -> Job:
+def count_from_first_launcher(job: Job) -> Job:
     """Return the job with times that count from the start of the cell's first launcher."""
     try:
         first = Job.from_json(job.folder.job.read_text(encoding="utf-8"))
@@ -72,103 +72,110 @@ def since_the_first(job: Job) -> Job:
 
 
 def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
-    """Train the cell.
+    """Train an elastic synchronous cell, and return how it ended.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         worker_job: SLURM request of each worker job, or None for processes of this machine.
         watch: Detects pauses, which count towards no limit.
     """
     folder = job.folder
-    hand_out(job)
+    write_worker_files(job)
     incarnation = len(folder.incarnations())
     with (
-        backend_of(job, worker_job) as backend,
-        _coordinator(job, worker_job is not None) as coordinator,
+        open_backend(job, worker_job) as backend,
+        _run_coordinator(job, worker_job is not None) as coordinator,
     ):
         try:
             with WorkerJobSupervisor(backend, job.cell.gpus, folder.worker_jobs) as keeper:
-                coordinator.on_change, coordinator.on_lost = keeper.look_soon, keeper.give_up
+                coordinator.on_change, coordinator.on_lost = (
+                    keeper.poll_soon,
+                    keeper.cancel_lost_worker,
+                )
                 keep = partial(folder.write_incarnation, incarnation)
-                ending = _wait(job, coordinator, keeper, keep, watch)
+                ending = _wait_for_end(job, coordinator, keeper, keep, watch)
                 if ending.status != "error":
                     folder.ended.touch()
                     keeper.finish()
-                    _await_last_words(coordinator)
+                    _wait_for_last_files(coordinator)
         finally:
-            folder.write_incarnation(incarnation, coordinator.facts())
-            if folder.ended.exists():  # nobody goes on with it
+            folder.write_incarnation(incarnation, coordinator.get_history_values())
+            if folder.ended.exists():  # no later launcher resumes this training
                 folder.secret.unlink(missing_ok=True)
                 checkpoints.forget(folder.path)
     return ending
 
 
-def hand_out(job: Job) -> None:
-    """Write the files of worker jobs: the job, and the secret, which stays the first launcher's."""
+def write_worker_files(job: Job) -> None:
+    """Write the files that worker jobs read: the job and the secret, if no earlier launcher wrote one."""
     # A worker on another node has a local folder of its own.
     job.folder.write_job(replace(job, folder=replace(job.folder, local=None)).to_json())
     if not job.folder.secret.exists():
         write_secret(job.folder.secret, new_secret())
 
 
-def _wait(
+def _wait_for_end(
     job: Job,
     coordinator: Coordinator,
     keeper: WorkerJobSupervisor,
     keep: Callable[[dict[str, Any]], None],
     watch: PauseWatch,
 ) -> Ending:
-    """Wait until the training is over, its time is, or no worker can continue.
+    """Wait until the training is over, reaches its time limit, or has no worker that can continue.
 
-    `keep` writes the history.
+    `keep` writes the history of members to a file.
     """
     limit_s, deadline, kept, again_s = job.time_limit_s, None, None, 0.0
-    while not coordinator.done.wait(LOOK_S):
-        # A launcher that is killed keeps nothing more.
-        if kept != coordinator.changes or time.monotonic() > again_s:
-            kept, again_s = coordinator.changes, time.monotonic() + KEEP_S
-            keep(coordinator.facts())
-        if ending := ended_by_workers(job.folder, keeper):
+    while not coordinator.done.wait(POLL_S):
+        # The history is written during the training, because this launcher may be killed.
+        if kept != coordinator.change_counts or time.monotonic() > again_s:
+            kept, again_s = coordinator.change_counts, time.monotonic() + KEEP_S
+            keep(coordinator.get_history_values())
+        if ending := find_ending_by_workers(job.folder, keeper):
             return ending
-        # Time in the queue is none of the training's.
+        # Time in the queue does not count towards the time limit.
         if limit_s is not None and deadline is None and coordinator.has_begun:
             deadline = time.monotonic() + limit_s
         if deadline is not None and is_over(deadline, watch):
             return slow(limit_s)
     if coordinator.failure:
         return Ending("error", coordinator.failure)
-    diverged = coordinator.diverged()
+    diverged = coordinator.get_divergence_reason()
     return Ending("diverged", diverged) if diverged else Ending("ok", None)
 
 
-def ended_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> Ending | None:
-    """Return how the cell ends by its workers' reports, or None if it continues."""
-    for result in _results(folder, keeper):
+def find_ending_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> Ending | None:
+    """Return how the cell ends if its workers report an end or no worker can start, else None."""
+    for result in _iter_worker_results(folder, keeper):
         if result["status"] in ("oom", "unsupported"):
             return Ending(result["status"], result["reason"])
     try:
         keeper.check()
-    except GaveUp as gave_up:
-        reasons = (r["reason"] for r in _results(folder, keeper) if r["status"] == "error")
+    except NoWorkersError as gave_up:
+        reasons = (
+            r["reason"] for r in _iter_worker_results(folder, keeper) if r["status"] == "error"
+        )
         return Ending("error", ": ".join([str(gave_up), *list(reasons)[:1]]))
     return None
 
 
-def _results(folder: RunFolder, keeper: WorkerJobSupervisor) -> Iterator[dict[str, Any]]:
-    """Yield the results of ended workers."""
-    for entry in keeper.jobs():
+def _iter_worker_results(
+    folder: RunFolder, keeper: WorkerJobSupervisor
+) -> Iterator[dict[str, Any]]:
+    """Yield the results that ended workers have written."""
+    for entry in keeper.list_jobs():
         if entry.ended_unix_s is not None and (result := folder.read_worker(entry.number)):
             yield result
 
 
-def _await_last_words(coordinator: Coordinator) -> None:
-    ends = time.monotonic() + LAST_WORDS_S
+def _wait_for_last_files(coordinator: Coordinator) -> None:
+    ends = time.monotonic() + LAST_FILES_S
     while coordinator.present and time.monotonic() < ends:
-        time.sleep(LOOK_S / 4)
+        time.sleep(POLL_S / 4)
 
 
-def newest_kept(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
-    """Return the step of the newest complete checkpoint with its epochs' results, or None."""
+def find_newest_checkpoint(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
+    """Return the step and the epochs' results of the newest intact checkpoint, or None without one."""
     for step in sorted(checkpoints.steps_in(folder.path), reverse=True):
         try:
             with checkpoints.deleted_if_damaged(folder.path, step):
@@ -179,7 +186,7 @@ def newest_kept(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
 
 
 @contextmanager
-def _coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
+def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
     folder = job.folder
     host = socket.gethostname() if across_nodes else None
     listeners = Listeners("127.0.0.1" if host is None else "0.0.0.0", host)
@@ -189,10 +196,10 @@ def _coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
         listeners,
         job.cell.gpus,
         job.train_samples // job.settings.global_batch,
-        lambda: newest_kept(folder),
+        lambda: find_newest_checkpoint(folder),
         len(folder.read_epochs()),
         folder.add_epoch,
-        lambda score: reaches(score, job.settings.of(Elastic).ends_at, better),
+        lambda score: reaches_target(score, job.settings.of(Elastic).ends_at, better),
     )
     coordinator.start()
     listeners.publish(folder.rendezvous, 0)
@@ -205,8 +212,8 @@ def _coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
 
 
 @contextmanager
-def backend_of(job: Job, worker_job: WorkerJob | None) -> Iterator[Backend]:
-    """Yield the scheduler of workers."""
+def open_backend(job: Job, worker_job: WorkerJob | None) -> Iterator[Backend]:
+    """Open the scheduler of worker jobs: SLURM, or a fork server on this machine."""
     folder = job.folder
     agent.set_environment(job, on_one_host=worker_job is None)
     if worker_job is not None:

@@ -1,4 +1,4 @@
-"""A worker's connection to its cell's coordinator, with a thread that listens."""
+"""Connects a worker to its cell's coordinator, with a thread that receives messages."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from collections.abc import Callable
 from typing import Any
 
 from stratbench.cell.run_folder import RunFolder
-from stratbench.extensions.elastic.coordinator import FULL
-from stratbench.extensions.elastic.talk import SILENCE_S, hear, say, send_heartbeats_until
+from stratbench.extensions.elastic.coordinator import ALL_PLACES_TAKEN
+from stratbench.extensions.elastic.talk import (
+    SILENCE_S,
+    receive_message,
+    send_heartbeats_until,
+    send_message,
+)
 from stratbench.extensions.servers.wire.frames import ProtocolError
 from stratbench.extensions.servers.wire.handshake import JoinRefused, join_handshake, load_secret
 from stratbench.extensions.servers.wire.transport import Closed, Connection, Silent, dial
 
-#: A worker that finds all places taken asks again after so long; one that finds nobody ends after so long.
+#: Seconds after which a worker asks again if all places are taken, and after which it ends if nobody answers.
 AGAIN_S, NOBODY_S = 30.0, 60.0
 
 
 class Over(Exception):
-    """Nothing is left for this worker: the training is over, or it is not admitted."""
+    """This worker has nothing to do: the training is over, or the worker is not admitted."""
 
 
-class Gone(Over):
-    """Its coordinator is gone, but the training is not over."""
+class CoordinatorLost(Over):
+    """The coordinator no longer answers, but the training is not over."""
 
 
-class Seat:
-    """Membership in the cell.
+class Membership:
+    """A worker's membership in its cell, over one connection to the coordinator.
 
-    `change` is set when the generation must stop after a step. `break_up` is called, from the listening
-    thread, when the generation cannot continue.
+    `change` is set when the generation must stop after a step. The receiving thread calls `break_up` when the
+    generation cannot continue.
     """
 
     def __init__(self, connection: Connection, place: int, break_up: Callable[[], None]) -> None:
@@ -47,26 +52,31 @@ class Seat:
         ):
             threading.Thread(target=work, daemon=True).start()
 
-    def say(self, what: str, **said: Any) -> None:
-        """Tell the coordinator. Raises Gone where there is none any more."""
+    def send_message(self, what: str, **said: Any) -> None:
+        """Send a message to the coordinator. Raises CoordinatorLost if it does not answer any more."""
         try:
-            say(self._connection, what, **said)
+            send_message(self._connection, what, **said)
         except Closed as error:
-            raise Gone(str(error)) from None
+            raise CoordinatorLost(str(error)) from None
 
-    def next(self) -> dict[str, Any]:
-        """Return the coordinator's next message. Raises Over at the end, and Gone without a coordinator."""
+    def wait_for_message(self) -> dict[str, Any]:
+        """Wait for the coordinator's next message, and return it.
+
+        Raises:
+            Over: If the training is over.
+            CoordinatorLost: If the coordinator does not answer any more.
+        """
         message = self._messages.get()
         if message["what"] == "over":
             raise Over("the training is over")
         if message["what"] == "gone":
-            raise Gone(message["reason"])
+            raise CoordinatorLost(message["reason"])
         return message
 
     def _listen(self) -> None:
         try:
             while True:
-                message = hear(self._connection)
+                message = receive_message(self._connection)
                 if message["what"] == "change":
                     self.change.set()
                 elif message["what"] == "broken":
@@ -81,17 +91,17 @@ class Seat:
             self._break_up()
 
 
-def take_seat(
+def join_as_member(
     folder: RunFolder, number: int, break_up: Callable[[], None], leaving: threading.Event
-) -> Seat:
-    """Join as worker `number`; wait while all slots are taken.
+) -> Membership:
+    """Join the cell as worker `number`, after a wait while all places are taken.
 
-    Raises Over if it is not admitted.
+    Raises Over if the worker is not admitted.
 
     Args:
         folder: Run folder of the cell.
         number: Number of the worker.
-        break_up: Breaks up the generation.
+        break_up: Breaks up the process group of this worker.
         leaving: Set when this worker must leave.
     """
     deadline = time.monotonic() + NOBODY_S
@@ -101,9 +111,9 @@ def take_seat(
             connection.deadline = time.monotonic() + 15.0
             welcome = join_handshake(connection, load_secret(folder.secret), {"number": number})
             connection.deadline = None
-            return Seat(connection, int(welcome["place"]), break_up)
+            return Membership(connection, int(welcome["place"]), break_up)
         except JoinRefused as refused:
-            if FULL not in str(refused):
+            if ALL_PLACES_TAKEN not in str(refused):
                 raise Over(str(refused)) from None
             leaving.wait(AGAIN_S)
             deadline = time.monotonic() + NOBODY_S
@@ -111,4 +121,4 @@ def take_seat(
             if time.monotonic() > deadline:
                 raise Over(f"worker {number} was not admitted: {error}") from None
             time.sleep(0.5)
-    raise Over(f"worker {number} was asked to leave")
+    raise Over(f"worker {number} got a signal to leave before it was admitted")

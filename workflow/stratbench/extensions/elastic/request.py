@@ -1,4 +1,4 @@
-"""The request of an elastic cell to a scheduler: its own job, and that of each worker."""
+"""Computes what an elastic cell requests from the scheduler: its own job, and each worker job."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def request_workers(
     time_limit_s: float | None,
     needs: PlannedNeeds,
 ) -> JobRequest | None:
-    """Return the request of an elastic cell; None for another.
+    """Return the request of an elastic cell, or None for another cell.
 
-    It asks for its servers alone, and for longer: its workers wait in the queue.
+    The cell's own job requests resources for the servers only, and more time, since workers wait in the
+    queue.
     """
     if "elastic" not in settings.more:
         return None
@@ -51,7 +52,7 @@ def request_workers(
 def request_servers(
     settings: Settings, cluster: Mapping[str, Any], minutes: int, servers_mem_mib: int
 ) -> JobRequest:
-    """Return the request of the cell's own job: its servers, if it has any, and what looks after workers."""
+    """Return the request of the cell's own job, which runs the servers and supervises the workers."""
     servers = settings.options.get("servers", 0)
     cpus, mem_mib = servers * (settings.threads or 1), servers * cluster["mem_mib_per_cpu_worker"]
     if servers and cluster["request_gpus"] and settings.device != "cpu":

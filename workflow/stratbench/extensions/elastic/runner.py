@@ -1,4 +1,4 @@
-"""Runs an elastic cell: its workers, jobs of their own, come and go."""
+"""Runs an elastic cell, whose workers are separate jobs that join and leave."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from stratbench.workload.data import prepared
 
 
 class ElasticRunner(Runner):
-    """Runs an elastic cell; a restarted launcher resumes it."""
+    """Runner of elastic cells. A restarted launcher resumes the training."""
 
     section = "elastic"
     is_gang = False
@@ -44,38 +44,38 @@ class ElasticRunner(Runner):
 
     @contextmanager
     def hold_devices(self, s: Settings, args: argparse.Namespace) -> Iterator[bool]:
-        """Hold none where workers are jobs of their own: they have what SLURM gives them."""
-        if (worker_job := asked_of_workers(args)) is not None:
+        """Hold the devices of this machine, unless workers are SLURM jobs with devices of their own."""
+        if (worker_job := parse_worker_job(args)) is not None:
             yield worker_job.gpus > 0
             return
         with super().hold_devices(s, args) as use_cuda:
             yield use_cuda
 
     def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
-        if (worker_job := asked_of_workers(args)) is not None:
+        if (worker_job := parse_worker_job(args)) is not None:
             return s.threads or worker_job.cpus
         return super().count_threads(s, workers, args)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
-        job = launch.since_the_first(job)
+        job = launch.count_from_first_launcher(job)
         by, watch = served if has_servers(job.settings) else launch, PauseWatch()
         try:
-            ending = by.launch(job, asked_of_workers(args), watch)
+            ending = by.launch(job, parse_worker_job(args), watch)
         finally:
             watch.stop()
-            # They join those of earlier launchers.
+            # The pauses of earlier launchers are kept in the same file.
             keep_pauses(job, 0, watch, job.folder.read_pauses().get("0", ()))
         return job, Exits([], False), ending
 
     def workers(self, job: Job) -> list[dict[str, Any]]:
-        return list(accounts.members_of(job).values())
+        return list(accounts.read_member_results(job).values())
 
     def totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         s, servers, per_epoch = job.settings, read_servers(job), self.epochs(job)
         if not servers:
-            return accounts.run_of_members(job, per_epoch)
+            return accounts.sum_members_run(job, per_epoch)
         samples = strategy_class(s.strategy).samples_per_step(s)
-        kept = served_accounts.until_the_end(servers, len(per_epoch))
+        kept = served_accounts.cut_after_end(servers, len(per_epoch))
         return served_run(workers, kept, samples, per_epoch)
 
     def server_entry(self, job: Job) -> dict[str, Any] | None:
@@ -83,15 +83,19 @@ class ElasticRunner(Runner):
         return server_entry(job)
 
     def epochs(self, job: Job) -> list[dict[str, Any]]:
-        return served_accounts.epochs_of(job) if has_servers(job.settings) else super().epochs(job)
+        return (
+            served_accounts.list_evaluated_epochs(job)
+            if has_servers(job.settings)
+            else super().epochs(job)
+        )
 
     def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        return (served_accounts if has_servers(job.settings) else accounts).entry_of(job)
+        return (served_accounts if has_servers(job.settings) else accounts).make_elastic_entry(job)
 
     def trained(self, job: Job, node: int) -> list[PhaseInterval]:
-        """Read when workers trained, on whichever node.
+        """Return the intervals in which workers trained, on any node.
 
-        Members of a group do once they have joined.
+        Members of a process group train from their join on.
         """
         phases = read_phases(job.folder.phase_logs())
         joined = [
@@ -102,13 +106,10 @@ class ElasticRunner(Runner):
     def gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Return None: a killed worker leaves no intervals."""
+        """Return None, because a killed worker leaves no intervals of its GPU."""
         return None
 
 
-def asked_of_workers(args: argparse.Namespace) -> WorkerJob | None:
-    """Return the SLURM request of each worker job.
-
-    Return None if workers run on this machine.
-    """
+def parse_worker_job(args: argparse.Namespace) -> WorkerJob | None:
+    """Return the SLURM request of each worker job, or None if workers run on this machine."""
     return WorkerJob.from_json(args.worker_job) if args.worker_job else None

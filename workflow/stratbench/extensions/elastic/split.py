@@ -1,9 +1,9 @@
-"""Elastic synchronous training: a collective strategy on the workers that are present.
+"""Trains a collective strategy synchronously on the workers that are present (elastic training).
 
-The global batch stays the same and is divided over the present workers. Each weights its loss by its
-fraction: the mean gradient is that of the full batch, whichever workers are present. A generation stops after
-the same step at all of its members. They vote in each step on whether to continue; the vote runs concurrently
-with the step.
+The global batch stays the same and is divided over the present workers. Each worker weights its loss by its
+share of the batch, so that the mean gradient is that of the full batch for any number of workers. In each
+step the members vote on whether to continue, concurrently with the step, so that all of them stop after the
+same step.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stratbench.extensions.checkpoints import checkpoints
-from stratbench.extensions.elastic.coordinator import reaches
-from stratbench.extensions.elastic.group import ElasticGroup, broadcast
+from stratbench.extensions.elastic.coordinator import reaches_target
+from stratbench.extensions.elastic.group import ElasticGroup, broadcast_from_first
 from stratbench.extensions.elastic.keys import Elastic
-from stratbench.extensions.elastic.member import Gone, Over, Seat
+from stratbench.extensions.elastic.member import CoordinatorLost, Membership, Over
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.clock import Phases, StepClock
@@ -35,16 +35,16 @@ from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.generators import seed_generators
 from stratbench.workload.tasks import Task
 
-#: How often the state is kept on the disk, in seconds.
+#: Seconds between two checkpoints.
 CHECKPOINT_S = 60.0
-#: What an exception says that comes of a member that is gone.
+#: Words in the message of an exception that a lost member causes.
 _OF_PEERS = ("gloo", "nccl", "connection", "timed out", "timeout", "process group", "store")
 
 
-class Weighted(Task):
-    """A task whose mean loss is multiplied by `weight`: a member's fraction times their number.
+class WeightedTask(Task):
+    """A task whose loss is multiplied by `weight`: a member's share of the batch times the members.
 
-    A sum and its weight stay as they are, since they contain their own normalization.
+    A loss that is a sum with its weight is not changed, because it is normalized later.
     """
 
     def __init__(self, task: Task) -> None:
@@ -57,31 +57,30 @@ class Weighted(Task):
         return loss * self.weight
 
 
-def share(batch: int, rank: int, world: int) -> slice:
-    """Return a member's slice of a batch, in nearly equal parts.
+def get_share(batch: int, rank: int, world: int) -> slice:
+    """Return a member's slice of a batch; the slices of all members are nearly equal.
 
     Args:
-        batch: Samples of the batch.
-        rank: Rank in the generation.
-        world: Number of its members.
+        batch: Number of samples in the batch.
+        rank: Rank of the member in its generation.
+        world: Number of members.
     """
     return slice(rank * batch // world, (rank + 1) * batch // world)
 
 
 @dataclass
-class _Round:
-    """A member's results in one generation."""
+class GenerationProgress:
+    """A member's progress in one generation that it has not reported to the coordinator."""
 
     failed: bool = False
     through: bool = False
-    #: Of each epoch that is not told yet: the weighted losses of its steps, still on the device, and their
-    #: seconds.
+    #: By epoch: weighted losses of its steps, which are still on the device, and seconds of its steps.
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
 
 
 class ElasticSynchronous:
-    """A member's training, from its first generation to its last."""
+    """One worker's training, through all generations that it is a member of."""
 
     def __init__(
         self,
@@ -90,31 +89,43 @@ class ElasticSynchronous:
         worker: Worker,
         phases: Phases,
         group: ElasticGroup,
-        seat: Seat,
+        seat: Membership,
         leaving: threading.Event,
         number: int,
     ) -> None:
-        """`strategy`: set up and warmed up in a group of its own. `leaving`: set when it shall leave."""
+        """Prepare the training.
+
+        Args:
+            strategy: Strategy that was set up and warmed up in a group of this process alone.
+            data: Data set.
+            worker: This worker.
+            phases: Measures phases of the process.
+            group: Process group, which is formed for each generation.
+            seat: Connection to the coordinator.
+            leaving: Set when this worker must leave.
+            number: Number of the worker.
+        """
         self.strategy, self.data, self.worker = strategy, data, worker
         self._phases, self._group, self._seat, self._leaving = phases, group, seat, leaving
         self._task = worker.task
-        self._weighted = worker.task = Weighted(worker.task)
+        self._weighted = worker.task = WeightedTask(worker.task)
         self._clock = StepClock(worker.device, worker.heartbeat)
         worker.mark = self._clock.mark
         self._steps_per_epoch = data.train_samples // worker.settings.global_batch
         self._total = worker.settings.total_steps(data.train_samples)
-        #: How many it has taken part in.
+        #: Number of generations that this worker has trained in.
         self.generations = 0
         self._step = self._samples = self._epochs_done = 0
-        #: Results of epochs that the coordinator may not have heard of.
+        #: Results of epochs that the coordinator may not have received.
         self._entries: list[dict[str, Any]] = []
         self._rank, self._world, self._generation, self._number = 0, 1, 0, number
         self._running = False
-        #: By the last vote, whether this member leaves, and whether all do: then nobody has the state.
+        #: By the last vote: whether this member leaves, and whether all leave, so that the state must be
+        #: saved.
         self._leaves = self._all_leave = False
         self._stopped_s: float | None = None
         self._kept_s = time.monotonic()
-        # What a device computes after its group has broken is no state.
+        # What a device computes after its group was broken up must not become a checkpoint.
         self._checkpoints = checkpoints.Writer(worker.folder.path, counts=lambda: not group.broken)
         self._initial = strategy.save() if worker.device.type == "cuda" else None
         self._status: tuple[str, str | None] = ("ok", None)
@@ -126,30 +137,31 @@ class ElasticSynchronous:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first of its generation, or was in its last one."""
+        """Whether this worker is rank 0 of its generation, or was rank 0 of its last one."""
         return self._rank == 0
 
     def run(self, memory: MemoryMeter) -> loop.Result:
-        """Take part until the training is over, or this worker must leave; return its results.
+        """Train until the training is over or this worker must leave, and return its results.
 
-        Raises Over if that is before it has taken part.
+        Raises:
+            Over: If this worker was in no generation.
         """
         self._tables(0)
-        self._seat.say("ready")
+        self._seat.send_message("ready")
         try:
             while True:
-                message = self._await_form()
+                message = self._wait_for_generation()
                 if message is None:
                     break
-                self._take_part(message, memory)
-        except Gone as gone:
+                self._train_in_generation(message, memory)
+        except CoordinatorLost as gone:
             print(gone, flush=True)
             if self.is_first:
-                self._keep_for_others()
+                self._save_for_later_members()
         except Over as over:
             print(over, flush=True)
         if not self.generations:
-            raise Over("this worker has taken part in nothing")
+            raise Over("the training ended before this worker took a step")
         return loop.Result(
             *self._status, self._clock, loop.Progress(None), len(self._clock.step_ms), self._samples,
             memory.read(),
@@ -157,59 +169,63 @@ class ElasticSynchronous:
 
     @property
     def checkpoint_times_s(self) -> dict[str, list[float]]:
-        """Seconds for which each checkpoint blocked the training, and took to write."""
+        """Seconds for which each checkpoint blocked the training, and seconds to write it."""
         written = self._checkpoints
         return {"held_up_s": written.held_up_s, "written_s": written.written_s}
 
-    def _await_form(self) -> dict[str, Any] | None:
-        """Return the next generation that this member is called to.
-
-        Return None once it has left.
-        """
+    def _wait_for_generation(self) -> dict[str, Any] | None:
+        """Wait for the message that forms the next generation, and return it, or None after leaving."""
         if self._leaving.is_set() and not self.generations:
-            self._seat.say("left")
+            self._seat.send_message("left")
             return None
-        message = self._seat.next()
+        message = self._seat.wait_for_message()
         return None if message["what"] == "leave" else message
 
-    def _take_part(self, message: dict[str, Any], memory: MemoryMeter) -> None:
-        """Be in one generation, from its forming to its stop."""
+    def _train_in_generation(self, message: dict[str, Any], memory: MemoryMeter) -> None:
+        """Train in one generation until it stops, and report to the coordinator."""
         self._epochs_done, self._generation = message["epochs_done"], message["generation"]
         self._entries = [e for e in self._entries if e["epoch"] > self._epochs_done]
-        done = _Round()
+        done = GenerationProgress()
         try:
-            self._go_through(done, message, memory)
-            self._report(done)
-        except Gone:
-            self._end_clock(done)
+            self._form_and_train(done, message, memory)
+            self._report_end(done)
+        except CoordinatorLost:
+            self._stop_clock(done)
             last = {"generation": self._generation, "ended_unix_s": time.time(), "step": self._step}
-            # The record's maker reads it.
-            self.worker.folder.write_unheard(self._number, last | {"epochs": self._untold(done)})
+            # The coordinator is lost, so that the process that makes the record reads this file instead.
+            self.worker.folder.write_unheard(
+                self._number, last | {"epochs": self._summarize_unreported_steps(done)}
+            )
             raise
 
-    def _go_through(self, done: _Round, message: dict[str, Any], memory: MemoryMeter) -> None:
-        """Meet the others, and train with them until the generation stops or breaks."""
+    def _form_and_train(
+        self, done: GenerationProgress, message: dict[str, Any], memory: MemoryMeter
+    ) -> None:
+        """Form the group of a generation, and train until the generation stops or breaks."""
         try:
-            self._meet(message)
+            self._form_group(message)
             if not self.generations:
                 memory.start()
             self.generations += 1
-            self._begin()
-            done.through = self._train(done)
+            self._begin_steps()
+            done.through = self._train_until_stop(done)
         except (RuntimeError, checkpoints.Damaged) as error:
             if not isinstance(error, checkpoints.Damaged) and not any(
                 sign in str(error).lower() for sign in _OF_PEERS
             ):
                 raise
-            print(f"generation {message['generation']} is broken: {_first(error)}", flush=True)
+            print(
+                f"generation {message['generation']} is broken: {_get_first_line(error)}",
+                flush=True,
+            )
             done.failed = True
-            self._checkpoints.settle()  # it is known now whether the one that is written counts
-        self._end_clock(done)
+            self._checkpoints.settle()  # now it is known whether the checkpoint in progress is valid
+        self._stop_clock(done)
         self._stopped_s = time.monotonic()
 
-    def _untold(self, done: _Round) -> dict[int, list[float]]:
-        """Return unreported steps by epoch: sum and number of losses, members, seconds."""
-        # A device may have computed anything before the host knew that its group is broken.
+    def _summarize_unreported_steps(self, done: GenerationProgress) -> dict[int, list[float]]:
+        """Return the unreported steps by epoch: sum and number of losses, number of members, seconds."""
+        # On a GPU, losses may be wrong if the group broke before the host knew it.
         garbage = done.failed and self._initial is not None
         sums = {
             epoch: (float(torch.stack(x).double().sum()), len(x)) if x and not garbage else (0.0, 0)
@@ -219,26 +235,30 @@ class ElasticSynchronous:
             epoch: [*of, self._world, done.seconds.get(epoch, 0.0)] for epoch, of in sums.items()
         }
 
-    def _report(self, done: _Round) -> None:
-        taken = {"step": self._step, "epochs": self._untold(done)}
+    def _report_end(self, done: GenerationProgress) -> None:
+        taken = {"step": self._step, "epochs": self._summarize_unreported_steps(done)}
         if done.through:
-            self._seat.say("through", **taken)
-            self._seat.next()  # raises Over
+            self._seat.send_message("through", **taken)
+            self._seat.wait_for_message()  # raises Over
         if done.failed and self._initial is not None:
-            # A device may have gone on with what the broken collective left: only a checkpoint is sure.
+            # A GPU may have continued with wrong values after the broken collective: only a checkpoint is
+            # safe.
             self.strategy.restore(self._initial)
             self._step = 0
-        # Who is asked only after the vote leaves after the next one: somebody counts on its state.
+        # A worker that must leave since the vote leaves after the next vote: others may need its state.
         leaving = self._leaving.is_set() if done.failed else self._leaves
-        # Of a generation that broke nobody knows who is left.
+        # After a break it is unknown whether other members are left, so that each leaving member saves the
+        # state.
         if leaving if done.failed else self._all_leave and self._rank == 0:
-            self._keep_for_others()
-        self._seat.say("stopped", failed=done.failed, leaving=leaving, holds=self._step, **taken)
+            self._save_for_later_members()
+        self._seat.send_message(
+            "stopped", failed=done.failed, leaving=leaving, holds=self._step, **taken
+        )
 
     # ------------------------------------------------------------ meeting
 
-    def _meet(self, message: dict[str, Any]) -> None:
-        """Form the group, and receive the state of its first rank."""
+    def _form_group(self, message: dict[str, Any]) -> None:
+        """Form the process group, and receive the state of rank 0."""
         with self._phases("rendezvous"):
             self._group.form(message["meeting"], message["rank"], message["world"])
         worker, strategy = self.worker, self.strategy
@@ -246,23 +266,23 @@ class ElasticSynchronous:
         worker.rank, worker.world_size, worker.mesh = self._rank, self._world, Mesh(self._world)
         strategy.optimizer.zero_grad(set_to_none=True)
         state = strategy.state_tensors() if message["load"] or self._rank else []
-        # Its first rank may be lost while others have half of its state.
-        with self._phases("join"), self._undone_if_it_fails(state):
+        # If rank 0 is lost meanwhile, a member would have half of its state: the old state is restored.
+        with self._phases("join"), self._restore_on_failure(state):
             if message["load"]:
                 with checkpoints.deleted_if_damaged(worker.folder.path, message["step"]):
                     checkpoints.read_into(worker.folder.path, message["step"], state)
-            # DDP sends rank 0's weights and buffers to all.
+            # DDP broadcasts the weights and buffers of rank 0 when it wraps the model.
             strategy.module = strategy.compiled = strategy.wrap(strategy.model, worker)
-            broadcast(self._optimizer_tensors())
+            broadcast_from_first(self._list_optimizer_tensors())
         self._step = strategy.steps = message["step"]
         batch = worker.settings.global_batch
-        self._share = share(batch, self._rank, self._world)
+        self._share = get_share(batch, self._rank, self._world)
         self._weighted.weight = self._world * (self._share.stop - self._share.start) / batch
         seed_generators(worker.settings.seed + 1 + self._rank + 7919 * self._step)
 
     @contextmanager
-    def _undone_if_it_fails(self, tensors: list[Tensor]) -> Iterator[None]:
-        """Restore tensors if a collective fails. A device then starts from scratch."""
+    def _restore_on_failure(self, tensors: list[Tensor]) -> Iterator[None]:
+        """Restore tensors if a collective fails in the context. A GPU's state is restored later."""
         before = [t.clone() for t in tensors] if self._initial is None else []
         try:
             yield
@@ -271,38 +291,38 @@ class ElasticSynchronous:
                 tensor.copy_(then)
             raise
 
-    def _optimizer_tensors(self) -> list[Tensor]:
+    def _list_optimizer_tensors(self) -> list[Tensor]:
         return self.strategy.state_tensors()[len(self.strategy.weights_and_buffers()) :]
 
-    def _begin(self) -> None:
-        """Synchronise the start, and report for how long no step was taken."""
+    def _begin_steps(self) -> None:
+        """Synchronize the start of all members, and report the pause since the last step."""
         loop.settle_garbage()
         dist.barrier()
         pause_s = self._stopped_s and time.monotonic() - self._stopped_s
-        self._seat.say("begun", pause_s=pause_s)
+        self._seat.send_message("begun", pause_s=pause_s)
 
     # ------------------------------------------------------------ steps
 
-    def _train(self, done: _Round) -> bool:
-        """Take steps until all are taken, or the members vote to stop.
+    def _train_until_stop(self, done: GenerationProgress) -> bool:
+        """Take steps until the last one, or until the members vote to stop.
 
-        Return whether all are.
+        Return whether the training is complete.
         """
         while True:
-            self._evaluate_where_due()
+            self._evaluate_ended_epoch()
             if self._step >= self._total or self._status[0] == "diverged":
                 return True
             ends = min(
                 (self._step // self._steps_per_epoch + 1) * self._steps_per_epoch, self._total
             )
-            if not self._steps_to(ends, done):
+            if not self._take_steps(ends, done):
                 return False
             if self._step < self._total:
-                self._seat.say("trained", epochs=self._untold(done))
+                self._seat.send_message("trained", epochs=self._summarize_unreported_steps(done))
                 done.losses.clear()
 
-    def _steps_to(self, ends: int, done: _Round) -> bool:
-        """Take the steps of an epoch up to `ends`.
+    def _take_steps(self, ends: int, done: GenerationProgress) -> bool:
+        """Take the steps of the present epoch up to step `ends`.
 
         Return whether all of them were taken.
         """
@@ -313,35 +333,35 @@ class ElasticSynchronous:
         buffers = list(strategy.model.buffers())
         clock.begin()
         self._running = True
-        votes = self._votes()
+        votes = self._iter_votes()
         while self._step < ends:
             if next(votes):
                 break
-            x, y = data.batch(order[self._samples_of(self._step)], augmentation)
+            x, y = data.batch(order[self._get_own_samples(self._step)], augmentation)
             if self._step + 1 < ends:
-                data.expect(order[self._samples_of(self._step + 1)], augmentation)
+                data.expect(order[self._get_own_samples(self._step + 1)], augmentation)
             clock.mark("data")
-            with self._undone_if_it_fails(buffers):
+            with self._restore_on_failure(buffers):
                 losses.append(strategy.step(x, y))
             clock.tick()
             self._step += 1
             self._samples += len(y)
             if self._rank == 0 and time.monotonic() - self._kept_s > CHECKPOINT_S:
-                self._keep()
+                self._save_checkpoint()
         votes.close()
-        self._end_clock(done)
-        self._group.check()  # the device is waited for
+        self._stop_clock(done)
+        self._group.check()  # the clock has waited for the device, so that a broken group is known
         return self._step == ends
 
-    def _samples_of(self, step: int) -> slice:
+    def _get_own_samples(self, step: int) -> slice:
         start = (step % self._steps_per_epoch) * self.worker.settings.global_batch
         return slice(start + self._share.start, start + self._share.stop)
 
-    def _votes(self) -> Iterator[bool]:
-        """Before each step: whether the members have agreed, in the step before, to stop here."""
+    def _iter_votes(self) -> Iterator[bool]:
+        """Yield before each step whether the members voted, during the step before, to stop here."""
         work = tally = None
         while True:
-            self._group.check()  # who trains alone waits for nobody
+            self._group.check()  # a member that trains alone takes part in no collective that would fail
             if work is not None:
                 work.wait()
                 wanted, leave = tally.tolist()
@@ -355,36 +375,33 @@ class ElasticSynchronous:
             work = dist.all_reduce(tally, async_op=True)
             yield False
 
-    def _end_clock(self, done: _Round) -> None:
-        """Stop the clock, if it runs.
-
-        Its seconds are of the last epoch that was begun.
-        """
+    def _stop_clock(self, done: GenerationProgress) -> None:
+        """Stop the clock if it runs, and add its seconds to the last epoch with a step."""
         if self._running:
             self._running = False
             self._clock.end()
             done.seconds[max(done.losses)] = self._clock.epoch_times_s[-1]
 
-    def _keep(self, wait: bool = False) -> None:
+    def _save_checkpoint(self, wait: bool = False) -> None:
         facts = {"epochs": list(self._entries)}
         self._checkpoints.take(self._step, self.strategy.state_tensors(), wait, facts=facts)
         self._kept_s = time.monotonic()
 
-    def _keep_for_others(self) -> None:
-        """Save the state for later members, if there will be any: at its time limit a cell has ended."""
+    def _save_for_later_members(self) -> None:
+        """Save the state for later members, unless the cell has ended."""
         if self._step and not self.worker.folder.ended.exists():
-            self._keep(wait=True)
+            self._save_checkpoint(wait=True)
 
     # ------------------------------------------------------------ evaluation
 
-    def _evaluate_where_due(self) -> None:
-        """Evaluate together at the end of an epoch that has no result yet."""
+    def _evaluate_ended_epoch(self) -> None:
+        """Evaluate with all members at the end of an epoch, unless the epoch has a result already."""
         epoch, rest = divmod(self._step, self._steps_per_epoch)
         s = self.worker.settings
         if rest or s.steps or epoch <= self._epochs_done:
             return
-        buffers = list(self.strategy.model.buffers())  # which are sent
-        with self._phases("eval"), self._undone_if_it_fails(buffers):
+        buffers = list(self.strategy.model.buffers())  # the evaluation broadcasts them
+        with self._phases("eval"), self._restore_on_failure(buffers):
             evaluated = loop.evaluate(
                 self.strategy,
                 self.data,
@@ -395,20 +412,19 @@ class ElasticSynchronous:
             )
             self._group.check()
         self._epochs_done = epoch
-        # The coordinator knows the times of all generations, and everybody's losses.
+        # The coordinator fills in times and losses, because it knows those of all generations and members.
         entry = loop.epoch_entry(epoch - 1, 0.0, None, evaluated)
         self._entries.append(entry)
-        self._seat.say("epoch", entry=entry)
+        self._seat.send_message("epoch", entry=entry)
         if self._rank == 0:
             score = loop.describe_score(self._task, entry["score"])
             print(f"epoch {epoch}/{s.epochs}: {self._world} members, {score}", flush=True)
-        if reaches(
-            evaluated[1], s.of(Elastic).ends_at, self._task.better
-        ):  # the coordinator finds so, too
+        # The coordinator comes to the same result from the same score.
+        if reaches_target(evaluated[1], s.of(Elastic).ends_at, self._task.better):
             self._total = self._step
         if not isfinite(evaluated[0]):
             self._status = "diverged", f"the test loss became {evaluated[0]} in epoch {epoch}"
 
 
-def _first(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")

@@ -1,10 +1,10 @@
-"""The process of one worker job of an elastic cell; that of a parameter server of one.
+"""Entry points of the processes of an elastic cell: a worker, and a parameter server.
 
     python -m stratbench.extensions.elastic.worker JOB.json NUMBER
 
-It finds all it needs by the paths in the job's file, which the cell's launcher has written. It ends in order
-(exit code 0) when the training is over, when it is asked to leave (SIGTERM, SIGUSR1), and when the cell's
-own job is gone; 3 without memory, 1 on any other error.
+A worker reads the job's file, which the cell's launcher has written. Its exit code is 0 when the training is
+over, when it got a signal to leave (SIGTERM, SIGUSR1), and when the cell's own job has ended. It is 3 if
+memory was exhausted, and 1 on any other error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.extensions.elastic.group import ElasticGroup
-from stratbench.extensions.elastic.member import Over, take_seat
-from stratbench.extensions.elastic.servers.channel import ATTEMPT_S, ReturningChannel, RunOver
+from stratbench.extensions.elastic.member import Over, join_as_member
+from stratbench.extensions.elastic.servers.channel import ATTEMPT_S, ReturningChannel, RunOverError
 from stratbench.extensions.elastic.servers.config import ElasticServerConfig
 from stratbench.extensions.elastic.servers.run import make_run
 from stratbench.extensions.elastic.split import ElasticSynchronous
@@ -44,16 +44,16 @@ from stratbench.train.locks import scratch
 
 
 def main(job_file: str, number: int, local_rank: int = 0) -> None:
-    """Run the process.
+    """Run a worker's process.
 
     Args:
         job_file: File of the job.
         number: Number of the worker.
-        local_rank: Which of the visible GPUs it uses.
+        local_rank: Index of its GPU among the visible ones.
     """
     began_unix_s = time.time()
     leaving = threading.Event()
-    leave_on((signal.SIGTERM, signal.SIGUSR1), leaving)
+    set_on_signals((signal.SIGTERM, signal.SIGUSR1), leaving)
     job = Job.from_json(Path(job_file).read_text(encoding="utf-8"))
     agent.set_environment(job, on_one_host=False)
     folder = job.folder
@@ -63,14 +63,15 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
     origin_s = time.monotonic() - (began_unix_s - job.origin_unix_s)
     with scratch() if folder.local is None else nullcontext(folder.local) as local:
         job = replace(job, origin_s=origin_s, folder=replace(folder, local=local))
-        code = _run(job, number, local_rank, leaving)
+        code = _train_and_write(job, number, local_rank, leaving)
     worker.leave(code)
 
 
-def leave_on(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
-    """Set `leaving` when one of the signals comes: SLURM's warning, or the end of a job's time.
+def set_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
+    """Set `leaving` when one of the signals comes, which SLURM sends before it ends a job.
 
-    A separate thread does it at once: the main one may compute for seconds.
+    A separate thread sets it at once, because the main thread may compute for seconds before it handles
+    signals.
     """
     reading, writing = socket.socketpair()
     writing.setblocking(False)
@@ -79,7 +80,7 @@ def leave_on(signals: Sequence[signal.Signals], leaving: threading.Event) -> Non
         number = reading.recv(1)[0]
         leaving.set()
         print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
-        writing.close()  # which its handlers need no longer
+        writing.close()  # later signals need not be reported
 
     for each in signals:
         signal.signal(each, lambda number, frame: None)
@@ -87,12 +88,12 @@ def leave_on(signals: Sequence[signal.Signals], leaving: threading.Event) -> Non
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _run(job: Job, number: int, local_rank: int, leaving: threading.Event) -> int:
-    """Train, and write what came of it; returns the exit code."""
-    train = train_served if has_servers(job.settings) else train_split
+def _train_and_write(job: Job, number: int, local_rank: int, leaving: threading.Event) -> int:
+    """Train, write the worker's results, and return the exit code."""
+    train = train_served if has_servers(job.settings) else train_synchronous
     try:
         result, code = train(job, number, local_rank, leaving), 0
-    except (Over, RunOver, Left, ServerLost) as over:
+    except (Over, RunOverError, Left, ServerLost) as over:
         print(over, flush=True)
         return 0
     except Exception as error:
@@ -102,13 +103,15 @@ def _run(job: Job, number: int, local_rank: int, leaving: threading.Event) -> in
     return code
 
 
-def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event) -> dict[str, Any]:
-    """Train as a member of an elastic synchronous cell; return the worker's results.
+def train_synchronous(
+    job: Job, number: int, local_rank: int, leaving: threading.Event
+) -> dict[str, Any]:
+    """Train as a member of an elastic synchronous cell, and return the worker's results.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         number: Number of the worker.
-        local_rank: Which of the visible GPUs it uses.
+        local_rank: Index of its GPU among the visible ones.
         leaving: Set when this worker must leave.
 
     Raises:
@@ -117,9 +120,9 @@ def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event
     s, start = job.settings, worker.begin(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
     group = ElasticGroup(job.folder.path, device)
-    seat = take_seat(job.folder, number, group.break_up, leaving)
+    seat = join_as_member(job.folder, number, group.break_up, leaving)
     with phases("rendezvous"):
-        group.form_alone()
+        group.form_single_member()
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
@@ -131,7 +134,7 @@ def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event
         loop.warm_up(strategy, data, ready.worker)
     split = ElasticSynchronous(strategy, data, ready.worker, phases, group, seat, leaving, number)
     measured = worker.worker_result(split.run(start.memory), start, number)
-    # How much it sent depends on how many were there, step by step: no figure stands for that.
+    # The traffic depends on the number of members in each step, so that no single number describes it.
     measured |= {"communication": None, "generations": split.generations}
     measured["checkpoints"] = split.checkpoint_times_s
     worker.describe(measured, ready, strategy, data)
@@ -143,29 +146,31 @@ def train_split(job: Job, number: int, local_rank: int, leaving: threading.Event
 def train_served(
     job: Job, number: int, local_rank: int, leaving: threading.Event
 ) -> dict[str, Any]:
-    """Train as a worker of a cell with parameter servers; return the worker's results.
+    """Train as a worker of a cell with parameter servers, and return the worker's results.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         number: Number of the worker.
-        local_rank: Which of the visible GPUs it uses.
+        local_rank: Index of its GPU among the visible ones.
         leaving: Set when this worker must leave.
 
     Raises:
-        RunOver: If the training is over before it has joined.
-        Left: If it leaves before that.
-        ServerLost: If the servers are gone for good.
+        RunOverError: If the training is over before this worker has joined.
+        Left: If this worker must leave before it has joined.
+        ServerLost: If no server answers.
     """
     s, start = job.settings, worker.begin(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
-        # A worker's number never comes again: those of `slowdown.workers` are what is left over `gpus`.
+        # Numbers of workers increase without end, so that `slowdown.workers` refers to the number modulo
+        # `gpus`.
         ready = worker.set_up(
             s, strategy, data, device, number % s.gpus,
             rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
-            heartbeat=start.heartbeat, mesh=Mesh(1), channel_by=partial(returning, job.folder, leaving),
+            heartbeat=start.heartbeat, mesh=Mesh(1),
+            channel_by=partial(make_returning_channel, job.folder, leaving),
         )  # fmt: skip
     result = served_loop.train(
         strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
@@ -179,15 +184,15 @@ def train_served(
     return measured
 
 
-def returning(
+def make_returning_channel(
     folder: RunFolder, leaving: threading.Event, connect: Callable[[int, float], Channel]
 ) -> ReturningChannel:
-    """Return a channel to the current incarnation of the servers.
+    """Make a channel that joins the current incarnation of the servers, and later ones.
 
     Args:
         folder: Run folder of the cell.
         leaving: Set when this worker must leave.
-        connect: Connects to an incarnation within a deadline.
+        connect: Connects to an incarnation of the servers within a number of seconds.
     """
     return ReturningChannel(
         lambda incarnation: connect(incarnation, ATTEMPT_S),
@@ -198,7 +203,7 @@ def returning(
 
 
 def serve_parameters(config_json: str, run_dir: str) -> None:
-    """Entry point of the process of a parameter server."""
+    """Run the process of an elastic parameter server."""
     config = ElasticServerConfig(**json.loads(config_json))
     serve_as_process(config, run_dir, partial(serve, make_run=make_run))
 

@@ -1,4 +1,4 @@
-"""The extension `queue`: time to a result with the cluster's queue in it."""
+"""The extension `queue`: predicts the time to a result including the wait in the cluster's queue."""
 
 from __future__ import annotations
 

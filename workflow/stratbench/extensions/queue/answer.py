@@ -1,4 +1,4 @@
-"""The answer to `decide.queue`: time to result including the queue, by mode."""
+"""Answers `decide.queue`: the time to a result, including the queue, of each way to run a training."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from stratbench.extensions.queue.break_even import (
     MODES,
     SYNCHRONOUS,
     WORTHS,
+    ModeTimes,
     QueuedTraining,
-    Times,
     TrainingQueue,
-    at_worth,
-    paired_times,
-    poisson_queue,
-    recorded_queue,
+    make_poisson_queue,
+    make_recorded_queue,
+    name_asynchronous_mode,
+    simulate_modes,
 )
 from stratbench.extensions.queue.history import AccountingHistory, WidthRow, read_history
 from stratbench.extensions.queue.request import NODES, QueueRequest
 from stratbench.extensions.queue.simulator import ALL, Arrival, Cluster, Rules
 from stratbench.statistics.intervals import IntervalEstimate
 
-#: Beyond this share of the GPUs a queue grows for as long as one looks, and a mean wait is no property of it.
-STEADY_LOAD = 0.9
-#: Nor where this share of the GPUs would have been busy with the work that came to wait in a history: jobs
-#: that do not fit together leave GPUs idle in a queue that grows.
+#: Largest load, as a share of the GPUs, at which the mean wait in a queue is a stable number.
+MAX_STEADY_LOAD = 0.9
+#: Largest growth of the waiting work in a history, in busy GPUs as a share of all. A queue can grow although
+#: GPUs are idle, because jobs do not fit together.
 MAX_GROWTH = 0.1
-#: Streams of others' jobs, and moments in each at which the training comes.
+#: Number of simulated streams of other users' jobs, and of submission times of the training in each.
 BLOCKS, MOMENTS = 8, 4
-#: Maximum factor between simulated and recorded waits.
-NEAR = 2.0
-#: Source of synchronous workers' state when they resume, as text.
-SOURCES = {"checkpoint": "from the last checkpoint", "peer": "from one that is there"}
+#: Largest factor between simulated and recorded mean waits that counts as agreement.
+MAX_WAIT_FACTOR = 2.0
+#: Wording for where synchronous workers get their state from when they resume.
+SOURCES = {"checkpoint": "state from the last checkpoint", "peer": "state from another worker"}
 NOT_MODELLED = (
-    "Not modelled: fair-share and other priorities than the order of submission (where job size counts, "
-    "gangs go first), limits of a QOS (MaxJobs and MaxSubmit bind many jobs first), maintenance, time limits "
-    "of partitions, users who react; the servers' CPU job is taken to start at once and never to fail."
+    "The simulation does not model fair-share and other priorities than the order of submission, limits of a "
+    "QOS (MaxJobs and MaxSubmit), maintenance, time limits of partitions, or reactions of users. The "
+    "servers' "
+    "CPU job is assumed to start at once and never to fail."
 )
 
 
@@ -51,33 +52,37 @@ def answer(
     margin: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """Return the answer: `headline`, `lines`, `refused`, and numbers in `modes` and `even`.
+    """Simulate the queue, and return the answer as values for answers.json.
 
     Args:
         request: The queue and the training.
         gpus_per_node: GPUs of a node.
-        margin: Fraction by which modes may differ and still count as equal; of equals the simplest is
-            named.
-        progress: Called with the done and total number of submission times.
+        margin: Fraction by which modes may differ and still count as equal; the simplest of equal modes
+            is named.
+        progress: Called with the number of simulated submission times, and their total number.
 
     Raises:
-        ValueError: With a remedy, if the history is insufficient.
+        ValueError: If the history is insufficient; the message has the remedy.
     """
     history = None
     if request.history is not None:
         history = read_history(Path(request.history).expanduser(), gpus_per_node, request.partition)
-    nodes = request.nodes or (NODES if history is None else _nodes_of(history, gpus_per_node))
+    nodes = request.nodes or (
+        NODES if history is None else _count_min_nodes(history, gpus_per_node)
+    )
     capacity = nodes * gpus_per_node
     if request.num_gpus > capacity:
         raise ValueError(
-            f"decide.queue.num_gpus = {request.num_gpus}: the history's jobs used {capacity} GPUs at once; "
-            "where the cluster has more, give nodes"
+            f"decide.queue.num_gpus = {request.num_gpus}: the history's jobs used at most {capacity} GPUs at "
+            "once; if the cluster has more, set decide.queue.nodes"
         )
     load = request.load
-    if history is not None:  # what it used, and what came to wait beside that
+    if (
+        history is not None
+    ):  # the load is the GPUs in use, and those that the growing wait would need
         load = (history.mean_gpus + history.growth_gpus) / capacity
-    known = [] if history is None else list(history_lines(history, nodes, gpus_per_node))
-    if reason := _refusal(history, load, capacity):
+    known = [] if history is None else list(describe_history(history, nodes, gpus_per_node))
+    if reason := _find_refusal_reason(history, load, capacity):
         return {
             "headline": f"With the queue: no answer. {reason}",
             "lines": [*known, NOT_MODELLED],
@@ -90,7 +95,7 @@ def answer(
     if mtbf_days is None and history is not None:
         mtbf_days = history.node_mtbf_days(nodes)
     rules = Rules(
-        reserve=ALL if request.reservations == "all" else 1,
+        num_reservations=ALL if request.reservations == "all" else 1,
         node_mtbf_s=math.inf if mtbf_days is None else mtbf_days * 86400,
         slow_share=request.slow_nodes,
         slow_factor=request.slow_factor,
@@ -103,15 +108,15 @@ def answer(
         request.recovery == "peer",
         request.preemptible,
     )
-    # Where others preempt it, a training takes several times as long.
+    # A training that other jobs preempt may take several times as long.
     lasting_h = request.training_hours * (3 if request.preemptible else 1)
     shape = (nodes, gpus_per_node, rules)
     if history is None:
-        queue = poisson_queue(*shape, load, lasting_h, BLOCKS, MOMENTS)
+        queue = make_poisson_queue(*shape, load, lasting_h, BLOCKS, MOMENTS)
     else:
-        arrivals = history.arrivals()
-        queue = recorded_queue(*shape, arrivals, lasting_h, BLOCKS, MOMENTS, history.settled_s)
-        known.append(_against_record(history, arrivals, queue))
+        arrivals = history.make_arrivals()
+        queue = make_recorded_queue(*shape, arrivals, lasting_h, BLOCKS, MOMENTS, history.settled_s)
+        known.append(_compare_with_record(history, arrivals, queue))
     worths = sorted({*WORTHS, *(request.sample_efficiency or ())}, reverse=True)
     done = 0
 
@@ -120,74 +125,85 @@ def answer(
         done += 1
         progress(done, BLOCKS * MOMENTS)
 
-    times = paired_times(queue, work, worths, tick=tick)
-    report = _Told(request, times, margin)
+    times = simulate_modes(queue, work, worths, tick=tick)
+    report = _AnswerText(request, times, margin)
     basis = (
-        f"From {BLOCKS * MOMENTS} moments in {'made' if history is None else 'recorded'} queues of "
-        f"{counted(nodes, 'node')} of {counted(gpus_per_node, 'GPU')}, load {load:.2f} (GPUs in use until "
-        f"then: {times.busy:.0%}); at each moment all modes met the same queue. Intervals are of means, 95 %."
+        f"Simulated at {BLOCKS * MOMENTS} submission times in "
+        f"{'synthetic' if history is None else 'recorded'} "
+        f"queues of {counted(nodes, 'node')} of {counted(gpus_per_node, 'GPU')}, with load {load:.2f} "
+        f"({times.busy:.0%} of the GPUs in use). At each submission time all modes have the same queue. "
+        "Intervals are 95 % intervals of means."
     )
     return {
-        "headline": report.headline(),
-        "lines": [*report.lines(), basis, *known, NOT_MODELLED],
+        "headline": report.make_headline(),
+        "lines": [*report.make_lines(), basis, *known, NOT_MODELLED],
         "refused": None,
         "mode": report.choice,
-        "modes": report.rows(),
-        "even": {rival: _worth(report.even(rival)) for rival in MODES[:-1]},
+        "modes": report.make_rows(),
+        "even": {
+            rival: _format_break_even(report.compute_break_even(rival)) for rival in MODES[:-1]
+        },
     }
 
 
-def _nodes_of(history: AccountingHistory, gpus_per_node: int) -> int:
-    """Return the minimum number of nodes that could hold its jobs."""
+def _count_min_nodes(history: AccountingHistory, gpus_per_node: int) -> int:
+    """Return the smallest number of nodes that can run the history's jobs."""
     widest = max(e.gpus for e in history.entries)
     return -(-max(history.most_gpus, widest) // gpus_per_node)
 
 
-def _refusal(history: AccountingHistory | None, load: float, capacity: int) -> str | None:
-    if history is not None and history.one_user:
+def _find_refusal_reason(
+    history: AccountingHistory | None, load: float, capacity: int
+) -> str | None:
+    if history is not None and history.has_one_user:
         return (
-            "The history has jobs of one user alone, so that the load is unknown: ask sacct with -a, or an "
-            "administrator where PrivateData hides others' jobs."
+            "The history has jobs of a single user, so that the load is unknown: run sacct with -a, or ask "
+            "an "
+            "administrator if PrivateData hides other users' jobs."
         )
     if history is not None and history.growth_gpus > MAX_GROWTH * capacity:
         waits_h = history.growth_gpus * history.days * 24
         return (
-            f"The history's queue is not steady: in {history.days:.1f} days the work that waits grew by "
-            f"{waits_h:,.0f} GPU-hours ({history.mean_gpus:.1f} GPUs in use of {capacity}). No mean wait "
-            "describes a queue that grows; give the accounting of steadier days."
+            f"The history's queue is not steady: in {history.days:.1f} days the waiting work grew by "
+            f"{waits_h:,.0f} GPU-hours ({history.mean_gpus:.1f} of {capacity} GPUs in use). A growing "
+            "queue has "
+            "no mean wait; give the accounting of steadier days."
         )
-    if load > STEADY_LOAD:
+    if load > MAX_STEADY_LOAD:
         return (
-            f"At a load of {load:.2f} the queue is not steady: it grows for as long as the load stays above "
-            f"{STEADY_LOAD}, and no mean wait describes it."
+            f"At a load of {load:.2f} the queue is not steady: above a load of {MAX_STEADY_LOAD} it keeps "
+            "growing, and has no mean wait."
         )
     return None
 
 
-def _against_record(
+def _compare_with_record(
     history: AccountingHistory, arrivals: list[Arrival], queue: TrainingQueue
 ) -> str:
-    """Return a comparison of the simulated waits of the history's jobs with the recorded ones."""
+    """Return a sentence that compares the simulated waits of the history's jobs with the recorded ones."""
     sim = Cluster(queue.nodes, queue.gpus_per_node, arrivals, queue.rules)
     sim.run_until(arrivals[-1].submit_s)
     simulated = [wait_s for _, wait_s in sim.waits]
     begun = [e for e in history.entries if e.start_s is not None]
-    recorded = [max(0.0, e.start_s - history.came_s(e)) for e in begun]
+    recorded = [max(0.0, e.start_s - history.compute_queue_time_s(e)) for e in begun]
     ours, theirs = sum(simulated) / len(simulated) / 3600, sum(recorded) / len(recorded) / 3600
     text = (
-        f"The history's jobs waited {hours_text(theirs)} h on average within it; simulated, "
-        f"{hours_text(ours)} h"
+        f"The history's jobs waited {hours_text(theirs)} h on average, and {hours_text(ours)} h in the "
+        "simulation"
     )
-    if max(ours, theirs) > 0.1 and not 1 / NEAR <= (ours + 1e-9) / (theirs + 1e-9) <= NEAR:
+    if (
+        max(ours, theirs) > 0.1
+        and not 1 / MAX_WAIT_FACTOR <= (ours + 1e-9) / (theirs + 1e-9) <= MAX_WAIT_FACTOR
+    ):
         return (
             f"{text}: the simulator does not know this queue well (its size, priorities or limits), so "
-            "that the answer is a rough one."
+            "that the answer is only approximate."
         )
     return f"{text}."
 
 
-def history_lines(history: AccountingHistory, nodes: int, gpus_per_node: int) -> list[str]:
-    """Return sentences on a history alone.
+def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int) -> list[str]:
+    """Return sentences that describe a history: its jobs, GPUs in use, failures and waits.
 
     Args:
         history: The history.
@@ -196,146 +212,162 @@ def history_lines(history: AccountingHistory, nodes: int, gpus_per_node: int) ->
     """
     capacity = nodes * gpus_per_node
     lines = [
-        f"History of {history.days:.1f} days: {counted(len(history.entries), 'job')} with GPUs; on average "
-        f"{history.mean_gpus:.1f} GPUs in use, at most {history.most_gpus}, of {capacity}."
+        f"The history has {counted(len(history.entries), 'job')} with GPUs in {history.days:.1f} days. Of "
+        f"{capacity} GPUs, {history.mean_gpus:.1f} were in use on average, and at most {history.most_gpus}."
     ]
     if history.gpus_by_nodes:
         lines.append(
-            "It counts no GPUs (AccountingStorageTRES=gres/gpu would): each node is taken for "
-            f"{gpus_per_node}."
+            "The accounting does not count GPUs (set AccountingStorageTRES=gres/gpu), so that each node of a "
+            f"job counts as {gpus_per_node} GPUs."
         )
     mtbf_days = history.node_mtbf_days(nodes)
     if mtbf_days is not None:
         lines.append(
-            f"A node failed under a job once in {mtbf_days:.0f} days of a node (NODE_FAIL)."
+            f"A node failed under a job once in {mtbf_days:.0f} node-days (state NODE_FAIL)."
         )
-    return [*lines, *map(_width_line, history.by_width())]
+    return [*lines, *map(_describe_width, history.iter_widths())]
 
 
-def _width_line(row: WidthRow) -> str:
+def _describe_width(row: WidthRow) -> str:
     text = (
-        f"{row.label} GPUs: {counted(row.jobs, 'job')}, wait {hours_text(row.mean_s / 3600)} h on average, "
-        f"median {hours_text(row.median_s / 3600)}, one in ten above {hours_text(row.p90_s / 3600)} h"
+        f"{row.label} GPUs: {counted(row.jobs, 'job')} waited {hours_text(row.mean_s / 3600)} h on average, "
+        f"{hours_text(row.median_s / 3600)} h in the median, and one in ten over "
+        f"{hours_text(row.p90_s / 3600)} h"
     )
     if row.used is not None:
-        text += f"; {row.used:.0%} of the wall time asked for was used"
+        text += f"; they used {row.used:.0%} of their requested wall time"
     if row.backfilled is not None:
-        text += f"; {row.backfilled:.0%} started by backfill"
+        text += f"; {row.backfilled:.0%} of them started by backfill"
     return f"{text}."
 
 
-class _Told:
-    """The modes' times in words."""
+class _AnswerText:
+    """Sentences and rows on the simulated times of all modes."""
 
-    def __init__(self, request: QueueRequest, times: Times, margin: float) -> None:
+    def __init__(self, request: QueueRequest, times: ModeTimes, margin: float) -> None:
         self.request, self.times, self.margin = request, times, margin
-        self.choice = self._choice()
+        self.choice = self._choose_mode()
 
-    def even(self, rival: str) -> IntervalEstimate:
+    def compute_break_even(self, rival: str) -> IntervalEstimate:
+        """Return the sample efficiency at which asynchronous workers take as long as mode `rival`."""
         return self.times.break_even(rival)
 
-    def key(self, mode: str) -> str:
-        """Return the simulated mode: asynchronous workers count at the low end of sample efficiency."""
+    def get_simulated_mode(self, mode: str) -> str:
+        """Return the name of the simulated mode; asynchronous workers have the lowest sample efficiency."""
         if mode != ASYNCHRONOUS:
             return mode
-        return at_worth(min(self.request.sample_efficiency or (1.0,)))
+        return name_asynchronous_mode(min(self.request.sample_efficiency or (1.0,)))
 
-    def _choice(self) -> str:
-        """Return the simplest mode that no other one beats by more than the margin.
+    def _choose_mode(self) -> str:
+        """Return the simplest mode that is within the margin of the fastest one.
 
-        Asynchronous workers are considered only if their sample efficiency is surely sufficient.
+        Asynchronous workers are considered only if their sample efficiency is high enough with 95 %
+        confidence.
         """
-        allowed = MODES if self._is_worth() else MODES[:-1]
-        mean = {mode: self.times.mean(self.key(mode)).value for mode in allowed}
+        allowed = MODES if self._is_asynchronous_better() else MODES[:-1]
+        mean = {
+            mode: self.times.average_hours(self.get_simulated_mode(mode)).value for mode in allowed
+        }
         best = min(mean.values())
         return next(mode for mode in allowed if mean[mode] <= best * (1 + self.margin))
 
-    def headline(self) -> str:
-        mean = self.times.mean(self.key(self.choice))
+    def make_headline(self) -> str:
+        """Return the sentence that names the chosen mode, its time, and its ratio to a gang's time."""
+        mean = self.times.average_hours(self.get_simulated_mode(self.choice))
         text = (
-            f"With the queue: {self.choice}, {_h(mean.value)} from submission to result"
-            f" ({_h(mean.low)} to {_h(mean.high)}); one in ten takes longer than "
-            f"{_h(self.times.late_h(self.key(self.choice)))}."
+            f"With the queue: {self.choice} takes {_format_hours(mean.value)} from submission to result"
+            f" ({_format_hours(mean.low)} to {_format_hours(mean.high)}); one in ten takes longer than "
+            f"{_format_hours(self.times.compute_late_hours(self.get_simulated_mode(self.choice)))}."
         )
         if self.choice == GANG:
             return text
-        ratio = self.times.ratio(self.key(self.choice), GANG)
-        text += f" That is {_ratio(ratio)} of a gang's {_h(self.times.mean(GANG).value)}"
+        ratio = self.times.ratio(self.get_simulated_mode(self.choice), GANG)
+        gang_h = _format_hours(self.times.average_hours(GANG).value)
+        text += f" That is {_format_ratio(ratio)} times as long as a gang takes ({gang_h})"
         doubtful = ratio.high is not None and ratio.high > 1
-        return f"{text}{', which is not told apart' if doubtful else ''}."
+        return f"{text}{', but the difference is within the noise' if doubtful else ''}."
 
-    def lines(self) -> list[str]:
+    def make_lines(self) -> list[str]:
+        """Return sentences on the times of all modes, on the break-even, and on preemption."""
         others = []
         for mode in MODES[1:]:
-            mean, ratio = self.times.mean(self.key(mode)), self.times.ratio(self.key(mode), GANG)
-            others.append(f"{mode} {_h(mean.value)}, {_ratio(ratio)}")
-        worth = f"at a worth of {min(self.request.sample_efficiency or (1.0,)):g}"
+            mean, ratio = (
+                self.times.average_hours(self.get_simulated_mode(mode)),
+                self.times.ratio(self.get_simulated_mode(mode), GANG),
+            )
+            others.append(f"{mode} {_format_hours(mean.value)}, {_format_ratio(ratio)}")
+        worth = f"at a sample efficiency of {min(self.request.sample_efficiency or (1.0,)):g}"
         texts = [
-            f"Mean time, and over a gang's: gang {_h(self.times.mean(GANG).value)}; "
-            f"{'; '.join(others)} ({worth}).",
-            self._on_worth(),
+            f"Mean time from submission to result, and its ratio to a gang's: gang "
+            f"{_format_hours(self.times.average_hours(GANG).value)}; {'; '.join(others)} ({worth}).",
+            self._describe_break_even(),
         ]
         if self.request.preemptible:
-            texts.append("Split workers are preempted by all others here; gangs are not.")
+            texts.append(
+                "Workers that are separate jobs are preempted by all other jobs here; gangs are not."
+            )
         return texts
 
-    def _is_worth(self) -> bool | None:
-        """Return whether asynchronous samples suffice against elastic synchronous ones; None if open."""
-        sync, worth = self.even(SYNCHRONOUS), self.request.sample_efficiency
+    def _is_asynchronous_better(self) -> bool | None:
+        """Return whether asynchronous workers beat elastic synchronous ones, or None if that is uncertain."""
+        sync, worth = self.compute_break_even(SYNCHRONOUS), self.request.sample_efficiency
         if worth and sync.high is not None and worth[0] >= sync.high:
             return True
         return False if worth and sync.low is not None and worth[1] <= sync.low else None
 
-    def _on_worth(self) -> str:
-        """Return whether asynchrony pays, over split synchronous workers and over a gang."""
-        sync, gang = self.even(SYNCHRONOUS), self.even(GANG)
+    def _describe_break_even(self) -> str:
+        """Return a sentence on the sample efficiency at which asynchronous workers break even."""
+        sync, gang = self.compute_break_even(SYNCHRONOUS), self.compute_break_even(GANG)
         text = (
-            f"Asynchronous servers break even with split synchronous workers ({_stop_text(self.request)}) at "
-            f"a worth of {_worth(sync)}, with a gang at {_worth(gang)}"
+            "Asynchronous workers break even with split synchronous workers "
+            f"({_describe_pause(self.request)}) at a sample efficiency of {_format_break_even(sync)}, and "
+            "with "
+            f"a gang at {_format_break_even(gang)}"
         )
         worth = self.request.sample_efficiency
         if worth is None:
             return (
-                f"{text}; what their samples are worth was not given, so they are not recommended."
+                f"{text}; their sample efficiency is not given, so that they are not recommended."
             )
         low, high = worth
         tested = f"{low:g} to {high:g}" if low < high else f"{low:g}"
         ranges = {
-            True: "enough: of the split ones, asynchronous",
-            False: "too little: of the split ones, synchronous",
-            None: "which leaves it open: measure the worth more closely",
-        }[self._is_worth()]
-        return f"{text}; they are worth {tested}, {ranges}."
+            True: "which is enough: asynchronous workers are faster",
+            False: "which is too little: synchronous workers are faster",
+            None: "which leaves open which are faster: measure it more precisely",
+        }[self._is_asynchronous_better()]
+        return f"{text}; their sample efficiency is {tested}, {ranges}."
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each mode of the answer."""
+    def make_rows(self) -> list[dict[str, Any]]:
+        """Return a row of numbers for each mode, for answers.json and the report."""
         table = []
         for mode in MODES:
-            mean = self.times.mean(self.key(mode))
-            ratio = self.times.ratio(self.key(mode), GANG)
+            mean = self.times.average_hours(self.get_simulated_mode(mode))
+            ratio = self.times.ratio(self.get_simulated_mode(mode), GANG)
             names = ("hours", "hours_low", "hours_high", "ratio", "ratio_low", "ratio_high")
             table.append(
                 {"mode": mode, "chosen": mode == self.choice}
                 | dict(zip(names, (*mean, *ratio), strict=True))
-                | {"late_hours": self.times.late_h(self.key(mode))}
+                | {"late_hours": self.times.compute_late_hours(self.get_simulated_mode(mode))}
             )
         return table
 
 
-def _stop_text(request: QueueRequest) -> str:
-    """Return a text on how synchronous workers stop when one joins or leaves."""
+def _describe_pause(request: QueueRequest) -> str:
+    """Describe how long synchronous workers pause if one joins or leaves, and how they resume."""
     return f"pause {request.pause_s:g} s, {SOURCES[request.recovery]}"
 
 
-def _h(hours: float | None) -> str:
+def _format_hours(hours: float | None) -> str:
     return "?" if hours is None else f"{hours:.3g} h"
 
 
-def _ratio(ratio: IntervalEstimate) -> str:
+def _format_ratio(ratio: IntervalEstimate) -> str:
     return ratio.text(lambda r: f"{r:.2f}")
 
 
-def _worth(even: IntervalEstimate) -> str:
+def _format_break_even(even: IntervalEstimate) -> str:
+    """Format a break-even sample efficiency, which may be outside of the simulated range."""
     if even.value == 0:
         return f"less than {WORTHS[-1]:g}"
     if math.isinf(even.value):

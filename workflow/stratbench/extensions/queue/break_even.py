@@ -1,6 +1,6 @@
-"""Gang or elastic: time to result of a training's modes, in the same queue at the same times.
+"""Simulates a training as a gang or as separate worker jobs, in the same queue at the same times.
 
-Also the sample efficiency at which asynchronous workers break even with another mode.
+It also finds the sample efficiency at which asynchronous workers break even with another mode.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import partial
 import numpy as np
 from scipy.special import stdtrit
 
-from stratbench.extensions.queue.background import poisson
+from stratbench.extensions.queue.background import make_poisson_arrivals
 from stratbench.extensions.queue.simulator import Arrival, Cluster, Rules
 from stratbench.extensions.queue.trainings import (
-    BESIDE,
+    PEER_CHECKPOINTS,
     STARTUP_S,
     ElasticTraining,
     Gang,
@@ -27,118 +27,136 @@ from stratbench.statistics.intervals import IntervalEstimate
 
 GANG, HALF = "gang", "gang N/2"
 SYNCHRONOUS, ASYNCHRONOUS = "split synchronous", "split asynchronous"
-#: From what is simplest to run. The last one's times are by worth.
+#: Modes from the simplest to run to the most complex. The last one is simulated per sample efficiency.
 MODES = (GANG, HALF, SYNCHRONOUS, ASYNCHRONOUS)
-#: Simulated sample efficiencies of asynchronous workers; between them, time is linear in their inverse.
+#: Simulated sample efficiencies of asynchronous workers; times between them are interpolated linearly in 1 /
+#: w.
 WORTHS = (1.0, 0.8, 0.6)
-#: Ratio of a training's requested to needed wall time.
+#: Ratio of the wall time that the training requests to the time that it needs.
 REQUEST_FACTOR = 1.5
-#: Of a made stream, in which the moments lie: some three days, of which the first quarter fills the cluster.
+#: Jobs per GPU in a synthetic stream, about three days of jobs; the first quarter fills the cluster.
 JOBS_PER_GPU = 700 / 64
-#: A training that is not done after this time is counted as done then.
+#: Seconds after which the simulation of a training ends; a longer training counts as this long.
 MAX_S = 60 * 86400.0
 
 
 @dataclass(frozen=True)
 class QueuedTraining:
-    """The training, in the modes' terms. `hours`: its length on `width` GPUs, startup and queue left out."""
+    """The training to simulate. It takes `hours` on `width` GPUs, without startup and queue."""
 
     width: int
     hours: float
-    loss: float = 0.02
+    loss_per_worker: float = 0.02
     pause_s: float = 60.0
-    #: Whether synchronous workers get their state from each other, and not from a checkpoint.
+    #: Whether a synchronous worker that joins gets its state from another worker, not from a checkpoint.
     from_peers: bool = False
-    #: Of split workers.
+    #: Whether workers that are separate jobs may be preempted.
     preemptible: bool = False
 
     @property
     def work_s(self) -> float:
-        """Seconds of one GPU at full efficiency."""
-        return self.width * Scaling(self.loss).of_each(self.width) * self.hours * 3600
+        """Work of the training, in seconds of one GPU at full efficiency."""
+        return (
+            self.width
+            * Scaling(self.loss_per_worker).compute_efficiency(self.width)
+            * self.hours
+            * 3600
+        )
 
-    def request_s(self, workers: int, worth: float = 1.0) -> float:
-        """Return the requested wall time of a job with so many workers, or of one worker, in minutes."""
-        alone_s = self.work_s / (workers * Scaling(self.loss).of_each(workers))
+    def compute_request_s(self, workers: int, worth: float = 1.0) -> float:
+        """Return the wall time in seconds that a job requests, rounded up to minutes.
+
+        Args:
+            workers: Number of workers.
+            worth: Sample efficiency.
+        """
+        alone_s = self.work_s / (
+            workers * Scaling(self.loss_per_worker).compute_efficiency(workers)
+        )
         return math.ceil((STARTUP_S + REQUEST_FACTOR * alone_s) / 60) * 60.0 / worth
 
-    def makers(self, worths: Sequence[float]) -> dict[str, Callable[[], Training]]:
-        """Return functions that create the training, by mode; asynchronous ones have their efficiency."""
-        scaling = Scaling(self.loss)
+    def list_makers(self, worths: Sequence[float]) -> dict[str, Callable[[], Training]]:
+        """Return a function per mode that creates the training. `worths` are sample efficiencies."""
+        scaling = Scaling(self.loss_per_worker)
 
         def gang(workers: int) -> Callable[[], Training]:
-            return partial(Gang, self.work_s, self.request_s(workers), workers, scaling)
+            return partial(Gang, self.work_s, self.compute_request_s(workers), workers, scaling)
 
         def split(worth: float, **how) -> Callable[[], Training]:
-            asked_s, scaled = self.request_s(self.width, worth), Scaling(self.loss, worth)
+            asked_s, scaled = (
+                self.compute_request_s(self.width, worth),
+                Scaling(self.loss_per_worker, worth),
+            )
             how["preemptible"] = self.preemptible
             return partial(ElasticTraining, self.work_s, asked_s, self.width, scaled, **how)
 
-        stops = {"from_peers": True, "checkpoints": BESIDE} if self.from_peers else {}
+        stops = {"from_peers": True, "checkpoints": PEER_CHECKPOINTS} if self.from_peers else {}
         return {
             GANG: gang(self.width),
             HALF: gang(max(1, self.width // 2)),
             SYNCHRONOUS: split(1.0, synchronous=True, pause_s=self.pause_s, **stops),
-        } | {at_worth(worth): split(worth) for worth in worths}
+        } | {name_asynchronous_mode(worth): split(worth) for worth in worths}
 
 
-def at_worth(worth: float) -> str:
-    """Return the name of the asynchronous mode at this sample efficiency."""
+def name_asynchronous_mode(worth: float) -> str:
+    """Return the name of the asynchronous mode with sample efficiency `worth`."""
     return f"{ASYNCHRONOUS} {worth:g}"
 
 
 @dataclass(frozen=True)
 class TrainingQueue:
-    """The cluster that the training is submitted to: a stream of others' jobs per block."""
+    """The simulated cluster and queue to which the training is submitted."""
 
     nodes: int
     gpus_per_node: int
     rules: Rules
-    #: For each block: others' jobs, and the moments at which the training comes.
+    #: Per block: jobs of other users, and the submission times of the training.
     blocks: Sequence[tuple[Sequence[Arrival], Sequence[float]]]
 
 
 @dataclass
-class Times:
-    """Hours from submission to result, by mode, each of shape [blocks, moments]."""
+class ModeTimes:
+    """Hours from submission to result, by mode. Each array has the shape [blocks, submission times]."""
 
     hours: dict[str, np.ndarray]
-    #: Mean share of the GPUs that others use until the last moment.
+    #: Mean share of the GPUs that other users' jobs use until the last submission time.
     busy: float
 
-    def mean(self, mode: str) -> IntervalEstimate:
-        """Return mean hours, with a 95 % interval."""
+    def average_hours(self, mode: str) -> IntervalEstimate:
+        """Return the mean hours of a mode, with a 95 % interval."""
         return jackknife(lambda kept: float(self.hours[mode][kept].mean()), len(self.hours[mode]))
 
     def ratio(self, mode: str, other: str) -> IntervalEstimate:
-        """Return the ratio of the mean times at equal submission times, with a 95 % interval."""
+        """Return the ratio of two modes' mean times at equal submission times, with a 95 % interval."""
 
         def ratio(kept: np.ndarray) -> float:
             return float(self.hours[mode][kept].mean() / self.hours[other][kept].mean())
 
         return jackknife(ratio, len(self.hours[mode]))
 
-    def late_h(self, mode: str) -> float:
-        """Hours within which nine tenths of the moments' trainings are done."""
+    def compute_late_hours(self, mode: str) -> float:
+        """Return the hours within which nine out of ten trainings are done (90 % quantile)."""
         return float(np.quantile(self.hours[mode], 0.9))
 
-    def worths(self) -> list[float]:
-        """Return at which the asynchronous mode was simulated, the highest first."""
+    def list_simulated_worths(self) -> list[float]:
+        """Return the simulated sample efficiencies of asynchronous workers, the highest first."""
         prefix = f"{ASYNCHRONOUS} "
         efficiencies = [float(a.removeprefix(prefix)) for a in self.hours if a.startswith(prefix)]
         return sorted(efficiencies, reverse=True)
 
     def break_even(self, rival: str) -> IntervalEstimate:
-        """Return the sample efficiency at which asynchronous workers tie with a mode, with a 95 % interval.
+        """Return the sample efficiency at which asynchronous workers take as long as another mode.
 
-        Beyond the simulated range, it is infinite if even the highest is too slow, and 0 if the lowest is
-        still faster, both without an interval.
+        It has a 95 % interval. Outside of the simulated range it has none: it is infinite if even the highest
+        efficiency is too slow, and 0 if the lowest is still faster.
         """
-        worths = self.worths()
+        worths = self.list_simulated_worths()
 
         def even(kept: np.ndarray) -> float:
             target = self.hours[rival][kept].mean()
-            mine = [float(self.hours[at_worth(worth)][kept].mean()) for worth in worths]
+            mine = [
+                float(self.hours[name_asynchronous_mode(worth)][kept].mean()) for worth in worths
+            ]
             if target < mine[0]:
                 return math.inf
             if target > mine[-1]:
@@ -149,10 +167,14 @@ class Times:
 
 
 def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> IntervalEstimate:
-    """Return a positive value of all blocks, with a 95 % jackknife interval.
+    """Compute a positive value over all blocks, with a 95 % jackknife interval.
 
-    On logarithms, by t (Tukey 1958; Miller 1974). `value`: function of the numbers of the retained blocks.
-    There is no interval if a value is 0 or infinite.
+    The interval is by Student's t on logarithms (Tukey 1958; Miller 1974). There is none if a value is 0 or
+    infinite.
+
+    Args:
+        value: Computes the value from the indices of the blocks to use.
+        blocks: Number of blocks.
     """
     every = np.arange(blocks)
     whole = value(every)
@@ -165,23 +187,23 @@ def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> IntervalEsti
     return IntervalEstimate(whole, whole * math.exp(-half), whole * math.exp(half))
 
 
-def paired_times(
+def simulate_modes(
     queue: TrainingQueue,
     work: QueuedTraining,
     worths: Sequence[float] = WORTHS,
     modes: Sequence[str] | None = None,
     tick: Callable[[], None] = lambda: None,
-) -> Times:
-    """Simulate every mode (or only `modes`) at every submission time of the queue.
+) -> ModeTimes:
+    """Simulate every mode at every submission time of the queue.
 
     Args:
         queue: The queue.
         work: The training.
         worths: Sample efficiencies of asynchronous workers.
-        modes: Modes as `Work.makers` names them.
-        tick: Called at each submission time.
+        modes: Names of the modes to simulate, or None for all.
+        tick: Called after each submission time.
     """
-    made = work.makers(worths)
+    made = work.list_makers(worths)
     made = {name: made[name] for name in modes or made}
     hours: dict[str, list[list[float]]] = {name: [] for name in made}
     busy = []
@@ -200,25 +222,25 @@ def paired_times(
                 hours[name][-1].append(took_s / 3600)
             tick()
         busy.append(base.busy_gpu_s / base.now_s / base.capacity)
-    return Times({name: np.array(rows) for name, rows in hours.items()}, float(np.mean(busy)))
+    return ModeTimes({name: np.array(rows) for name, rows in hours.items()}, float(np.mean(busy)))
 
 
-def moments_in(
+def iter_moments(
     last_s: float, count: int, first: float = 0.25, end: float = 0.85
 ) -> Iterator[float]:
     """Yield evenly spaced submission times in the middle of a stream of jobs.
 
     Args:
         last_s: End of the stream.
-        count: Number of times.
-        first: Fraction of the stream before.
-        end: Fraction of the stream at the last one.
+        count: Number of submission times.
+        first: Fraction of the stream before the first of them.
+        end: Fraction of the stream before the end of the last interval.
     """
     for i in range(count):
         yield last_s * (first + (end - first) * i / count)
 
 
-def poisson_queue(
+def make_poisson_queue(
     nodes: int,
     gpus_per_node: int,
     rules: Rules,
@@ -227,15 +249,15 @@ def poisson_queue(
     blocks: int,
     moments: int,
 ) -> TrainingQueue:
-    """Return a queue with a synthetic stream of `load` per block.
+    """Make a queue with a synthetic stream of jobs per block.
 
-    Others still come while a training of `hours` runs.
+    The streams are so long that other jobs still arrive while a training of `hours` runs.
 
     Args:
         nodes: Number of nodes.
         gpus_per_node: GPUs of a node.
         rules: Behaviour of the cluster.
-        load: Fraction of the capacity.
+        load: Fraction of the GPUs that the jobs use.
         hours: Duration of the training.
         blocks: Number of blocks.
         moments: Submission times per block.
@@ -245,13 +267,13 @@ def poisson_queue(
     jobs = math.ceil(with_moments * max(1.0, hours / 6))
     drawn = []
     for seed in range(blocks):
-        arrivals = poisson(jobs, load, capacity, seed)
+        arrivals = make_poisson_arrivals(jobs, load, capacity, seed)
         end_s = arrivals[with_moments - 1].submit_s
-        drawn.append((arrivals, list(moments_in(end_s, moments))))
+        drawn.append((arrivals, list(iter_moments(end_s, moments))))
     return TrainingQueue(nodes, gpus_per_node, rules, drawn)
 
 
-def recorded_queue(
+def make_recorded_queue(
     nodes: int,
     gpus_per_node: int,
     rules: Rules,
@@ -261,9 +283,9 @@ def recorded_queue(
     moments: int,
     settled_s: float = 0.0,
 ) -> TrainingQueue:
-    """Return one recorded stream, cut into blocks of submission times.
+    """Make a queue from one recorded stream of jobs, whose submission times are divided into blocks.
 
-    Its end is left to the trainings.
+    The end of the stream has no submission times, so that trainings can end in it.
 
     Args:
         nodes: Number of nodes.
@@ -273,7 +295,7 @@ def recorded_queue(
         hours: Duration of the training.
         blocks: Number of blocks.
         moments: Submission times per block.
-        settled_s: Time from which all jobs are recorded.
+        settled_s: Time from which on all jobs are recorded.
 
     Raises:
         ValueError: If the stream is too short for a training of `hours`.
@@ -283,10 +305,11 @@ def recorded_queue(
     end_s = min(last_s - 3 * hours * 3600, settled_s + 0.9 * whole_s)
     if whole_s <= 0 or end_s < settled_s + 0.5 * whole_s:
         raise ValueError(
-            f"the history's jobs come within {whole_s / 3600:.3g} h, which is too short for such a "
-            f"training; ask sacct for {6 * hours:.3g} h or more"
+            f"the history has jobs of {whole_s / 3600:.3g} h, which is too short for a training of "
+            f"{hours:.3g} h; "
+            f"give the accounting of {6 * hours:.3g} h or more"
         )
     first = max(0.2, settled_s / last_s)
-    every = list(moments_in(last_s, blocks * moments, first=first, end=end_s / last_s))
+    every = list(iter_moments(last_s, blocks * moments, first=first, end=end_s / last_s))
     cut = [every[i * moments : (i + 1) * moments] for i in range(blocks)]
     return TrainingQueue(nodes, gpus_per_node, rules, [(arrivals, each) for each in cut])

@@ -1,4 +1,4 @@
-"""The simulated queue as evidence of a decision: an answer of its own, for `decide.queue`."""
+"""Adds to a decision the simulated time of a training in a queue, if `decide.queue` is set."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from stratbench.study.config.messages import ConfigError
 
 
 class QueueEvidence(Evidence):
-    """The way of a training through a queue."""
+    """Evidence from a simulation of the queue."""
 
     def __init__(self, constraints: Constraints) -> None:
-        """`constraints`: those of the decision, with `decide.queue`."""
+        """Keep the constraints of the decision, which include `decide.queue`."""
         self.constraints = constraints
 
     def answer(self) -> Mapping[str, Any] | None:
-        """Return the simulation's answer, with progress on stderr.
+        """Simulate the queue, and return the answer, or None without `decide.queue`. Progress goes to stderr.
 
         Raises:
-            ConfigError: The history does not do.
+            ConfigError: If the history is insufficient.
         """
         block = self.constraints.more.get("queue")
         if block is None:
@@ -40,9 +40,9 @@ class QueueEvidence(Evidence):
 
 
 def show_progress(done: int, of: int) -> None:
-    """Print each quarter of the moments that are simulated."""
+    """Print the progress when another quarter of the submission times is simulated."""
     if done * 4 // of > (done - 1) * 4 // of:
-        print(f"queue: {done} of {of} moments simulated", file=sys.stderr, flush=True)
+        print(f"queue: simulated {done} of {of} submission times", file=sys.stderr, flush=True)
 
 
 READING = Reading(

@@ -1,9 +1,9 @@
-"""A cluster's history, from SLURM's accounting: waiting times, and others' jobs for the simulator.
+"""Reads a cluster's history from SLURM's accounting: waits, and jobs of other users to simulate.
 
 sacct -a -X -P -D -S now-30days -o FIELDS > history.txt
 
-With `-D` a job that was queued again has a line for each run. A file without the line of names (`-n`) is read
-in the order of FIELDS. Times are SLURM's own, to the second, without a time zone.
+With `-D` a requeued job has a line per run. A file without a header line (`-n`) must have the columns in the
+order of FIELDS. Times are local times of the cluster in whole seconds.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ FIELDS = (
     "JobIDRaw", "User", "Partition", "Submit", "Eligible", "Start", "End", "State", "TimelimitRaw",
     "NNodes", "ReqTRES", "AllocTRES", "Flags",
 )  # fmt: skip
-#: Columns without which a line is useless.
+#: Columns that the file must have.
 NEEDED = ("Submit", "Start", "End", "State", "AllocTRES")
-#: Widths with similar waits, reported together; the last has no end.
+#: Ranges of numbers of GPUs whose waits are reported together; the last range has no end.
 WIDTH_BINS = ((1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 10**9))
-#: Assumed ratio of requested to used wall time, if the accounting has no limits.
+#: Assumed ratio of requested to used wall time if the accounting has no time limits.
 UNKNOWN_FACTOR = 3.0
 
 
 class HistoryError(ValueError):
-    """A file is no accounting, or has too little data; the message has the remedy."""
+    """A file is not SLURM's accounting, or has too few jobs; the message has the remedy."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A job, or a run of one that was queued again. Times in seconds; None: not yet, or unknown."""
+class AccountingEntry:
+    """A job of the accounting, or one run of a requeued job. Times are None if unknown or not yet reached."""
 
     submit_s: float
     eligible_s: float | None
@@ -55,16 +55,17 @@ class Entry:
 
     @property
     def queued_s(self) -> float:
-        """Seconds in the queue since it could have run: a dependency, begin time or hold is no queue."""
+        """Time from which on the job waited in the queue and was eligible to run."""
         return max(self.submit_s, self.eligible_s or 0.0)
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds in the queue, or None if it has not started."""
+        """Seconds that the job waited in the queue, or None if it has not started."""
         return None if self.start_s is None else max(0.0, self.start_s - self.queued_s)
 
     @property
     def ran_s(self) -> float | None:
+        """Seconds that the job ran, or None if it has not ended."""
         if self.start_s is None or self.end_s is None:
             return None
         return max(0.0, self.end_s - self.start_s)
@@ -72,45 +73,47 @@ class Entry:
 
 @dataclass(frozen=True)
 class WidthRow:
-    """Jobs of similar width: the number `jobs`, and the waits in seconds of those that started.
-
-    None if unknown.
-    """
+    """Waits in seconds of all jobs with a similar number of GPUs. Values are None if unknown."""
 
     label: str
     jobs: int
     mean_s: float
     median_s: float
     p90_s: float
+    #: Share of jobs that started by backfill.
     backfilled: float | None
-    #: Mean used fraction of the requested wall time.
+    #: Mean share of the requested wall time that jobs used.
     used: float | None
 
 
 @dataclass(frozen=True)
 class AccountingHistory:
-    """The jobs with GPUs of an accounting."""
+    """All jobs with GPUs in an accounting file."""
 
-    entries: tuple[Entry, ...]
-    #: Whether GPUs are nodes times the GPUs of one, because the accounting counts none.
+    entries: tuple[AccountingEntry, ...]
+    #: Whether a job's GPUs were computed from its nodes, because the accounting does not count GPUs.
     gpus_by_nodes: bool
 
     @cached_property
     def window_s(self) -> tuple[float, float]:
-        """Times between which all jobs are in the file: sacct lists those not ended at its begin."""
+        """Begin and end of the time in which the file has all jobs, from the first end of a job on."""
         times = [t for e in self.entries for t in (e.submit_s, e.start_s, e.end_s) if t is not None]
         ends = [e.end_s for e in self.entries if e.end_s is not None]
         if not ends or max(times) <= min(ends):
-            raise HistoryError("history: no two jobs have ended in it; ask sacct for more days")
+            raise HistoryError(
+                "decide.queue.history: fewer than two jobs have ended in it; ask sacct for more "
+                "days"
+            )
         return min(ends), max(times)
 
     @property
     def days(self) -> float:
+        """Length of the window in days."""
         begin_s, end_s = self.window_s
         return (end_s - begin_s) / 86400
 
-    def _steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times in the window, and the GPUs in use from each on."""
+    def _compute_use(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return times in the window, and the number of GPUs in use from each time on."""
         begin_s, end_s = self.window_s
         changes: list[tuple[float, int]] = [(begin_s, 0), (end_s, 0)]
         for e in self.entries:
@@ -126,20 +129,22 @@ class AccountingHistory:
 
     @property
     def most_gpus(self) -> int:
-        """The most GPUs that were in use at once."""
-        return int(self._steps()[1].max())
+        """Largest number of GPUs that were in use at the same time."""
+        return int(self._compute_use()[1].max())
 
     @property
     def mean_gpus(self) -> float:
-        """The GPUs in use, on average over the window."""
-        times, used = self._steps()
+        """Mean number of GPUs in use over the window."""
+        times, used = self._compute_use()
         return float((used[:-1] * np.diff(times)).sum() / (times[-1] - times[0]))
 
     @cached_property
     def growth_gpus(self) -> float:
-        """Equivalent busy GPUs of the work that was queued in the window, at least 0.
+        """Growth of the waiting work over the window, as the number of GPUs that it would keep busy.
 
-        Work is GPUs times the duration, or for jobs that have not run, the duration expected from their
+        It is at least 0.
+
+        Work is GPUs times the duration. Jobs that have not run have the duration expected from their time
         limits.
         """
         begin_s, end_s = self.window_s
@@ -147,7 +152,7 @@ class AccountingHistory:
         usual_s = statistics.median(known) if known else 0.0
 
         def waiting(at_s: float) -> float:
-            """Return GPU-seconds of the jobs that waited then."""
+            """Return the GPU-seconds of the jobs that waited at a time."""
             return sum(
                 e.gpus * (e.ran_s or (e.limit_s / self._factor if e.limit_s else usual_s))
                 for e in self.entries
@@ -157,8 +162,8 @@ class AccountingHistory:
         return max(0.0, waiting(end_s) - waiting(begin_s)) / (end_s - begin_s)
 
     @property
-    def one_user(self) -> bool:
-        """Whether all lines name one user: then others' are likely hidden, and the load is unknown."""
+    def has_one_user(self) -> bool:
+        """Whether all jobs are of one user, so that other users' jobs are probably hidden."""
         return bool(self.entries[0].user) and len({e.user for e in self.entries}) == 1
 
     @property
@@ -174,15 +179,15 @@ class AccountingHistory:
         return max(1.0, statistics.median(factors)) if factors else UNKNOWN_FACTOR
 
     def node_mtbf_days(self, nodes: int) -> float | None:
-        """Return days between failures of one node, from jobs that ended NODE_FAIL, or None.
+        """Return the mean days between failures of one node, or None if no job ended with NODE_FAIL.
 
-        Failures of unused nodes are not seen, so this is an upper bound.
+        Failures of unused nodes are not recorded, so that this is an upper bound.
         """
         failures = sum(e.state == "NODE_FAIL" for e in self.entries)
         return nodes * self.days / failures if failures else None
 
-    def by_width(self) -> Iterator[WidthRow]:
-        """Waits by the number of GPUs."""
+    def iter_widths(self) -> Iterator[WidthRow]:
+        """Yield the waits of jobs by their number of GPUs."""
         for low, high in WIDTH_BINS:
             mine = [e for e in self.entries if low <= e.gpus <= high]
             waits = [e.wait_s for e in mine if e.wait_s is not None]
@@ -203,11 +208,11 @@ class AccountingHistory:
                 used=statistics.fmean(used) if used else None,
             )
 
-    def came_s(self, entry: Entry) -> float:
-        """Return when a started job joins the queue, for the simulator.
+    def compute_queue_time_s(self, entry: AccountingEntry) -> float:
+        """Return when a started job enters the simulated queue.
 
-        A job that had started when the window begins joins at its start, and one that waited then joins at
-        the begin. The jobs that they had waited for are mostly not in the file.
+        A job that started before the window enters at its start, and a job that waited at the begin of the
+        window enters at that time, because most of the jobs that it waited for are not in the file.
         """
         begin_s, _ = self.window_s
         return entry.start_s if entry.start_s < begin_s else max(entry.queued_s, begin_s)
@@ -218,14 +223,11 @@ class AccountingHistory:
 
     @property
     def settled_s(self) -> float:
-        """Time from which `arrivals` has all jobs: the begin of the window, on its clock."""
+        """Begin of the window on the simulation's clock: from then on `make_arrivals` has all jobs."""
         return self.window_s[0] - self._first_s
 
-    def arrivals(self) -> list[Arrival]:
-        """Return its jobs for the simulator, from 0 on.
-
-        Those that never started are left out.
-        """
+    def make_arrivals(self) -> list[Arrival]:
+        """Return the jobs for the simulator, whose clock starts at 0, without jobs that never started."""
         _, end_s = self.window_s
         started = [e for e in self.entries if e.start_s is not None and e.gpus]
         jobs = []
@@ -233,7 +235,7 @@ class AccountingHistory:
             ran_s = max(1.0, e.ran_s if e.ran_s is not None else end_s - e.start_s)
             jobs.append(
                 Arrival(
-                    self.came_s(e) - self._first_s,
+                    self.compute_queue_time_s(e) - self._first_s,
                     e.gpus,
                     ran_s,
                     max(e.limit_s or ran_s * self._factor, ran_s),
@@ -245,42 +247,42 @@ class AccountingHistory:
 def read_history(
     path: str | Path, gpus_per_node: int, partition: str | None = None
 ) -> AccountingHistory:
-    """Return the accounting in a file, of one partition or of all.
+    """Read a file of SLURM's accounting.
 
     Args:
         path: The file.
         gpus_per_node: GPUs of a node.
-        partition: Name of the partition, or None for all.
+        partition: Partition whose jobs to keep, or None for all.
 
     Raises:
-        HistoryError: For another format, naming the line, and if there is no job with GPUs.
+        HistoryError: If a line has another format, or if no job with GPUs has started.
         OSError: If the file cannot be read.
     """
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         lines = list(csv.reader(file, delimiter="|", quoting=csv.QUOTE_NONE))
-    rows = list(_named(Path(path).name, lines))
+    rows = list(_iter_rows(Path(path).name, lines))
     if partition is not None:
         # A pending job may name several partitions.
         in_partition = [r for r in rows if partition in r.get("Partition", "").split(",")]
         if not in_partition:
             names = sorted({r.get("Partition", "") for r in rows})
             raise HistoryError(
-                f"decide.queue.partition = {partition!r}: no job of {path} ran there; it has "
+                f"decide.queue.partition = {partition!r}: no job in {path} has this partition; give one of "
                 f"{printable(', '.join(names))}"
             )
         rows = in_partition
     counted = any("gres/gpu" in r["AllocTRES"] + r.get("ReqTRES", "") for r in rows)
-    entries = [_entry(r, gpus_per_node, counted) for r in rows]
+    entries = [_make_entry(r, gpus_per_node, counted) for r in rows]
     with_gpus = tuple(e for e in entries if e.gpus)
     if not any(e.start_s is not None for e in with_gpus):
         raise HistoryError(
-            f"{path}: no job with a GPU has started in it; ask sacct for more days, with -a for all users"
+            f"{path}: has no job with a GPU that started; ask sacct for more days, with -a for all users"
         )
     return AccountingHistory(with_gpus, not counted)
 
 
-def _named(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]]:
-    """Yield each line's values by their names."""
+def _iter_rows(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]]:
+    """Yield each line's values by name of the column."""
     names: Sequence[str] = FIELDS
     for number, values in enumerate(lines, 1):
         if not values or values == [""]:
@@ -289,44 +291,47 @@ def _named(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]
             names = values
             if missing := [field for field in NEEDED if field not in names]:
                 raise HistoryError(
-                    f"{name}: has no column {missing[0]}; ask sacct for -o {','.join(FIELDS)}"
+                    f"{name}: has no column {missing[0]}; write it with sacct -o {','.join(FIELDS)}"
                 )
             continue
         if len(values) != len(names):
             raise HistoryError(
-                f"{name}, line {number}: {len(values)} values where {len(names)} belong; write it with "
+                f"{name}, line {number}: has {len(values)} values instead of {len(names)}; write it with "
                 f"sacct -a -X -P -D -o {','.join(FIELDS)}"
             )
         row = dict(zip(names, values, strict=True))
         for field in ("Submit", "Start", "End"):
             try:
-                _time(row[field])
+                _parse_time(row[field])
             except ValueError:
                 raise HistoryError(
-                    f"{name}, line {number}: {field} = {row[field]!r} is no time, as 2026-01-31T12:00:00"
+                    f"{name}, line {number}: {field} = {row[field]!r} is not a time such as "
+                    "2026-01-31T12:00:00"
                 ) from None
-        if _time(row["Submit"]) is None:
-            raise HistoryError(f"{name}, line {number}: nothing says when it was submitted")
+        if _parse_time(row["Submit"]) is None:
+            raise HistoryError(f"{name}, line {number}: has no time in the column Submit")
         yield row
 
 
-def _entry(row: Mapping[str, str], gpus_per_node: int, counted: bool) -> Entry:
+def _make_entry(row: Mapping[str, str], gpus_per_node: int, counted: bool) -> AccountingEntry:
     limit, nodes = row.get("TimelimitRaw", ""), row.get("NNodes", "")
     n = int(nodes) if nodes.isdigit() else 0
     gpus = n * gpus_per_node
     if counted:
-        gpus = gpus_of(row["AllocTRES"]) or gpus_of(row.get("ReqTRES", ""))
-    start_s, end_s = _time(row["Start"]), _time(row["End"])
-    if not row["AllocTRES"]:  # cancelled in the queue: older versions state its end as its start
+        gpus = parse_gpu_count(row["AllocTRES"]) or parse_gpu_count(row.get("ReqTRES", ""))
+    start_s, end_s = _parse_time(row["Start"]), _parse_time(row["End"])
+    if not row[
+        "AllocTRES"
+    ]:  # a job cancelled in the queue has a start time in older versions of SLURM
         start_s = None
     flags = row.get("Flags")
-    return Entry(
-        submit_s=_time(row["Submit"]) or 0.0,
-        eligible_s=_time(row.get("Eligible", "")),
+    return AccountingEntry(
+        submit_s=_parse_time(row["Submit"]) or 0.0,
+        eligible_s=_parse_time(row.get("Eligible", "")),
         start_s=start_s,
         end_s=end_s,
         state=row["State"].split(" ")[0],
-        # Minutes; Partition_Limit and UNLIMITED are no numbers.
+        # The limit is in minutes, or a word such as Partition_Limit or UNLIMITED.
         limit_s=int(limit) * 60.0 if limit.isdigit() and int(limit) else None,
         gpus=gpus,
         backfilled="SchedBackfill" in flags if flags else None,
@@ -334,16 +339,16 @@ def _entry(row: Mapping[str, str], gpus_per_node: int, counted: bool) -> Entry:
     )
 
 
-def gpus_of(tres: str) -> int:
-    """The GPUs of `cpu=4,gres/gpu=2,gres/gpu:a100=2`: the count without a type, else the sum of the types."""
+def parse_gpu_count(tres: str) -> int:
+    """Return the number of GPUs in a TRES text such as `cpu=4,gres/gpu=2,gres/gpu:a100=2`."""
     counts = dict(re.findall(r"gres/gpu(:[^=,]+)?=(\d+)", tres))
     return int(counts[""]) if "" in counts else sum(map(int, counts.values()))
 
 
-def _time(text: str) -> float | None:
+def _parse_time(text: str) -> float | None:
     if text in ("", "Unknown", "None", "N/A"):
         return None
-    if text.isdigit():  # SLURM_TIME_FORMAT=%s
+    if text.isdigit():  # times are seconds since 1970 with SLURM_TIME_FORMAT=%s
         return float(text)
-    # As if it were UTC: only differences count, and they must not depend on the reader's time zone.
+    # The time is read as UTC, because only differences count and they must not depend on the time zone here.
     return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()

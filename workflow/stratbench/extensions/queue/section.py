@@ -1,4 +1,4 @@
-"""The report's section on the way of a training through the cluster's queue."""
+"""Makes the report's section on the time of a training in the cluster's queue."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ TEMPLATE = Path(__file__).parent / "templates" / "queue.html.j2"
 
 
 def make_queue_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Make the section where the study asks for the queue."""
+    """Make the section on the queue, if the config has `decide.queue`."""
     if queue := inputs.decided["further"].get("queue"):
         yield Section("queue", render_section(TEMPLATE, queue=queue), answers=True)

@@ -1,4 +1,4 @@
-"""The extension `sets`: result sets: one file per study, compared and exported."""
+"""The extension `sets`: bundles a study's results as one file, compares and exports such result sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m stratbench.extensions.sets`, for the rules: bundles a study, compares sets, exports them."""
+"""Command line that the rules use to bundle a study, and to compare and export result sets."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from stratbench.extensions.sets.export import EXPORTS, export_set
 from stratbench.extensions.sets.reading import read_set
 
 
-def bundle(args: argparse.Namespace) -> int:
-    """Write a study's results as one file."""
+def bundle_study(args: argparse.Namespace) -> int:
+    """Write the results of a study as one file."""
     path, manifest = write_bundle(args.study_dir, json.loads(args.config), args.hosts, args.out)
     records = sum(name.endswith("record.json") for name in manifest["files"])
     size = path.stat().st_size / 1024
@@ -30,8 +30,8 @@ def bundle(args: argparse.Namespace) -> int:
     return 0
 
 
-def export(args: argparse.Namespace) -> int:
-    """Write a set in formats of other tools."""
+def export_to_formats(args: argparse.Namespace) -> int:
+    """Write a result set in the formats of other tools."""
     result_set = read_set(args.set, expected=collect.expected_of(args))
     for folder in export_set(result_set, dict.fromkeys(args.to), args.out):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -39,8 +39,8 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
-def compare(args: argparse.Namespace) -> int:
-    """Compare two or more sets with the first: a page, tables and figures. Fail if one got slower."""
+def compare_named_sets(args: argparse.Namespace) -> int:
+    """Compare result sets with the first of them, and write a page. Return 1 if one is slower."""
     from stratbench.extensions.sets.comparing.compare import compare_sets
 
     constraints = Constraints.from_json(args.constraints)
@@ -55,32 +55,45 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Run the command line, and return the exit code.
 
-    Exit code 2 and one sentence for a set or a file that cannot be used.
+    It is 2, with one sentence on stderr, if a set or a file cannot be used.
     """
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.extensions.sets", description=__doc__
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    one = commands.add_parser("bundle", help=bundle.__doc__)
-    one.add_argument("--study-dir", type=Path, required=True, help="results/<study>")
+    one = commands.add_parser("bundle", help=bundle_study.__doc__)
+    one.add_argument("--study-dir", type=Path, required=True, help="folder results/<study>")
     one.add_argument("--config", default="{}", help="the resolved config, as JSON")
     one.add_argument("--hosts", choices=["named", "replaced"], default="named")
-    one.add_argument("--out", type=Path, help="default: in the folder, <study>.stratbench.zip")
-    one.set_defaults(run=bundle)
-    one = commands.add_parser("compare", help=compare.__doc__)
-    one.add_argument("--sets", required=True, help="JSON: bundles, folders, or paper:v1, by name")
-    one.add_argument("--compare", default="{}", help="`compare` of config.yaml, as JSON")
-    one.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
-    one.add_argument("--out", type=Path, required=True, help="results/compare")
-    one.set_defaults(run=compare)
-    one = commands.add_parser("export", help=export.__doc__)
+    one.add_argument(
+        "--out",
+        type=Path,
+        help="file to write; default: <study>.stratbench.zip in the study's folder",
+    )
+    one.set_defaults(run=bundle_study)
+    one = commands.add_parser("compare", help=compare_named_sets.__doc__)
+    one.add_argument(
+        "--sets", required=True, help="JSON object of sets by name: bundles, folders, or paper:v1"
+    )
+    one.add_argument("--compare", default="{}", help="block `compare` of config.yaml, as JSON")
+    one.add_argument("--constraints", default="{}", help="block `decide` of config.yaml, as JSON")
+    one.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder below which to write a folder per comparison",
+    )
+    one.set_defaults(run=compare_named_sets)
+    one = commands.add_parser("export", help=export_to_formats.__doc__)
     one.add_argument("set", help="a bundle, or a folder results/<study>")
     one.add_argument("--to", nargs="+", choices=list(EXPORTS), default=["parquet"])
-    one.add_argument("--out", type=Path, required=True, help="gets a folder for each format")
+    one.add_argument(
+        "--out", type=Path, required=True, help="folder below which to write a folder per format"
+    )
     collect.add_options(one)
-    one.set_defaults(run=export)
+    one.set_defaults(run=export_to_formats)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

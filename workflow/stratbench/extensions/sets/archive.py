@@ -1,7 +1,7 @@
-"""The file of a result set: a zip of known names with a hashed manifest, read without trusting it.
+"""Writes and reads bundles: zip files of a study's results with a manifest of hashes.
 
-Nothing in a file is trusted before it is checked: only the few names that a bundle has are accepted, sizes
-are counted while reading, and every fault is a `SetError` of one sentence.
+A bundle may come from anybody, so that nothing in it is trusted: only the names that a bundle has are
+accepted, sizes are limited while reading, and every fault raises a `SetError` of one sentence.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from stratbench import __version__
 from stratbench.cell.files import parse_json, replacing
 
 SCHEMA_VERSION = 1
-#: The file of a study's results: `<study>.stratbench.zip`.
+#: Ending of a bundle's file name: `<study>.stratbench.zip`.
 SUFFIX = ".stratbench.zip"
 MANIFEST = "manifest.json"
-#: Limits on a file that is read: its own bytes, its members, the bytes of one and of all of them, and the
-#: compression ratio of all of them together (if they are large enough to matter).
+#: Limits on a bundle that is read: bytes of the file, number of members, unpacked bytes per member and in
+#: all, and compression ratio (which is checked from RATIO_FROM_BYTES unpacked bytes on).
 MAX_FILE_BYTES = 256 << 20
 MAX_MEMBERS = 50_000
 MAX_MEMBER_BYTES = 64 << 20
 MAX_BYTES = 1 << 30
 MAX_RATIO, RATIO_FROM_BYTES = 200, 16 << 20
-#: Bytes per member in the directory at the end of a zip; names are shorter.
+#: Largest size per member of the directory at the end of a zip file.
 _DIRECTORY_BYTES = 600
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
@@ -41,13 +41,13 @@ _MEMBER = re.compile(
     rf"|cells/{_PART}/{_PART}/{_PART}/[1-9][0-9]{{0,5}}gpu/rep(0|[1-9][0-9]{{0,5}})"
     r"/(record\.json|timeline\.csv)"
 )
-#: The pattern of a study's name, which is part of paths and pages.
+#: Pattern of names of studies and sets, which are parts of paths.
 NAME = re.compile(_PART)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class SetError(ValueError):
-    """A result set that cannot be used; the message is one sentence."""
+    """A result set cannot be used; the message says why in one sentence."""
 
 
 # ---------------------------------------------------------------- writing
@@ -56,16 +56,16 @@ class SetError(ValueError):
 def write_archive(
     out: Path, files: Mapping[str, str], study: str, created: str, hosts: str
 ) -> dict[str, Any]:
-    """Write `files` and their manifest to `out` in one step; return the manifest.
+    """Write `files` and their manifest as a zip file to `out`, and return the manifest.
 
-    Equal arguments give equal bytes.
+    The file appears when it is complete. Equal arguments give equal bytes.
 
     Args:
         out: File to write.
-        files: Texts by name.
+        files: Contents of the files, by name in the bundle.
         study: Name of the study.
         created: Time of creation.
-        hosts: `named` or `replaced`.
+        hosts: `named` or `replaced`: whether names of hosts were replaced.
     """
     packed = {name: text.encode() for name, text in sorted(files.items())}
     manifest: dict[str, Any] = {
@@ -79,14 +79,16 @@ def write_archive(
             for name, content in packed.items()
         },
     }
-    manifest["sha256"] = hash_of_all(manifest)
+    manifest["sha256"] = hash_manifest(manifest)
     packed = {MANIFEST: (json.dumps(manifest, indent=1) + "\n").encode()} | packed
     with (
         replacing(out) as unfinished,
         zipfile.ZipFile(unfinished, "x", zipfile.ZIP_DEFLATED, compresslevel=9) as archive,
     ):
         for name, content in packed.items():
-            member = zipfile.ZipInfo(name)  # of 1980, so that no clock is in the bytes
+            member = zipfile.ZipInfo(
+                name
+            )  # has the date 1980, so that bytes do not depend on the clock
             member.compress_type = zipfile.ZIP_DEFLATED
             member.create_system = 3
             member.external_attr = (stat.S_IFREG | 0o644) << 16
@@ -94,8 +96,8 @@ def write_archive(
     return manifest
 
 
-def hash_of_all(manifest: Mapping[str, Any]) -> str:
-    """Return SHA-256 of a manifest's canonical JSON, and so of everything in the set."""
+def hash_manifest(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest, and so of all files that it lists with their hashes."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -105,14 +107,18 @@ def hash_of_all(manifest: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def extract(path: Path, folder: Path) -> dict[str, Any]:
-    """Check a bundle and write its files below `folder`; returns its manifest. SetError if it is bad."""
+def extract_bundle(path: Path, folder: Path) -> dict[str, Any]:
+    """Check a bundle, write its files below `folder`, and return its manifest.
+
+    Raises:
+        SetError: If the bundle is damaged, too large, or has files that a bundle does not have.
+    """
     _check_ends(path)
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             _check_members(path, members)
-            manifest = _manifest(path, archive)
+            manifest = _read_manifest(path, archive)
             _check_listing(path, manifest, members)
             for member in members:
                 if member.filename != MANIFEST:
@@ -127,14 +133,14 @@ def extract(path: Path, folder: Path) -> dict[str, Any]:
         *(zipfile.BadZipFile, zlib.error, EOFError, struct.error, NotImplementedError),
         *(RuntimeError, ValueError, KeyError, OverflowError, MemoryError),
     ) as e:
-        raise SetError(f"{path} is damaged, or no zip that can be read ({type(e).__name__})") from e
+        raise SetError(f"{path} is damaged, or not a zip file ({type(e).__name__})") from e
     return manifest
 
 
 def _check_ends(path: Path) -> None:
-    """Reject a file that is not a zip of ours, before a library reads its directory.
+    """Raise SetError if a file does not begin and end as a bundle does, or lists too many files.
 
-    zipfile makes an object for each entry that it finds, however many there are.
+    This comes first because zipfile makes an object per listed file, for any number of files.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -151,7 +157,7 @@ def _check_ends(path: Path) -> None:
     except OSError as e:
         raise SetError(f"{path} cannot be read: {e.strerror}") from e
     if begin != b"PK\x03\x04" or len(end) < 22 or end[:4] != b"PK\x05\x06" or end[20:] != b"\0\0":
-        raise SetError(f"{path} is not a bundle: it does not begin and end as one")
+        raise SetError(f"{path} is not a bundle: it does not begin and end as a bundle does")
     entries, directory_bytes = struct.unpack("<HL", end[10:16])
     if entries > MAX_MEMBERS or directory_bytes > MAX_MEMBERS * _DIRECTORY_BYTES:
         raise SetError(f"{path} lists more files than the {MAX_MEMBERS:,} that are read")
@@ -160,12 +166,15 @@ def _check_ends(path: Path) -> None:
 
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
+    """Raise SetError if a bundle has members with other names, kinds or sizes than bundles have."""
     seen: set[str] = set()
     if len(members) > MAX_MEMBERS:
         raise SetError(f"{path} lists more files than the {MAX_MEMBERS:,} that are read")
     for member in members:
-        name = member.orig_filename  # not yet cut or cleaned by zipfile
-        shown = shown_name(name)
+        name = (
+            member.orig_filename
+        )  # the name in the file, which zipfile may have changed in `filename`
+        shown = quote_untrusted(name)
         kind = stat.S_IFMT(member.external_attr >> 16)
         if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", name):
             raise SetError(f"{path} holds the absolute path {shown}; nothing of it was read")
@@ -178,13 +187,15 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
                 f"{path} holds {shown}, which is a link or a device; nothing of it was read"
             )
         if not _MEMBER.fullmatch(name) or name != member.filename:
-            raise SetError(f"{path} holds {shown}, which is no file of a bundle")
+            raise SetError(
+                f"{path} holds {shown}, which no bundle contains; nothing of it was read"
+            )
         if name.casefold() in seen:
             raise SetError(f"{path} holds {shown} twice")
         if member.flag_bits & 0x1:
-            raise SetError(f"{path} holds {shown} encrypted; bundles are open")
+            raise SetError(f"{path} holds {shown} encrypted; bundles are not encrypted")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise SetError(f"{path} packs {shown} by a method that bundles do not use")
+            raise SetError(f"{path} compresses {shown} by a method that bundles do not use")
         if member.file_size > MAX_MEMBER_BYTES:
             raise SetError(f"{path} holds {shown} of more than {MAX_MEMBER_BYTES:,} bytes")
         seen.add(name.casefold())
@@ -199,17 +210,19 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
         raise SetError(f"{path} has no {MANIFEST}; `stratbench bundle` writes one")
 
 
-def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
-    """Return the manifest, after a check that it has the form that `write_archive` gives it."""
+def _read_manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
+    """Read the manifest of a bundle, and check that it has the form that `write_archive` writes."""
     try:
-        manifest = parse_json(_content(path, archive, archive.getinfo(MANIFEST)).decode())
+        manifest = parse_json(_read_member(path, archive, archive.getinfo(MANIFEST)).decode())
     except ValueError as e:
         if isinstance(e, SetError):
             raise
-        raise SetError(f"{path}: {MANIFEST} is not JSON as bundles have it: {e}") from e
+        raise SetError(f"{path}: {MANIFEST} is not valid JSON: {e}") from e
     if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
         version = (
-            shown_name(manifest.get("schema_version")) if isinstance(manifest, dict) else "none"
+            quote_untrusted(manifest.get("schema_version"))
+            if isinstance(manifest, dict)
+            else "none"
         )
         raise SetError(
             f"{path} is a bundle of version {version}; this stratbench reads version {SCHEMA_VERSION}"
@@ -236,14 +249,15 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     )
     if not whole:
         raise SetError(
-            f"{path}: {MANIFEST} lacks what a bundle's manifest says, or says it otherwise"
+            f"{path}: {MANIFEST} lacks values of a bundle's manifest, or has them in another form"
         )
-    if manifest.get("sha256") != hash_of_all(manifest):
-        raise SetError(f"{path}: {MANIFEST} was changed: its hash is another one")
+    if manifest.get("sha256") != hash_manifest(manifest):
+        raise SetError(f"{path}: {MANIFEST} was changed: its content does not fit its hash")
     return manifest
 
 
 def _check_listing(path: Path, manifest: Mapping[str, Any], members: list[zipfile.ZipInfo]) -> None:
+    """Raise SetError if the manifest does not list exactly the members of the bundle."""
     members_listed = {member.filename for member in members} - {MANIFEST}
     listed = set(manifest["files"])
     if members_listed != listed:
@@ -251,30 +265,39 @@ def _check_listing(path: Path, manifest: Mapping[str, Any], members: list[zipfil
         where = (
             "is not in its manifest"
             if name in members_listed
-            else "is in its manifest, and not there"
+            else "is in its manifest, but not in the bundle"
         )
-        raise SetError(f"{path}: {shown_name(name)} {where}")
+        raise SetError(f"{path}: {quote_untrusted(name)} {where}")
 
 
 def _extract_member(
     path: Path,
     archive: zipfile.ZipFile,
     member: zipfile.ZipInfo,
-    said: Mapping[str, Any],
+    entry: Mapping[str, Any],
     folder: Path,
 ) -> None:
-    content = _content(path, archive, member)
-    if len(content) != said["bytes"] or hashlib.sha256(content).hexdigest() != said["sha256"]:
+    """Write a member below `folder`, after a check against its entry in the manifest.
+
+    Args:
+        path: Path of the bundle, for messages.
+        archive: The open bundle.
+        member: The member to write.
+        entry: Size and hash of the member by the manifest.
+        folder: Folder to write below.
+    """
+    content = _read_member(path, archive, member)
+    if len(content) != entry["bytes"] or hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise SetError(
-            f"{path}: {member.filename} is not what the manifest says: its hash is another one"
+            f"{path}: {member.filename} was changed: its content does not fit its hash in the manifest"
         )
-    out = folder / member.filename  # one of the names that _MEMBER allows
+    out = folder / member.filename  # safe, because _MEMBER matched the name
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(content)
 
 
-def _content(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """Return the bytes of a member, never more than allowed, whatever its header says."""
+def _read_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """Return the bytes of a member. The limit holds even if its header states a smaller size."""
     with archive.open(member) as file:
         content = file.read(MAX_MEMBER_BYTES + 1)
     if len(content) > MAX_MEMBER_BYTES:
@@ -282,7 +305,7 @@ def _content(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> b
     return content
 
 
-def shown_name(name: object) -> str:
-    """Return an untrusted value in the form that a message shows: quoted, ASCII, short."""
+def quote_untrusted(name: object) -> str:
+    """Return an untrusted value as a message may show it: quoted, in ASCII, and short."""
     text = ascii(name)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""Writes a study's results as one file: records, timelines, config, environment, and the plan."""
+"""Writes a study's results as one bundle: records, timelines, config, environment and plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular
 from stratbench.cell.record import Record
 from stratbench.extensions.sets.archive import MAX_MEMBER_BYTES, SUFFIX, SetError, write_archive
-from stratbench.extensions.sets.private import Replacements, replacements_for, without_secrets
+from stratbench.extensions.sets.private import Replacements, collect_replacements, remove_secrets
 
-#: Columns of a timeline that name hosts and GPUs.
+#: Columns of a timeline that contain names of hosts and GPUs.
 NAMING = ("node", "id")
-#: Parts of a worker's provenance that describe its environment, not its rank.
+#: Fields of a worker's provenance that describe its environment, and not this one process.
 ENVIRONMENT = (
     "host.os", "host.cpu_model", "gpu.name", "driver", "software", "flags", "environment",
 )  # fmt: skip
@@ -28,42 +28,46 @@ ENVIRONMENT = (
 def write_bundle(
     study_dir: Path, config: Mapping[str, Any], hosts: str = "named", out: Path | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Write results/<study>/<study>.stratbench.zip; return its path and its manifest.
+    """Write a study's bundle, results/<study>/<study>.stratbench.zip, and return its path and manifest.
 
-    Equal records give equal bytes: the end of the last cell is the time of creation.
+    Equal records give equal bytes, because the end of the last cell counts as the time of creation.
 
     Args:
         study_dir: The folder results/<study>.
-        config: The config.
-        hosts: `named` or `replaced`.
-        out: File to write in its place.
+        config: The resolved config.
+        hosts: `named` or `replaced`: whether to replace names of hosts and users.
+        out: Path of the bundle, instead of the default.
 
     Raises:
-        SetError: If there is no record, or an invalid one.
+        SetError: If there is no record, or an invalid record.
     """
     records = dict(read_all_records(study_dir))
     if not records:
-        raise SetError(f"{study_dir} holds no record; train the study's cells first")
+        raise SetError(f"{study_dir} has no record; train the study's cells first")
     timelines = {
-        name: read_timeline(study_dir / name) for name in timeline_names(study_dir, records)
+        name: read_timeline(study_dir / name) for name in list_timeline_names(study_dir, records)
     }
     extra = {
-        "config.json": without_secrets(dict(config)),
-        "cells.json": listed_cells(study_dir, records),
+        "config.json": remove_secrets(dict(config)),
+        "cells.json": list_cell_coordinates(study_dir, records),
     }
     if (study_dir / "plan.json").exists():
-        extra["plan.json"] = without_secrets(_json(study_dir / "plan.json"))
-    cleaned = {name: without_secrets(record, is_record=True) for name, record in records.items()}
+        extra["plan.json"] = remove_secrets(_read_json_file(study_dir / "plan.json"))
+    cleaned = {name: remove_secrets(record, is_record=True) for name, record in records.items()}
     study = next(iter(records.values()))["cell"]["study"]
     if hosts == "replaced":
-        nodes = {node for text in timelines.values() for node in nodes_in(text)}
-        words = replacements_for(cleaned.values(), nodes)
-        cleaned = {name: with_words(name, record, words) for name, record in cleaned.items()}
-        timelines = {name: replaced_timeline(text, words) for name, text in timelines.items()}
-        extra = {"cells.json": extra.pop("cells.json")} | {
-            k: words.value(v) for k, v in extra.items()
+        nodes = {node for text in timelines.values() for node in list_nodes(text)}
+        words = collect_replacements(cleaned.values(), nodes)
+        cleaned = {
+            name: replace_names_in_record(name, record, words) for name, record in cleaned.items()
         }
-    extra["environment.json"] = environment_of(cleaned.values())
+        timelines = {
+            name: replace_names_in_timeline(text, words) for name, text in timelines.items()
+        }
+        extra = {"cells.json": extra.pop("cells.json")} | {
+            k: words.replace_names_in_value(v) for k, v in extra.items()
+        }
+    extra["environment.json"] = collect_environment(cleaned.values())
     files = {
         name: json.dumps(record, indent=1) + "\n" for name, record in {**cleaned, **extra}.items()
     }
@@ -73,13 +77,15 @@ def write_bundle(
 
 
 def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the records of the study's cells, by path below results/<study>, in a fixed order.
+    """Yield each record of a study with its path below results/<study>, sorted by path.
 
-    Cells that cells.json does not list belong to a matrix that the study no longer has.
+    Cells that cells.json does not list are left out: the study's config no longer has them.
     """
     listed = study_dir / "cells.json"
     wanted = (
-        {Cell(**listed_cell).path for listed_cell in _json(listed)} if listed.exists() else None
+        {Cell(**listed_cell).path for listed_cell in _read_json_file(listed)}
+        if listed.exists()
+        else None
     )
     pattern = CELL_PATTERN.format(experiment="*", strategy="*", model="*", gpus="*", repeat="*")
     for path in sorted(study_dir.glob(f"cells/{pattern}/record.json")):
@@ -94,27 +100,30 @@ def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
             raise SetError(f"{e}; delete it to train its cell again") from e
 
 
-def timeline_names(study_dir: Path, records: Mapping[str, Record]) -> list[str]:
-    """Return the names of the timelines next to the records; some records have none."""
+def list_timeline_names(study_dir: Path, records: Mapping[str, Record]) -> list[str]:
+    """Return the names of the timelines that exist next to the records."""
     names = [name.replace("record.json", "timeline.csv") for name in records]
     return [name for name in names if (study_dir / name).is_file()]
 
 
 def read_timeline(path: Path) -> str:
+    """Read the text of a timeline. Raises SetError if it is no text or too large."""
     try:
         return read_regular(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:
-        raise SetError(f"{path} is no timeline that can be read: {e}") from e
+        raise SetError(f"{path} cannot be read as a timeline: {e}") from e
 
 
-def listed_cells(study_dir: Path, records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """Return the coordinates of the config's cells, or without a list, of those with a record."""
+def list_cell_coordinates(study_dir: Path, records: Mapping[str, Record]) -> list[dict[str, Any]]:
+    """Return the coordinates in cells.json, or without this file those of all records."""
     path = study_dir / "cells.json"
-    return _json(path) if path.exists() else [record["cell"] for record in records.values()]
+    return (
+        _read_json_file(path) if path.exists() else [record["cell"] for record in records.values()]
+    )
 
 
-def with_words(name: str, found: Record, words: Replacements) -> Record:
-    """Return a record with its names replaced.
+def replace_names_in_record(name: str, found: Record, words: Replacements) -> Record:
+    """Return a record with names of hosts, GPUs and users replaced.
 
     Args:
         name: Name of the record.
@@ -122,36 +131,38 @@ def with_words(name: str, found: Record, words: Replacements) -> Record:
         words: Replacements.
 
     Raises:
-        SetError: If that fails, or makes the record invalid.
+        SetError: If names cannot be replaced, or if the record is invalid afterwards.
     """
     try:
-        replaced = words.record(found)
+        replaced = words.replace_names_in_record(found)
         record.validate(replaced, name)
     except ValueError as e:
         raise SetError(f"{name}: {e}") from e
     return replaced
 
 
-def nodes_in(timeline: str) -> set[str]:
+def list_nodes(timeline: str) -> set[str]:
     """Return the names of the hosts in a timeline."""
     rows = csv.DictReader(io.StringIO(timeline))
     return {row["node"] for row in rows if row.get("node")}
 
 
-def replaced_timeline(text: str, words: Replacements) -> str:
-    """Return a timeline with its names replaced, in the columns that hold names."""
+def replace_names_in_timeline(text: str, words: Replacements) -> str:
+    """Return a timeline with names of hosts and GPUs replaced, in the columns NAMING."""
     end = "\r\n" if "\r\n" in text else "\n"
     rows = csv.DictReader(io.StringIO(text, newline=""))
     out = io.StringIO(newline="")
     writer = csv.DictWriter(out, rows.fieldnames or (), extrasaction="ignore", lineterminator=end)
     writer.writeheader()
     for row in rows:
-        writer.writerow(row | {name: words.text(row[name]) for name in NAMING if row.get(name)})
+        writer.writerow(
+            row | {name: words.replace_names(row[name]) for name in NAMING if row.get(name)}
+        )
     return out.getvalue()
 
 
-def environment_of(records: Iterable[Record]) -> dict[str, list[Any]]:
-    """Return the environment of the workers of all records: the distinct values of each kind."""
+def collect_environment(records: Iterable[Record]) -> dict[str, list[Any]]:
+    """Return the distinct values over all workers of each field in ENVIRONMENT."""
     by_path: dict[str, list[Any]] = {path: [] for path in ENVIRONMENT}
     for worker in (worker for one in records for worker in one["workers"]):
         for path, values in by_path.items():
@@ -161,8 +172,8 @@ def environment_of(records: Iterable[Record]) -> dict[str, list[Any]]:
     return by_path
 
 
-def _json(path: Path) -> Any:
+def _read_json_file(path: Path) -> Any:
     try:
         return read_json(path)
     except (OSError, ValueError) as e:
-        raise SetError(f"{path} is not JSON that can be read: {e}") from e
+        raise SetError(f"{path} cannot be read as JSON: {e}") from e

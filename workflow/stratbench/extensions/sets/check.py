@@ -1,4 +1,4 @@
-"""Checks a result set, and reports its content, the audit's findings, and comparable sets."""
+"""Describes a result set: its origin, its content, the audit's findings, and what it is comparable with."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from stratbench.analysis.report.report import STATUS_WORDS, distinct_values
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.extensions.sets.reading import ResultSet
 
-#: Exit codes of a check: valid; valid, but the audit calls values unusable; not valid.
+#: Exit codes of `stratbench check`: valid; valid, but with values that the audit calls unusable; invalid.
 FINE, UNUSABLE, INVALID = 0, 1, 2
-#: Columns of cells.csv that two sets must share to be compared, with their words.
+#: Columns of cells.csv whose values must be equal for cells to be comparable, with their wording.
 SHARED = {
     "dataset": "data set",
     "epochs": "epochs",
@@ -24,26 +24,26 @@ SHARED = {
 }
 
 
-def exit_code(result_set: ResultSet) -> int:
-    """Return FINE, or UNUSABLE if the audit calls values unusable."""
+def compute_exit_code(result_set: ResultSet) -> int:
+    """Return UNUSABLE if the audit calls values of the set unusable, else FINE."""
     return UNUSABLE if (result_set.findings["severity"] == "unusable").any() else FINE
 
 
 def describe_set(result_set: ResultSet) -> Iterator[str]:
-    """Yield lines on a set: its origin, cells, audit findings, and comparable sets."""
+    """Yield lines that describe a set: origin, cells, audit findings, and comparable cells."""
     for key, text in result_set.provenance.items():
         yield f"{key}: {text}"
     counts = result_set.cells["status"].value_counts()
     texts = [f"{counts[s]} {words}" for s, words in STATUS_WORDS.items() if s in counts]
     yield f"cells: {len(result_set.cells)}, of which {', '.join(texts)}"
-    yield f"workers: {machines(result_set.cells)}"
+    yield f"workers: {describe_workers(result_set.cells)}"
     yield from describe_audit(result_set.findings)
     for experiment, rows in result_set.cells.groupby("experiment", sort=False):
-        yield f"compares with cells of {experiment}'s kind: {kind_of_work(rows)}"
+        yield f"experiment {experiment} is comparable with cells of equal work: {describe_work(rows)}"
 
 
-def machines(cells: pd.DataFrame) -> str:
-    """Return a text on the workers' devices, and on the version of PyTorch."""
+def describe_workers(cells: pd.DataFrame) -> str:
+    """Describe the workers: their devices, their numbers per cell, and the version of PyTorch."""
     known = cells.dropna(subset=["device_name"])
     counts = sorted(map(int, cells["gpus"].unique()))
     noun = worker_noun(known["device_kind"])
@@ -55,7 +55,7 @@ def machines(cells: pd.DataFrame) -> str:
 
 
 def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
-    """Yield lines with the audit's tally, and each rule of severity unusable or warning."""
+    """Yield a line with the number of findings per severity, and a line per violated rule."""
     tally = [format_tally(int((findings["severity"] == s).sum()), s) for s in SEVERITIES]
     yield f"audit: {', '.join(tally)}"
     shown = findings[findings["severity"] != "note"]
@@ -65,8 +65,8 @@ def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
         yield f"  {first['severity']}: {rule} ({first['figures']}{places})"
 
 
-def kind_of_work(rows: pd.DataFrame) -> str:
-    """Return the settings that cells of another set must have to be compared with these."""
+def describe_work(rows: pd.DataFrame) -> str:
+    """Describe the work of cells: the values that other cells must share to be comparable."""
     parts = [f"models {distinct_values(rows, 'model')}"]
     parts += [
         f"{words} {distinct_values(rows, column)}"

@@ -1,4 +1,4 @@
-"""Plans and decides from a result set: a bundle, a folder of results, the paper's tables."""
+"""Runs commands on a result set: check, decide, compare, export, and plan of a bundle."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stratbench.cell.files import claim_folder
 from stratbench.cell.text.words import folded, printable
 from stratbench.command import CommandError
 from stratbench.command.subcommands import changed
-from stratbench.extensions.sets.archive import SetError, extract
-from stratbench.extensions.sets.check import INVALID, describe_set, exit_code
+from stratbench.extensions.sets.archive import SetError, extract_bundle
+from stratbench.extensions.sets.check import INVALID, compute_exit_code, describe_set
 from stratbench.extensions.sets.export import export_set
 from stratbench.extensions.sets.keys import existing_sets
 from stratbench.extensions.sets.reading import ResultSet, read_set
@@ -25,11 +25,11 @@ from stratbench.workload.data.own_data import is_own
 from stratbench.workload.tasks import TASKS
 
 
-def read(text: str) -> ResultSet:
-    """Reads the set that `text` names.
+def read_or_fail(text: str) -> ResultSet:
+    """Read the set at the source `text`.
 
     Raises:
-        CommandError: If that fails.
+        CommandError: If it cannot be read.
     """
     try:
         return read_set(text)
@@ -38,10 +38,10 @@ def read(text: str) -> ResultSet:
 
 
 def check(text: str) -> int:
-    """Print a set's content and the audit's findings.
+    """Check a set, and print its content and the audit's findings.
 
     Returns:
-        1 if the audit calls figures unusable, 2 if the set is not valid, and otherwise 0.
+        1 if the audit calls values unusable, 2 if the set is invalid, and otherwise 0.
     """
     try:
         result_set = read_set(text)
@@ -49,18 +49,18 @@ def check(text: str) -> int:
         print(f"stratbench check: {error}")
         return INVALID
     print(printable(folded(describe_set(result_set))))
-    return exit_code(result_set)
+    return compute_exit_code(result_set)
 
 
 def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
-    """Print the decisions on a set's records, and write them to a folder.
+    """Decide from a set's records, print the decisions, and write them to a folder.
 
     Args:
         text: Source of the set.
         pairs: Constraints, as KEY=VALUE.
         out: Folder to write, if any.
     """
-    result_set = read(text)
+    result_set = read_or_fail(text)
     folder = out or Path(f"{result_set.study}.decision")
     config = changed(result_set.config or {}, pairs)
     try:
@@ -84,7 +84,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
 
 
 def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
-    """Compare sets; return 1 if one fails the regression watch of `compare.fail_above`.
+    """Compare sets, and return 1 if one of them is slower by more than `compare.fail_above`.
 
     Args:
         sources: The sets, as NAME=SET.
@@ -97,7 +97,7 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
     named = dict(source.partition("=")[::2] for source in sources)
     if "" in named.values() or len(named) < len(sources):
         raise CommandError(
-            "name each set once, as NAME=SET: old=old.stratbench.zip new=results/demo"
+            "each set needs a name of its own, as NAME=SET: old=old.stratbench.zip new=results/demo"
         )
     try:
         keys = ("compare", "decide", "cluster")
@@ -116,14 +116,14 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
 
 
 def export(text: str, formats: Sequence[str], out: Path | None) -> int:
-    """Write a set in the formats of other tools.
+    """Export a set to the formats of other tools.
 
     Args:
         text: Source of the set.
         formats: Names of the formats.
         out: Folder to write, if any.
     """
-    result_set = read(text)
+    result_set = read_or_fail(text)
     try:
         folders = export_set(result_set, formats, out or Path(f"{result_set.study}.export"))
     except SetError as error:
@@ -133,7 +133,7 @@ def export(text: str, formats: Sequence[str], out: Path | None) -> int:
 
 
 def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
-    """Plan the study of a bundle again, from its config and its records.
+    """Plan the study of a bundle from its config and its records.
 
     Args:
         text: Source of the set.
@@ -142,23 +142,23 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """
     from stratbench.extensions.plan.__main__ import main as make_plan
 
-    result_set = read(text)
+    result_set = read_or_fail(text)
     if result_set.config is None:
         raise CommandError(
-            f"{text} holds no config to plan; name a bundle, or run it in the study's folder"
+            f"{text} has no config to plan; name a bundle, or run `stratbench plan` in the study's folder"
         )
     config = changed(result_set.config, pairs)
-    refuse_foreign_code(text, config)
+    check_no_foreign_code(text, config)
     folder = out or Path(f"{result_set.study}.plan")
     claim_folder(folder)
     with tempfile.TemporaryDirectory(prefix="stratbench-plan-") as results:
-        extract(Path(text).expanduser(), Path(results, result_set.study))
+        extract_bundle(Path(text).expanduser(), Path(results, result_set.study))
         config |= {"results": results, "code": [], "data": {}}
         return make_plan(["--config", json.dumps(config), "--out", str(folder)])
 
 
-def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
-    """Return the experiments in a set's unchecked config; empty if it has none."""
+def get_experiments(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
+    """Return the experiments in a set's unchecked config, or an empty dict if it has none."""
     try:
         experiments = config["studies"][study]["experiments"]
         return {name: dict(block) for name, block in experiments.items()}
@@ -166,9 +166,9 @@ def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str,
         return {}
 
 
-def refuse_foreign_code(text: str, config: Mapping[str, Any]) -> None:
-    """Raise CommandError if planning would call code that a bundle names, which is never run."""
-    # A value that is no mapping is rejected later, like any other mistake in a config.
+def check_no_foreign_code(text: str, config: Mapping[str, Any]) -> None:
+    """Raise CommandError if a bundle's plan would run code or read data that the bundle names."""
+    # Values of other types are skipped here, because the validation of the config rejects them later.
     models, datasets, studies = (
         value if isinstance(value := config.get(key), dict) else {}
         for key in ("models", "datasets", "studies")
@@ -180,11 +180,11 @@ def refuse_foreign_code(text: str, config: Mapping[str, Any]) -> None:
         if isinstance(spec, dict) and is_own(spec)
     ]
     for name in studies:
-        for block in experiments_of(config, name).values():
+        for block in get_experiments(config, name).values():
             if block.get("task") not in (None, *TASKS):
                 own.append(f"the task {block['task']}")
     if own:
         raise CommandError(
-            f"{text} names code or data of its own ({own[0]}), and nothing in a bundle is executed; "
-            "plan it in the folder of its config.yaml"
+            f"{text} names code or data of its own ({own[0]}), which is never run from a bundle; run "
+            "`stratbench plan` in the folder of its config.yaml"
         )

@@ -22,39 +22,45 @@ from stratbench.cell.record import Record, RecordError
 from stratbench.extensions.audit.audit import audit, read_records, read_timelines
 from stratbench.extensions.audit.rule import Key
 from stratbench.extensions.paper import published
-from stratbench.extensions.sets.archive import MAX_MEMBER_BYTES, NAME, SetError, extract, shown_name
+from stratbench.extensions.sets.archive import (
+    MAX_MEMBER_BYTES,
+    NAME,
+    SetError,
+    extract_bundle,
+    quote_untrusted,
+)
 from stratbench.extensions.sets.keys import PAPER, VERSIONS
 
 
 @dataclass(frozen=True, eq=False)
 class ResultSet:
-    """The records of one study from one site."""
+    """The results of one study: its cells, epochs, records and timelines."""
 
-    #: Its name among other sets.
+    #: Name of the set in a comparison.
     name: str
-    #: The requested source: a path, or `paper:v1`.
+    #: Source that the user named: a path, or `paper:v1`.
     source: str
     study: str
-    #: Like cells.csv: a row for each cell, including those without a record.
+    #: Table like cells.csv, with a row per cell, including cells without a record.
     cells: pd.DataFrame
-    #: Like epochs.csv.
+    #: Table like epochs.csv, with a row per epoch.
     epochs: pd.DataFrame
-    #: None for the paper's tables.
+    #: Records of the cells; empty for the paper's tables.
     records: tuple[Record, ...] = ()
-    #: By the audit's key of their cell.
+    #: Timelines of the cells, by the audit's key of the cell.
     timelines: dict[Key, Timeline] = field(default_factory=dict)
-    #: The resolved config, if it is known.
+    #: The resolved config, or None if unknown.
     config: dict[str, Any] | None = None
-    #: plan.json, if there was a plan.
+    #: The content of plan.json, or None without a plan.
     plan: dict[str, Any] | None = None
-    #: The manifest of a bundle.
+    #: The manifest of the bundle, or None if the set is no bundle.
     manifest: dict[str, Any] | None = None
-    #: Accuracies that any working training reaches, by data set, for tables with too few fields.
+    #: Accuracy that any working training reaches, by data set; only published tables need it.
     floors: dict[str, float] = field(default_factory=dict)
 
     @functools.cached_property
     def findings(self) -> pd.DataFrame:
-        """The audit's findings, like audit.csv."""
+        """Findings of the audit, as a table like audit.csv."""
         audited = audit(self.cells, self.records, self.floors, timelines=self.timelines)
         frame = pd.DataFrame(audited, columns=list(AUDIT_COLUMNS))
         return frame.astype({"gpus": "Int64", "repeat": "Int64"})
@@ -66,12 +72,12 @@ class ResultSet:
 
     @property
     def hosts_replaced(self) -> bool:
-        """Whether its host names were replaced, so that they cannot be compared with another set's."""
+        """Whether host names were replaced, so that they do not tell whether two sets share a host."""
         return bool(self.manifest) and self.manifest["hosts"] == "replaced"
 
     @property
     def provenance(self) -> dict[str, str]:
-        """The origin of the set, in words."""
+        """Origin of the set as texts by label."""
         origin = {"source": self.source, "study": self.study}
         if self.manifest:
             product = self.manifest["product"]
@@ -85,12 +91,12 @@ class ResultSet:
 
 
 def read_set(text: str, name: str | None = None, expected: Expected | None = None) -> ResultSet:
-    """Return a set: `paper:v1`, the path of a bundle, or a folder `results/<study>`.
+    """Read a result set from a bundle, a folder `results/<study>`, or the paper's tables.
 
     Args:
-        text: Its source.
-        name: Name of the set, or None for its own.
-        expected: Expectations of the study's config, if available.
+        text: Path of a bundle or folder, or `paper:v1`.
+        name: Name of the set, or None for the name of its study.
+        expected: Expectations from the study's config, if available.
 
     Raises:
         SetError: If the source is none of these or cannot be read.
@@ -99,7 +105,7 @@ def read_set(text: str, name: str | None = None, expected: Expected | None = Non
         version = text.removeprefix(PAPER)
         if version not in VERSIONS:
             known = ", ".join(PAPER + v for v in VERSIONS)
-            raise SetError(f"{shown_name(text)} is no version of the paper; known: {known}")
+            raise SetError(f"{quote_untrusted(text)} is no version of the paper; known: {known}")
         cells = published.cells_of_version(version)
         epochs = pd.DataFrame(columns=list(EPOCH_COLUMNS))
         study = f"paper-{version}"
@@ -111,10 +117,10 @@ def read_set(text: str, name: str | None = None, expected: Expected | None = Non
         return _read_folder(path, text, name, None, expected)
     if not path.exists():
         raise SetError(
-            f"{text} is not there; a set is a bundle, a folder results/<study>, or {PAPER}{VERSIONS[0]}"
+            f"{text} does not exist; a set is a bundle, a folder results/<study>, or {PAPER}{VERSIONS[0]}"
         )
     with tempfile.TemporaryDirectory(prefix="stratbench-set-") as folder:
-        manifest = extract(path, Path(folder))
+        manifest = extract_bundle(path, Path(folder))
         return _read_folder(Path(folder), text, name, manifest, expected)
 
 
@@ -125,23 +131,20 @@ def _read_folder(
     manifest: dict[str, Any] | None,
     expected: Expected | None,
 ) -> ResultSet:
-    """Return the set in a folder of results.
+    """Read the set in a folder of results. If the folder comes from a bundle, every record must be valid."""
 
-    In a bundle's folder every record must be valid.
-    """
-
-    def told(error: Exception | str) -> SetError:
+    def make_set_error(error: Exception | str) -> SetError:
         # Paths in the folder that a bundle was extracted to are shown as paths in the bundle.
         return SetError(
             f"{source}: {str(error).replace(f'{folder}/', '')}" if manifest else str(error)
         )
 
-    cells = _cells_in(folder, manifest, told)
+    cells = _find_cells(folder, manifest, make_set_error)
     if not cells:
         raise SetError(
-            f"{source} holds no record and lists no cells; it is no folder results/<study>"
+            f"{source} has no record and no list of cells; name a folder results/<study>"
         )
-    # Thousands of files, for the tables and for the audit.
+    # The tables and the audit both need the records, which may be thousands of files.
     read = functools.cache(record.read_measured)
     with tempfile.TemporaryDirectory(prefix="stratbench-set-") as work:
         out, epochs_out = Path(work, "cells.csv"), Path(work, "epochs.csv")
@@ -151,32 +154,36 @@ def _read_folder(
             if row["status"] == "error"
         ]
         if manifest and bad:
-            raise told(bad[0]["reason"])
+            raise make_set_error(bad[0]["reason"])
         frame, epochs = read_cells(out), read_epochs(epochs_out)
     if not frame["record_path"].notna().any():
-        raise SetError(f"{source} holds no record; train the study's cells first")
+        raise SetError(f"{source} has no record; train the study's cells first")
     try:
         records = tuple(read_records(frame, folder, read))
     except RecordError as e:
-        raise told(e) from e
+        raise make_set_error(e) from e
     if manifest:
         for path in folder.glob("cells/**/timeline.csv"):
-            _check_timeline(path, told)
+            _check_timeline(path, make_set_error)
     study = cells[0].study
     if manifest and study != manifest["study"]:
-        raise told(f"its records are of study {study}, and its manifest names {manifest['study']}")
-    config, plan = (_object_in(folder / file, told) for file in ("config.json", "plan.json"))
+        raise make_set_error(
+            f"its records are of study {study}, but its manifest names {manifest['study']}"
+        )
+    config, plan = (
+        _read_json_object(folder / file, make_set_error) for file in ("config.json", "plan.json")
+    )
     timelines = read_timelines(frame, folder)
     return ResultSet(
         name or study, source, study, frame, epochs, records, timelines, config, plan, manifest
     )
 
 
-def _cells_in(folder: Path, manifest: dict[str, Any] | None, make_error: Any) -> list[Cell]:
-    """Return the listed cells, followed by those with a record that are not listed."""
+def _find_cells(folder: Path, manifest: dict[str, Any] | None, make_error: Any) -> list[Cell]:
+    """Return the cells that cells.json lists, followed by other cells with a record."""
     listed = folder / "cells.json"
     has_list = listed.exists()
-    cells = list(_listed_cells(listed, make_error)) if has_list else []
+    cells = list(_read_cell_list(listed, make_error)) if has_list else []
     if len({cell.study for cell in cells}) > 1:
         raise make_error("cells.json lists cells of more than one study")
     known = {cell.path for cell in cells}
@@ -187,10 +194,10 @@ def _cells_in(folder: Path, manifest: dict[str, Any] | None, make_error: Any) ->
         if path.parent.relative_to(folder / "cells").as_posix() in known:
             continue
         if has_list and not manifest:
-            continue  # of a matrix that the study no longer has
+            continue  # the study's config no longer has this cell
         try:
             content = read_json(path)
-            cell = _cell_of(content["cell"])
+            cell = _parse_cell(content["cell"])
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise make_error(f"{path} is not a record: {e}") from e
         cells.append(cell)
@@ -198,39 +205,42 @@ def _cells_in(folder: Path, manifest: dict[str, Any] | None, make_error: Any) ->
     return cells
 
 
-def _listed_cells(path: Path, make_error: Any) -> Iterator[Cell]:
+def _read_cell_list(path: Path, make_error: Any) -> Iterator[Cell]:
+    """Yield the cells that a file cells.json lists."""
     try:
         listed = read_json(path)
         if not isinstance(listed, list):
             raise ValueError("it is no list")
         for coordinates in listed:
-            yield _cell_of(coordinates)
+            yield _parse_cell(coordinates)
     except (OSError, ValueError, TypeError) as e:
         raise make_error(f"{path} does not list cells: {e}") from e
 
 
-def _cell_of(coordinates: Any) -> Cell:
-    """Return a cell from untrusted coordinates.
+def _parse_cell(coordinates: Any) -> Cell:
+    """Make a cell from untrusted coordinates.
 
     Raises:
-        ValueError: If they are not a cell's.
+        ValueError: If they are not coordinates of a cell.
     """
     if not isinstance(coordinates, dict) or coordinates.keys() != Cell.__dataclass_fields__.keys():
-        raise ValueError("a cell has seven coordinates")
+        raise ValueError("a cell needs exactly seven coordinates")
     cell = Cell(**coordinates)
     for part in (cell.study, cell.experiment, cell.strategy, cell.model, cell.dataset):
         if not isinstance(part, str) or not NAME.fullmatch(part):
-            raise ValueError(f"{shown_name(part)} is no name of a part of a study")
+            raise ValueError(f"{quote_untrusted(part)} cannot be a name in a study")
     if (
         not all(type(n) is int and 0 <= n < 10**6 for n in (cell.gpus, cell.repeat))
         or not cell.gpus
     ):
-        raise ValueError("gpus and repeat are whole numbers")
+        raise ValueError(
+            "gpus and repeat must be whole numbers below a million, and gpus at least 1"
+        )
     return cell
 
 
-def _object_in(path: Path, make_error: Any) -> dict[str, Any] | None:
-    """Return the JSON object in a file, or None if the file does not exist."""
+def _read_json_object(path: Path, make_error: Any) -> dict[str, Any] | None:
+    """Read the JSON object in a file, or return None if the file does not exist."""
     if not path.exists():
         return None
     try:
@@ -243,10 +253,10 @@ def _object_in(path: Path, make_error: Any) -> dict[str, Any] | None:
 
 
 def _check_timeline(path: Path, make_error: Any) -> None:
-    """Refuse a timeline that is not a table of texts."""
+    """Raise an error if a file is not a timeline, a table with the column `kind`."""
     try:
         text = read_regular(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:
-        raise make_error(f"{path} is no text: {e}") from e
+        raise make_error(f"{path} cannot be read as text: {e}") from e
     if "kind" not in text.partition("\n")[0].split(",") or "\0" in text:
-        raise make_error(f"{path} is no timeline")
+        raise make_error(f"{path} is not a timeline: it lacks the column kind")

@@ -1,4 +1,4 @@
-"""Subcommands on result sets: `compare`, `export`, `bundle`; and a set for `decide`, `plan` and `check`."""
+"""Adds `compare`, `export` and `bundle`, and lets `decide`, `plan` and `check` take a result set."""
 
 from __future__ import annotations
 
@@ -15,44 +15,60 @@ SET = "a bundle, a folder results/STUDY, or paper:v2"
 
 
 def add_subcommands(add: Adder) -> None:
-    """Add the subcommands, and the sets that others take."""
-    take_set(add.find("decide"), decide_set, SET, "decision")
-    take_set(add.find("plan"), plan_set, "a bundle")
+    """Add the subcommands on result sets, and the argument SET of other subcommands."""
+    add_set_argument(add.find("decide"), decide_set, SET, "decision")
+    add_set_argument(add.find("plan"), plan_set, "a bundle")
     check = add.find("check")
     check.description = (
-        "of a study, whether each strategy can train each network; of a set, whether it is sound"
+        "check whether each strategy of a study can train each network, or whether a result set is "
+        "valid"
     )
-    take_set(check, check_set, SET)
+    add_set_argument(check, check_set, SET)
     add_compare(add)
     export = add("export", run_export, "the records for other tools")
     export.add_argument(
-        "--to", nargs="+", default=["parquet"], metavar="FORMAT", help="default: parquet"
+        "--to",
+        nargs="+",
+        default=["parquet"],
+        metavar="FORMAT",
+        help="formats to write; default: parquet",
     )
-    take_set(export, export_set, SET, "export")
+    add_set_argument(export, export_set, SET, "export")
     bundle = add("bundle", run_bundle, "the results of a study as one file")
     bundle.add_argument(
-        "--replace-hosts", action="store_true", help="no host or user is named in it"
+        "--replace-hosts",
+        action="store_true",
+        help="replace names of hosts and users in the bundle",
     )
 
 
-def take_set(
+def add_set_argument(
     command: argparse.ArgumentParser,
     of_set: Callable[[argparse.Namespace], int],
     sets: str,
     written: str | None = None,
 ) -> None:
-    """Let a subcommand take a set, and with `written` the folder that it then writes."""
-    command.add_argument("set", nargs="?", help=f"{sets}; default: the study of this folder")
+    """Add the argument SET to a subcommand, and with `written` the option --out of such a run.
+
+    Args:
+        command: The subcommand's parser.
+        of_set: Runs the subcommand on a set.
+        sets: Text on the sets that it takes.
+        written: Ending of the default folder that it writes, if any.
+    """
+    command.add_argument(
+        "set", nargs="?", help=f"result set: {sets}; default: the study of this folder"
+    )
     if written:
         command.add_argument(
-            "--out", type=Path, help=f"of a set: the folder to write; default: STUDY.{written}"
+            "--out", type=Path, help=f"folder to write for a set; default: STUDY.{written}"
         )
     of_study = command.get_default("run")
     command.set_defaults(run=partial(run_on_set, of_set, of_study, bool(written)))
 
 
 def add_compare(add: Adder) -> None:
-    """Add `compare`: of the config's sets, or of those that are named."""
+    """Add the subcommand `compare`, for named sets or those of the config."""
     compare = add("compare", run_compare, "two result sets or more, side by side")
     compare.add_argument(
         "set",
@@ -60,12 +76,14 @@ def add_compare(add: Adder) -> None:
         metavar="NAME=SET",
         help=f"{SET}; default: `sets` of this folder's config",
     )
-    compare.add_argument("--out", type=Path, help="of sets: the folder to write; default: compare")
+    compare.add_argument(
+        "--out", type=Path, help="folder to write for named sets; default: compare"
+    )
     compare.add_argument(
         "--fail-above",
         type=float,
         metavar="SHARE",
-        help="exit code 1 where a strategy is slower by more, beyond noise, or can no longer be judged: "
+        help="exit with code 1 if a strategy is slower by more than SHARE and noise, or has no usable times: "
         "0.05 is 5 %%",
     )
 
@@ -77,30 +95,31 @@ def run_on_set(
     given: argparse.Namespace,
     others: list[str],
 ) -> int:
-    """Run `of_set` if a set is named, else `of_study`."""
+    """Run `of_set` if the user named a set, else `of_study`."""
     if given.set:
-        if others:  # the value of an option that is not ours looks like a set
+        if others:  # the value of an option of Snakemake would be taken for a set
             raise CommandError(
-                f"{' '.join(others)}: is no option for a set; an option of Snakemake gets its value by =: "
-                "--jobs=4"
+                f"{' '.join(others)}: is no option for a set; write the value of an option of Snakemake "
+                "with =, as in --jobs=4"
             )
         return of_set(given)
     if out_is_for_sets and given.out is not None:
         raise CommandError(
-            "--out is for a set; a study's results are in the folder `results` of its config"
+            "--out is only for a result set; to write a study's results elsewhere, set `results` in its "
+            "config"
         )
     return of_study(given, others)
 
 
 def decide_set(given: argparse.Namespace) -> int:
-    """`stratbench decide SET`."""
+    """Run `stratbench decide SET`."""
     from stratbench.extensions.sets import from_set
 
     return from_set.decide(given.set, pairs(given), given.out)
 
 
 def plan_set(given: argparse.Namespace) -> int:
-    """`stratbench plan BUNDLE`."""
+    """Run `stratbench plan BUNDLE`."""
     require("torch")
     from stratbench.extensions.plan.subcommands import refuse_question
     from stratbench.extensions.sets import from_set
@@ -112,7 +131,7 @@ def plan_set(given: argparse.Namespace) -> int:
 
 
 def check_set(given: argparse.Namespace) -> int:
-    """`stratbench check SET`."""
+    """Run `stratbench check SET`."""
     from stratbench.extensions.sets import from_set
 
     refuse(pairs(given))
@@ -120,8 +139,8 @@ def check_set(given: argparse.Namespace) -> int:
 
 
 def run_compare(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench compare`: the rule `compare`, or of named sets the comparison."""
-    # Without an exponent, because YAML would read that as text.
+    """Run `stratbench compare` on named sets, or else the rule `compare`."""
+    # The number has no exponent, because YAML reads 1e-05 as text.
     limit = [] if given.fail_above is None else [f"compare={{fail_above: {given.fail_above:.9f}}}"]
 
     def compare_named(given: argparse.Namespace) -> int:
@@ -132,8 +151,8 @@ def run_compare(given: argparse.Namespace, others: list[str]) -> int:
     return run_on_set(compare_named, partial(answer_by_rule, config=limit), True, given, others)
 
 
-def checked_formats(given: argparse.Namespace) -> list[str]:
-    """Return the formats of `--to`; CommandError for one that there is not."""
+def check_formats(given: argparse.Namespace) -> list[str]:
+    """Return the formats of `--to`. Raises CommandError for an unknown format."""
     from stratbench.extensions.sets.export import EXPORTS
 
     if unknown := [name for name in given.to if name not in EXPORTS]:
@@ -142,19 +161,19 @@ def checked_formats(given: argparse.Namespace) -> list[str]:
 
 
 def export_set(given: argparse.Namespace) -> int:
-    """`stratbench export SET`."""
+    """Run `stratbench export SET`."""
     from stratbench.extensions.sets import from_set
 
     refuse(pairs(given))
-    return from_set.export(given.set, checked_formats(given), given.out)
+    return from_set.export(given.set, check_formats(given), given.out)
 
 
 def run_export(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench export`: the rule `export`."""
-    return answer_by_rule(given, others, [f"export=[{', '.join(checked_formats(given))}]"])
+    """Run `stratbench export`, which runs the rule `export`."""
+    return answer_by_rule(given, others, [f"export=[{', '.join(check_formats(given))}]"])
 
 
 def run_bundle(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench bundle`: the rule `bundle`."""
+    """Run `stratbench bundle`, which runs the rule `bundle`."""
     hosts = ["bundle={hosts: replaced}"] if given.replace_hosts else []
     return answer_by_rule(given, others, hosts)

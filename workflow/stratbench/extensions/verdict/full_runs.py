@@ -16,7 +16,7 @@ from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, tra
 
 
 @rule("full-run-against-steps", "warning", "time")
-def full_run_against_steps(evidence: AuditData) -> Iterator[Case]:
+def find_full_runs_unlike_blocks(evidence: AuditData) -> Iterator[Case]:
     """A full run should take as long as its number of steps times the step time in the verdict's blocks. A
     difference of more than 3 % means that one does not predict the other: the device slows down over minutes,
     the input is too slow, other jobs use the node, or the segments are too short.

@@ -1,1 +1,1 @@
-"""Rules that compare cells: what differs between them, and what was measured only together."""
+"""Rules of the audit that compare several cells."""

@@ -1,4 +1,4 @@
-"""Rules on comparisons: the same work, the same start, and repeats that are real repeats."""
+"""Rules of the audit on whether cells are comparable: equal samples, equal start, equal endings."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import pandas as pd
 
 from stratbench.analysis.records.groups import rows_by_group
 from stratbench.cell.coordinates import STATUSES
-from stratbench.extensions.audit.rule import AuditData, Case, rows_of, rule
+from stratbench.extensions.audit.rule import AuditData, Case, iter_rows, rule
 
-#: Ratio of the most to the fewest samples seen.
+#: Largest tolerated ratio between the numbers of samples that compared cells saw.
 SAMPLES = 1.005
 
 
-def comparable_cells(
+def iter_comparable_cells(
     evidence: AuditData, column: str
 ) -> Iterator[tuple[tuple[str, str], pd.DataFrame]]:
-    """Yield the cells of each experiment and model that have `column`, which readers compare."""
+    """Yield the cells of each experiment and model that have a value in `column`."""
     with_value = evidence.ok.dropna(subset=[column])
     yield from with_value.groupby(["experiment", "model"], sort=False)
 
 
 @rule("unequal-samples", "unusable", "all")
-def unequal_samples(evidence: AuditData) -> Iterator[Case]:
-    """Strategies that saw different numbers of samples do not compare in time or score."""
-    for (experiment, model), rows in comparable_cells(evidence, "samples_seen"):
+def find_unequal_samples(evidence: AuditData) -> Iterator[Case]:
+    """The strategies saw different numbers of samples, so that their times and scores are not comparable."""
+    for (experiment, model), rows in iter_comparable_cells(evidence, "samples_seen"):
         low, high = rows["samples_seen"].min(), rows["samples_seen"].max()
-        # An epoch leaves out what fills no batch, and with weak scaling batches differ.
+        # An epoch drops its last incomplete batch, and with weak scaling batch sizes differ.
         left_out = (rows["global_batch"] * rows["epochs"]).max()
         if high > SAMPLES * low and not high - low < left_out:
             where = {"experiment": experiment, "model": model}
@@ -36,23 +36,26 @@ def unequal_samples(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("unequal-start", "unusable", "score")
-def unequal_start(evidence: AuditData) -> Iterator[Case]:
-    """The strategies of a repeat must start from the same weights."""
-    for (experiment, model), rows in comparable_cells(evidence, "initial_weights_sha256"):
+def find_unequal_start(evidence: AuditData) -> Iterator[Case]:
+    """The strategies of a repeat did not start from the same weights, as they must."""
+    for (experiment, model), rows in iter_comparable_cells(evidence, "initial_weights_sha256"):
         for repeat, same in rows.groupby("repeat", sort=False):
             hashes = same["initial_weights_sha256"]
             if hashes.nunique() > 1:
                 usual = hashes.mode().iloc[0]
                 others = ", ".join(sorted(set(same.loc[hashes != usual, "strategy"])))
                 where = {"experiment": experiment, "model": model, "repeat": repeat}
-                yield where, f"{hashes.nunique()} different initial weights; not as most: {others}"
+                yield (
+                    where,
+                    f"{hashes.nunique()} different initial weights; these differ from most: {others}",
+                )
 
 
-# A warning only: each value is usable, but the two kinds have no common basis for a ranking.
+# This is only a warning, because each value is usable; only a ranking of the two kinds is not.
 @rule("no-common-cell", "warning", "all")
-def no_common_cell(evidence: AuditData) -> Iterator[Case]:
-    """Collective strategies and parameter servers never trained the same model on the same data, so these
-    records cannot rank one against the other.
+def find_missing_common_cell(evidence: AuditData) -> Iterator[Case]:
+    """Collective strategies and parameter servers never trained the same model on the same data, so that the
+    records cannot rank one kind against the other.
     """
     kinds = evidence.ok.groupby(["experiment", "model"])["strategy_kind"].agg(set)
     all_kinds = set().union(*kinds) if len(kinds) else set()
@@ -62,9 +65,9 @@ def no_common_cell(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("repeats-end-differently", "warning", "all")
-def repeats_end_differently(evidence: AuditData) -> Iterator[Case]:
-    """Repeats of a cell do the same work, so that one ends as the others do, but for chance. Look at what
-    else was on the device, and at the loss.
+def find_repeats_that_end_differently(evidence: AuditData) -> Iterator[Case]:
+    """Repeats of a cell ended with different statuses, although they do the same work. Look for other
+    processes on the device, and at the loss.
     """
     ended = evidence.cells[evidence.cells["status"].isin(STATUSES)]
     for key, rows in rows_by_group(ended).items():
@@ -74,12 +77,12 @@ def repeats_end_differently(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("loss-in-parts", "note", "score")
-def loss_in_parts(evidence: AuditData) -> Iterator[Case]:
-    """The loss of a batch is not the mean over the batch's parts (class weights, targets that are ignored,
-    pairs), so that other numbers of workers, parts or micro-batches train something else. A task that returns
-    (sum, weight) trains the same on all.
+def find_loss_in_parts(evidence: AuditData) -> Iterator[Case]:
+    """The loss of a batch is not the mean over its parts (because of class weights, ignored targets or
+    pairs). So the number of workers or micro-batches changes what is trained. A task that returns (sum,
+    weight) avoids this.
     """
-    for (experiment, model), rows in comparable_cells(evidence, "loss_adds_up"):
+    for (experiment, model), rows in iter_comparable_cells(evidence, "loss_adds_up"):
         apart = rows["loss_adds_up"].astype(str).eq("False").any()
         if apart and (rows["gpus"].nunique() > 1 or rows["equals_ddp"].nunique() > 1):
             counts = ", ".join(map(str, sorted(set(rows["gpus"]))))
@@ -87,10 +90,10 @@ def loss_in_parts(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("mixed-limits", "note", "time")
-def mixed_limits(evidence: AuditData) -> Iterator[Case]:
-    """A cell was stopped at a time limit that is shorter than others of its comparison had."""
+def find_mixed_limits(evidence: AuditData) -> Iterator[Case]:
+    """A cell was stopped at a shorter time limit than the cells that it is compared with had."""
     for _, rows in evidence.cells.groupby(["experiment", "model"], sort=False):
         longest_s = rows["time_limit_s"].max()
-        for row in rows_of(rows[rows["status"] == "timeout"]):
+        for row in iter_rows(rows[rows["status"] == "timeout"]):
             if row.time_limit_s < longest_s:
-                yield row, f"stopped after {row.time_limit_s:g} s, others {longest_s:g} s"
+                yield row, f"stopped after {row.time_limit_s:g} s; other cells had {longest_s:g} s"

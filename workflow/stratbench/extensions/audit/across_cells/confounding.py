@@ -1,4 +1,4 @@
-"""Rules on other reasons for a difference between strategies: the hour, or the host."""
+"""Rules of the audit on other causes of a difference between strategies: time of day and host."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from stratbench.analysis.records.groups import Group
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, rule
 
-#: A ratio of times that another hour or another node of the same kind explains. Nodes with one slow GPU and
-#: machines that get hot differ by 10 to 20 %.
+#: Largest ratio of times that another time of day or another node of the same kind may explain. Nodes with a
+#: slow GPU and hot machines differ by 10 to 20 %.
 EXPLAINED = 1.25
-#: The rule fires by chance in one experiment of a thousand, and a lesser change does not matter.
+#: Probability of a false finding per experiment, and the smallest relative change that matters.
 CHANCE, CHANGE = 0.001, 0.03
-#: Runs on a host where no other strategy ran, from which that is no chance.
+#: Fewest runs on a host without other strategies that are unlikely to be chance.
 ALONE = 3
-#: Residuals of runs that follow one another: standard deviations of their correlation by chance.
+#: Smallest correlation of successive runs that counts, in standard deviations of a correlation by chance.
 NEIGHBOURS = 3.3
 
 
-class Run(NamedTuple):
-    """One repeat: start and end in s since 1970 (None: not recorded), hosts, log of its time.
+class TimedRun(NamedTuple):
+    """One repeat of a cell. Start and end are in seconds since 1970, or None if not recorded.
 
-    `device`: the names of its GPUs or processors.
+    `log_s` is the logarithm of its training time, and `device` the names of its GPUs or processors.
     """
 
     repeat: int
@@ -43,39 +43,34 @@ class Run(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def runs_of(evidence: AuditData) -> dict[Group, list[Run]]:
-    """Return the repeats that ended well, of groups with at least two of them."""
-    by_group: defaultdict[Group, list[Run]] = defaultdict(list)
+def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
+    """Return the repeats that ended well, by group, for groups with at least two of them."""
+    by_group: defaultdict[Group, list[TimedRun]] = defaultdict(list)
     for record in evidence.records:
         cell, time_s = record["cell"], value_at(record, "time.train_time_s")
         if record["status"] == "ok" and time_s is not None and time_s > 0:
             group = Group(cell["experiment"], cell["strategy"], cell["model"], cell["gpus"])
-            ends = (moment_of(record, name) for name in ("started", "finished"))
-            place = hosts_of(record), math.log(time_s), device_name(record) or ""
-            by_group[group].append(Run(cell["repeat"], *ends, *place))
+            ends = (parse_moment(record, name) for name in ("started", "finished"))
+            place = list_hosts(record), math.log(time_s), device_name(record) or ""
+            by_group[group].append(TimedRun(cell["repeat"], *ends, *place))
     return {group: runs for group, runs in by_group.items() if len(runs) > 1}
 
 
-def moment_of(record: Record, name: str) -> float | None:
-    """Return a date in the record's provenance, in s since 1970."""
+def parse_moment(record: Record, name: str) -> float | None:
+    """Return a date in a record's provenance as seconds since 1970, or None if it is missing."""
     text = value_at(record, f"provenance.{name}")
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
-def hosts_of(record: Record) -> str:
-    """Return the hosts of a record's workers as one text.
-
-    Empty if they are not recorded.
-    """
+def list_hosts(record: Record) -> str:
+    """Return the names of a record's hosts as one text, which is empty if they are not recorded."""
     names = {value_at(worker["provenance"], "host.name") for worker in record["workers"]}
     return ", ".join(sorted(names - {None}))
 
 
-def rivals_by_group(
-    evidence: AuditData, on_equal_counts: bool
-) -> Iterator[tuple[Group, list[Group]]]:
-    """Yield each group with the compared groups of similar time, within EXPLAINED."""
-    runs = runs_of(evidence)
+def iter_rivals(evidence: AuditData, on_equal_counts: bool) -> Iterator[tuple[Group, list[Group]]]:
+    """Yield each group of repeats with its competitors of similar time (within EXPLAINED)."""
+    runs = list_timed_runs(evidence)
     means = {group: float(np.mean([run.log_s for run in own])) for group, own in runs.items()}
     compared: defaultdict[tuple[object, ...], list[Group]] = defaultdict(list)
     for group in runs:
@@ -93,48 +88,51 @@ def rivals_by_group(
 
 
 @rule("confounded-order", "warning", "time")
-def confounded_order(evidence: AuditData) -> Iterator[Case]:
-    """The strategy was trained at another time than most that are about as fast: all of it before or after
-    them, or in a study whose times follow the order. A machine that changed meanwhile makes such a
-    difference.
-    Train all of them anew, as one study.
+def find_confounded_order(evidence: AuditData) -> Iterator[Case]:
+    """The strategy was trained at another time than most strategies that are about as fast: entirely before
+    or after them, or in a study whose times depend on the order. A machine that changed meanwhile would cause
+    the same difference. Train all of these strategies again as one study.
     """
-    yield from ((group, how) for group, how, doubtful in out_of_turn(evidence) if doubtful)
+    yield from (
+        (group, how) for group, how, doubtful in find_groups_out_of_turn(evidence) if doubtful
+    )
 
 
 @rule("not-in-turns", "note", "time")
-def not_in_turns(evidence: AuditData) -> Iterator[Case]:
-    """The strategy took no turns with most that are about as fast, as in a queue that fills gaps with small
-    jobs; nothing tells that the machine changed meanwhile.
+def find_strategies_not_in_turns(evidence: AuditData) -> Iterator[Case]:
+    """The strategy did not alternate with most strategies that are about as fast, for example because a
+    scheduler fills gaps with small jobs. There is no sign that the machine changed meanwhile.
     """
-    yield from ((group, how) for group, how, doubtful in out_of_turn(evidence) if not doubtful)
+    yield from (
+        (group, how) for group, how, doubtful in find_groups_out_of_turn(evidence) if not doubtful
+    )
 
 
 @lru_cache(maxsize=1)
-def out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
-    """Return the groups that were not interleaved with most alternatives, and how."""
-    groups, drifting = [], trends(evidence)
+def find_groups_out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
+    """Return groups that did not alternate with most competitors, with a text and whether it matters."""
+    groups, drifting = [], find_trends(evidence)
     timed = {
         group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
-        for group, runs in runs_of(evidence).items()
+        for group, runs in list_timed_runs(evidence).items()
     }
-    for group, rivals in rivals_by_group(evidence, on_equal_counts=False):
+    for group, rivals in iter_rivals(evidence, on_equal_counts=False):
         named: defaultdict[str, list[str]] = defaultdict(list)
         wholly = 0
         for other in rivals:
-            if how := order_apart(timed[group], timed[other]):
+            if how := describe_order(timed[group], timed[other]):
                 named[how].append(f"{other.strategy} on {other.gpus}")
                 wholly += are_apart(timed[group].values(), timed[other].values())
-        # One that was added later is apart from all others, and each of those from it alone.
+        # A strategy that was added later is out of turn with all others, but each of these only with it.
         if 2 * sum(map(len, named.values())) > len(rivals):
             text = " and ".join(f"{how} {', '.join(names)}" for how, names in named.items())
             is_doubtful = 2 * wholly > len(rivals) or group.experiment in drifting
-            groups.append((group, f"trained {text}, not in turns", is_doubtful))
+            groups.append((group, f"trained {text}, not alternately", is_doubtful))
     return groups
 
 
-def are_apart(own: Iterable[Run], others: Iterable[Run]) -> bool:
-    """Return whether all of some runs ended before the others began, or vice versa."""
+def are_apart(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> bool:
+    """Return whether all runs of one group ended before all of the other began, in either order."""
     (begun, ended), (from_s, to_s) = (
         (min(run.begun_s for run in runs), max(run.ended_s for run in runs))
         for runs in map(list, (own, others))
@@ -142,21 +140,21 @@ def are_apart(own: Iterable[Run], others: Iterable[Run]) -> bool:
     return ended <= from_s or to_s <= begun
 
 
-def order_apart(own: dict[int, Run], others: dict[int, Run]) -> str:
-    """Return `before` or `after` if most pairs of equal repeats were not interleaved.
+def describe_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str:
+    """Return `before` or `after` if most pairs of equal repeats did not follow each other directly.
 
-    They are not interleaved if other repeats of the two ran in between.
+    A pair does not if another repeat of the two groups ran between.
     """
     pairs = [(run, others[repeat]) for repeat, run in own.items() if repeat in others]
     if len(pairs) < 2:
         return ""
     both = [*own.values(), *others.values()]
-    ahead = sum(ahead_of(one, other, both) for one, other in pairs) / len(pairs)
+    ahead = sum(compare_order(one, other, both) for one, other in pairs) / len(pairs)
     return "" if abs(ahead) <= 0.5 else "before" if ahead > 0 else "after"
 
 
-def ahead_of(one: Run, other: Run, runs: Sequence[Run]) -> int:
-    """Return 1 if `one` ended before `other` began, or -1 vice versa, with another run between.
+def compare_order(one: TimedRun, other: TimedRun, runs: Sequence[TimedRun]) -> int:
+    """Return 1 if `one` ran before `other` with another run between, -1 if it ran after, else 0.
 
     Args:
         one: A run.
@@ -170,21 +168,21 @@ def ahead_of(one: Run, other: Run, runs: Sequence[Run]) -> int:
 
 
 @rule("confounded-host", "warning", "time")
-def confounded_host(evidence: AuditData) -> Iterator[Case]:
-    """The strategy is known by its host, and one that is about as fast ran elsewhere: what differs may be the
-    hosts. Spread repeats over hosts, or train all strategies on the same.
+def find_confounded_host(evidence: AuditData) -> Iterator[Case]:
+    """All repeats of the strategy ran on one host, and a strategy that is about as fast ran on others: the
+    difference may come from the hosts. Spread repeats over hosts, or train all strategies on the same host.
     """
     homes: defaultdict[tuple[str, int], defaultdict[str, list[str]]]
     homes = defaultdict(lambda: defaultdict(list))
-    for group, runs in runs_of(evidence).items():
+    for group, runs in list_timed_runs(evidence).items():
         homes[group.experiment, group.gpus][group.strategy] += [run.hosts for run in runs]
-    for group, rivals in rivals_by_group(evidence, on_equal_counts=True):
+    for group, rivals in iter_rivals(evidence, on_equal_counts=True):
         hosts = homes[group.experiment, group.gpus]
         own = hosts[group.strategy]
         elsewhere = [r.strategy for r in rivals if own[0] not in hosts[r.strategy]]
         if len(set(own)) > 1 or not own[0] or not elsewhere:
             continue
-        # Two runs often share a host by chance; three seldom do if the cluster has no other users.
+        # Two runs often share a host by chance, but three seldom do.
         others = [theirs for name, theirs in hosts.items() if name != group.strategy]
         if len(own) >= ALONE and not any(own[0] in theirs for theirs in others):
             reason = "where no other strategy ran"
@@ -196,64 +194,66 @@ def confounded_host(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("times-follow-time", "warning", "time")
-def times_follow_time(evidence: AuditData) -> Iterator[Case]:
-    """How long a cell trained depends on when it ran: the machine got slower or faster during the study.
-    Strategies that took turns are compared fairly; a single time, or one beside another study's, is not.
+def find_times_that_follow_time(evidence: AuditData) -> Iterator[Case]:
+    """Training times depend on when a cell ran: the machine became slower or faster during the study.
+    Strategies that alternated are compared fairly; single times and comparisons with other studies are not.
     """
-    for experiment, trend in trends(evidence).items():
+    for experiment, trend in find_trends(evidence).items():
         yield {"experiment": experiment}, trend
 
 
 @lru_cache(maxsize=1)
-def trends(evidence: AuditData) -> dict[str, str]:
-    """Return how times follow the order of execution, by the experiments in which they do."""
-    experiments: defaultdict[str, list[list[Run]]] = defaultdict(list)
-    for group, runs in runs_of(evidence).items():
+def find_trends(evidence: AuditData) -> dict[str, str]:
+    """Return how times depend on the order of execution, by experiment in which they do."""
+    experiments: defaultdict[str, list[list[TimedRun]]] = defaultdict(list)
+    for group, runs in list_timed_runs(evidence).items():
         timed = [run for run in runs if run.begun_s is not None]
         if len(timed) > 1:
             experiments[group.experiment].append(timed)
-    return {name: trend for name, groups in experiments.items() if (trend := trend_in(groups))}
+    return {
+        name: trend for name, groups in experiments.items() if (trend := describe_trend(groups))
+    }
 
 
-def trend_in(groups: Sequence[Sequence[Run]]) -> str:
-    """Return how log times, less their group's mean, depend on the order of execution.
+def describe_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
+    """Describe how times depend on the order of execution, or return an empty text if it may be chance.
 
-    It is a regression on the position in the order, or a correlation with the next in the order, which
-    detects a slow hour. Positions count within groups, so that the order of strategies does not matter. Empty
-    if it may be chance.
+    Log times less their group's mean are regressed on the position in the order. A correlation of successive
+    runs also counts, which detects a slow hour. Positions are relative to the group's mean, so that the order
+    of strategies does not matter.
     """
     runs = sorted((run.begun_s, i, run) for i, own in enumerate(groups) for run in own)
     total, dof = len(runs), len(runs) - len(groups) - 1
     if dof < 3:
         return ""
     group = np.array([i for _, i, _ in runs])
-    x = less_means(np.arange(total) / (total - 1), group)
-    y = less_means(np.array([run.log_s for *_, run in runs]), group)
-    if slope := slope_beyond_chance(x, y, dof, CHANCE):
+    x = subtract_group_means(np.arange(total) / (total - 1), group)
+    y = subtract_group_means(np.array([run.log_s for *_, run in runs]), group)
+    if slope := compute_slope_beyond_chance(x, y, dof, CHANCE):
         return f"{math.expm1(slope):+.1%} from the first of {total} runs to the last"
     squares, products = float(y @ y), sum(a * b for a, b in pairwise(y))
     if squares > 0 and products / squares * math.sqrt(total) > NEIGHBOURS:
         common = math.sqrt(products / dof)
         if common > math.log1p(CHANGE) / 2:
-            return f"{total} runs: neighbours in time share a deviation of {common:.1%}"
+            return f"in {total} runs, successive runs share a deviation of {common:.1%}"
     return ""
 
 
-def less_means(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return values less the mean of their group; `group` has the number of each value's."""
+def subtract_group_means(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Return each value less the mean of its group. `group` has the index of each value's group."""
     return values - (np.bincount(group, values) / np.bincount(group))[group]
 
 
-def slope_beyond_chance(x: np.ndarray, y: np.ndarray, dof: int, chance: float) -> float:
-    """Return the slope of `y` over `x`.
+def compute_slope_beyond_chance(x: np.ndarray, y: np.ndarray, dof: int, chance: float) -> float:
+    """Return the slope of a regression of `y` on `x`, or 0 if it is small or may be chance.
 
-    Return 0 where it is less than CHANGE or chance explains it.
+    A slope is small below CHANGE.
 
     Args:
-        x: Positions.
-        y: Values.
+        x: Positions, with mean 0 in each group.
+        y: Values, with mean 0 in each group.
         dof: Degrees of freedom.
-        chance: Allowed probability of chance.
+        chance: Largest probability of such a slope by chance.
     """
     width = float(x @ x)
     slope = float(x @ y) / width if width else 0.0
@@ -266,12 +266,12 @@ def slope_beyond_chance(x: np.ndarray, y: np.ndarray, dof: int, chance: float) -
 
 
 @rule("slow-host", "warning", "time")
-def slow_host(evidence: AuditData) -> Iterator[Case]:
-    """Cells trained longer on one host than their repeats did on others with the same devices: it has another
-    load, cooling or set-up. Repeats that ran there say less of a strategy; leave the host out, or mend it.
+def find_slow_hosts(evidence: AuditData) -> Iterator[Case]:
+    """Cells took longer on one host than their repeats did on other hosts with the same devices: the host has
+    another load, cooling or configuration. Exclude the host, or repair it.
     """
-    experiments: defaultdict[tuple[str, str], list[tuple[int, Run]]] = defaultdict(list)
-    for i, (group, runs) in enumerate(runs_of(evidence).items()):
+    experiments: defaultdict[tuple[str, str], list[tuple[int, TimedRun]]] = defaultdict(list)
+    for i, (group, runs) in enumerate(list_timed_runs(evidence).items()):
         for run in runs:
             experiments[group.experiment, run.device].append((i, run))
     for (experiment, _), entries in experiments.items():
@@ -280,10 +280,12 @@ def slow_host(evidence: AuditData) -> Iterator[Case]:
         dof = len(entries) - len(set(group)) - 1
         if len(hosts) < 2 or dof < 3:
             continue
-        y = less_means(np.array([run.log_s for _, run in entries]), group)
+        y = subtract_group_means(np.array([run.log_s for _, run in entries]), group)
         for host in hosts:
             on_host = np.array([float(host in run.hosts.split(", ")) for _, run in entries])
-            slope = slope_beyond_chance(less_means(on_host, group), y, dof, CHANCE / len(hosts))
+            slope = compute_slope_beyond_chance(
+                subtract_group_means(on_host, group), y, dof, CHANCE / len(hosts)
+            )
             if slope > 0:
                 figures = f"{math.expm1(slope):+.1%} in {on_host.sum():.0f} of {len(entries)} runs"
                 yield {"experiment": experiment}, f"{host}: {figures}"

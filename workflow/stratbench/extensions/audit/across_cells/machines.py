@@ -1,4 +1,4 @@
-"""Rules on the machine: other load, slowed clocks, shared cores and shared GPUs."""
+"""Rules of the audit on the machine: load of other processes, low clocks, shared cores and GPUs."""
 
 from __future__ import annotations
 
@@ -13,45 +13,52 @@ from stratbench.analysis.records.facts import Facts, host_of
 from stratbench.analysis.records.samples import HELD
 from stratbench.cell.record import Record
 from stratbench.cell.text.words import GIB, bytes_text, counted
-from stratbench.extensions.audit.rule import AuditData, Case, named, record_rule, rows_of, rule
+from stratbench.extensions.audit.rule import (
+    AuditData,
+    Case,
+    describe_cells,
+    iter_rows,
+    record_rule,
+    rule,
+)
 from stratbench.telemetry.machine.foreign_processes import OTHERS_BYTES
 
-#: The share of the samples in which a GPU may be slowed.
+#: Largest tolerated share of samples in which a GPU is throttled.
 THROTTLED = 0.01
-#: Cores that others may use when a cell starts: some, and a share of the node's, for its services.
+#: Cores that other processes may use when a cell starts: a number, or a share of the node's cores if larger.
 OTHERS, OTHERS_SHARE = 0.25, 0.05
-#: GPU memory of a process' CUDA context, rounded up: 300 to 600 MiB.
+#: Upper bound on the GPU memory of a process's CUDA context, which takes 300 to 600 MiB.
 CONTEXT_BYTES = GIB * 3 // 4
-#: Maximum GPU memory of a context, NCCL and cuDNN beyond the allocator; some hundred MiB to 3 GiB.
+#: Upper bound on GPU memory that a process has outside of the allocator: context, NCCL and cuDNN.
 LIBRARIES_BYTES = 4 * GIB
-#: Start and end are recorded in whole seconds.
+#: Shortest overlap of two cells that counts, since start and end are recorded in whole seconds.
 TOGETHER_S = 2.5
 
 
 @rule("throttled", "warning", "time")
-def throttled(evidence: AuditData) -> Iterator[Case]:
-    """A GPU was slowed down by heat or by a lack of power in part of the samples."""
-    for row in rows_of(evidence.ok[evidence.ok["throttled_share"] > THROTTLED]):
+def find_throttled_gpus(evidence: AuditData) -> Iterator[Case]:
+    """A GPU was throttled by heat or by its power supply in a part of the samples."""
+    for row in iter_rows(evidence.ok[evidence.ok["throttled_share"] > THROTTLED]):
         yield row, f"throttled in {row.throttled_share:.0%} of the samples"
 
 
 @rule("busy-machine", "warning", "time")
-def busy_machine(evidence: AuditData) -> Iterator[Case]:
-    """Other processes used the machine when the cell started: it measures them too."""
-    for row in rows_of(evidence.of_any_loop[are_busy(evidence.of_any_loop)]):
-        yield row, f"others used {row.other_cpu_cores:.2g} CPU cores"
+def find_busy_machine(evidence: AuditData) -> Iterator[Case]:
+    """Other processes used the CPU when the cell started, and may have slowed it down."""
+    for row in iter_rows(evidence.of_any_loop[are_busy(evidence.of_any_loop)]):
+        yield row, f"other processes used {row.other_cpu_cores:.2g} CPU cores"
 
 
 def are_busy(cells: pd.DataFrame) -> pd.Series:
-    """Return per cell whether the foreign CPU load at its start exceeded that of services."""
+    """Return per cell whether other processes used more CPU cores at its start than system services do."""
     allowed = (OTHERS_SHARE * cells["node_cores"]).clip(lower=OTHERS).fillna(OTHERS)
     return cells["other_cpu_cores"] > allowed
 
 
 @rule("workers-are-processes", "note", "time")
-def workers_are_processes(evidence: AuditData) -> Iterator[Case]:
-    """Workers are CPU processes on shared cores: speedups, efficiencies and the cost of communication say
-    nothing about GPUs.
+def find_cpu_workers(evidence: AuditData) -> Iterator[Case]:
+    """Workers are CPU processes on shared cores: speedups, efficiencies and the cost of communication do not
+    apply to GPUs.
     """
     for experiment, rows in evidence.ok.groupby("experiment", sort=False):
         cpu = rows[rows["device_kind"] == "cpu"]
@@ -62,8 +69,8 @@ def workers_are_processes(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("processes-share-cores", "warning", "time")
-def processes_share_cores(evidence: AuditData) -> Iterator[Case]:
-    """There are more workers than cores: they take turns, and more workers bring no speed."""
+def find_processes_that_share_cores(evidence: AuditData) -> Iterator[Case]:
+    """There are more workers than cores, so that workers wait for each other."""
     for experiment, rows in evidence.ok.groupby("experiment", sort=False):
         cpu = rows[(rows["device_kind"] == "cpu") & (rows["gpus"] > rows["cpu_cores"])]
         for gpus, crowded in cpu.groupby("gpus", sort=False):
@@ -73,10 +80,10 @@ def processes_share_cores(evidence: AuditData) -> Iterator[Case]:
 
 
 @record_rule("ranks-share-cores", "warning", "time")
-def ranks_share_cores(facts: Facts) -> Iterator[str]:
-    """The workers of a host with GPUs may use fewer cores than there are workers, as where SLURM binds all
-    tasks to the first core: they take turns in issuing work to their GPUs. Ask for cores per task, or bind
-    none.
+def find_ranks_that_share_cores(facts: Facts) -> Iterator[str]:
+    """The workers of a host with GPUs have fewer CPU cores than workers, for example because SLURM binds all
+    tasks to the first core: they wait for each other before they can start GPU kernels. Request CPUs per
+    task, or disable binding.
     """
     by_host: dict[str | None, list[set[int]]] = defaultdict(list)
     for worker in (
@@ -91,20 +98,20 @@ def ranks_share_cores(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("contradictory-devices", "unusable", "all")
-def contradictory_devices(facts: Facts) -> Iterator[str]:
-    """The workers did not run where the record says: two of them on one GPU, none, or another kind."""
+def find_contradictory_devices(facts: Facts) -> Iterator[str]:
+    """The devices of the workers contradict the record: two workers on one GPU, no GPU, or another kind."""
     places: dict[tuple[str, str], int] = {}
     for worker in facts.workers:
         recorded, name = worker["provenance"], f"rank {worker['rank']}"
         if not recorded:
-            yield f"{name} does not say where it ran"
+            yield f"{name} has no record of its device"
             continue
         device, host = recorded["device"], recorded["host"]["name"]
         if device.partition(":")[0] != facts("provenance.device"):
-            yield f"{name} ran on {device}, and the cell on {facts('provenance.device')}"
+            yield f"{name} ran on {device}, but the cell on {facts('provenance.device')}"
         is_cuda = device.startswith("cuda")
         if is_cuda != ("gpu" in recorded):
-            yield f"{name} ran on {device} and {'names a' if 'gpu' in recorded else 'names no'} GPU"
+            yield f"{name} ran on {device}, but its record has {'a' if 'gpu' in recorded else 'no'} GPU"
         if not is_cuda:
             continue
         uuid = value_at(recorded, "gpu.uuid")
@@ -117,25 +124,25 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("foreign-process-on-gpu", "warning", "time", of="both")
-def foreign_process_on_gpu(facts: Facts) -> Iterator[str]:
-    """A process of somebody else computed on a GPU of the cell, or held memory there: what it did there
-    slowed the cell.
+def find_foreign_processes_on_gpu(facts: Facts) -> Iterator[str]:
+    """A process of another job computed on a GPU of the cell, or held memory there, and may have slowed the
+    cell down.
     """
     if facts.status != "oom":
-        yield from foreign_processes_in(facts)
-        yield from memory_of_others(facts)
+        yield from iter_foreign_processes(facts)
+        yield from iter_foreign_memory(facts)
 
 
 @record_rule("memory-held-by-others", "unusable", "all", of="both")
-def memory_held_by_others(facts: Facts) -> Iterator[str]:
-    """The cell ran out of memory while somebody else held a part of its GPU: alone it may not."""
+def find_memory_held_by_others(facts: Facts) -> Iterator[str]:
+    """The cell ran out of memory while another process held a part of its GPU: alone it might fit."""
     if facts.status == "oom":
-        yield from foreign_processes_in(facts)
+        yield from iter_foreign_processes(facts)
 
 
-def foreign_processes_in(facts: Facts) -> Iterator[str]:
-    """Yield the foreign processes on the cell's GPUs, at its start and during it."""
-    own = own_gpus(facts)
+def iter_foreign_processes(facts: Facts) -> Iterator[str]:
+    """Yield a text per process of another job on the cell's GPUs, at its start or during it."""
+    own = list_gpus_of_cell(facts)
     seen: dict[tuple[str, int], str] = {}
     for node, busy in (facts("provenance.busy_at_start") or {}).items():
         for index, pids in (busy.get("other_gpu_processes") or {}).items():
@@ -150,10 +157,10 @@ def foreign_processes_in(facts: Facts) -> Iterator[str]:
     yield from seen.values()
 
 
-def memory_of_others(facts: Facts) -> Iterator[str]:
-    """Yield foreign memory on the cell's GPUs, as the worker and the timeline recorded it."""
+def iter_foreign_memory(facts: Facts) -> Iterator[str]:
+    """Yield texts on memory of other processes on the cell's GPUs, by worker and timeline."""
     for worker in facts.workers:
-        # PyTorch may open a context of each process of a node on the node's first GPU.
+        # PyTorch may open a CUDA context of each process of a node on the node's first GPU.
         is_first = worker["rank"] % facts.workers_per_node == 0
         workers = min(facts.workers_per_node, facts.gpus - worker["rank"])
         siblings = workers - 1 + len(facts.servers) if is_first else 0
@@ -162,19 +169,19 @@ def memory_of_others(facts: Facts) -> Iterator[str]:
         used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
         reserved, what = own.get("reserved_peak_bytes"), f"the GPU of rank {worker['rank']}"
         if None not in (used, mine) and used - mine > spare:
-            yield f"{bytes_text(used - mine)} of {what} are not the worker's"
+            yield f"{bytes_text(used - mine)} of {what} belong to other processes"
         sampled = one.training.get(HELD["gpu"]) if one else None
         most = max(used or 0, sampled.most if sampled else 0)
         if reserved is not None and most > max(mine or 0, reserved) + LIBRARIES_BYTES + spare:
             held = f"{bytes_text(most)} of {what} are in use"
-            yield f"{held}, the worker reserved {bytes_text(reserved)}"
+            yield f"{held}, but the worker reserved only {bytes_text(reserved)}"
         before = one.first.get(HELD["gpu"], 0) if one and not one.first_phase else 0
         if before > OTHERS_BYTES:
             yield f"{bytes_text(before)} of {what} were in use before the cell began"
 
 
-def own_gpus(facts: Facts) -> set[tuple[int, int]]:
-    """Return the cell's GPUs, as the numbers of their node and NVML's number there."""
+def list_gpus_of_cell(facts: Facts) -> set[tuple[int, int]]:
+    """Return the cell's GPUs as pairs of node number and NVML's index on that node."""
     gpus = {
         (gpu["node"], gpu["index"])
         for gpu in (facts("provenance.gpus") or {}).values()
@@ -188,9 +195,9 @@ def own_gpus(facts: Facts) -> set[tuple[int, int]]:
 
 
 @record_rule("groups-cross-nodes", "warning", "time")
-def groups_cross_nodes(facts: Facts) -> Iterator[str]:
-    """Workers that divide layers between them were on several nodes, though a node could hold them: they
-    exchanged activations over the slower link. Let the number of workers on a node be a multiple of
+def find_groups_across_nodes(facts: Facts) -> Iterator[str]:
+    """Tensor-parallel workers of one group were on several nodes, although a node has room for the group:
+    they exchanged activations over the slower network. Make the number of workers per node a multiple of
     tensor_parallel_size.
     """
     together = facts.mesh.tensor
@@ -203,55 +210,60 @@ def groups_cross_nodes(facts: Facts) -> Iterator[str]:
     ]
     if across:
         each = facts.workers_per_node
-        yield f"{len(across)} groups of {together} workers, and {each} workers on a node"
+        yield f"{len(across)} groups of {together} workers span nodes, with {each} workers per node"
 
 
 @rule("shared-devices", "unusable", "time")
-def shared_devices(evidence: AuditData) -> Iterator[Case]:
-    """Two cells were on one GPU at the same time: each slowed the other."""
+def find_shared_devices(evidence: AuditData) -> Iterator[Case]:
+    """Two cells used one GPU at the same time, and slowed each other down."""
 
     def gpus_of(record: Record) -> Iterator[str]:
         uuids = {value_at(worker["provenance"], "gpu.uuid") for worker in record["workers"]}
         yield from uuids - {None}
 
-    for uuid, together_s, one, later in stays_together(evidence, gpus_of):
-        yield later["cell"], f"{uuid} {together_s:.0f} s together with {named([one['cell']])}"
+    for uuid, together_s, one, later in iter_concurrent_cells(evidence, gpus_of):
+        yield (
+            later["cell"],
+            f"{uuid} {together_s:.0f} s together with {describe_cells([one['cell']])}",
+        )
 
 
 @rule("shared-cores", "warning", "time")
-def shared_cores(evidence: AuditData) -> Iterator[Case]:
-    """Two cells trained on the CPU at the same time, and wanted more cores together than both could use: they
-    took turns.
+def find_shared_cores(evidence: AuditData) -> Iterator[Case]:
+    """Two cells trained on the CPU at the same time, and together had more threads than cores, so that they
+    waited for each other.
     """
 
     def hosts_on_cpu(record: Record) -> Iterator[str]:
         if record["provenance"].get("device") == "cpu":
             yield from {host_of(worker) for worker in record["workers"]} - {None}
 
-    for host, together_s, one, later in stays_together(evidence, hosts_on_cpu):
-        (cores, wanted), (others, more) = (cores_on(host, record) for record in (one, later))
+    for host, together_s, one, later in iter_concurrent_cells(evidence, hosts_on_cpu):
+        (cores, wanted), (others, more) = (
+            list_cores_and_count_threads(host, record) for record in (one, later)
+        )
         if cores & others and wanted + more > len(cores | others):
             yield (
                 later["cell"],
                 f"{wanted + more} threads on {len(cores | others)} cores of {host}, {together_s:.0f} s "
-                f"together with {named([one['cell']])}",
+                f"together with {describe_cells([one['cell']])}",
             )
 
 
-def cores_on(host: str, record: Record) -> tuple[set[int], int]:
-    """Return the cores of a host for the cell's workers, and their number of threads."""
+def list_cores_and_count_threads(host: str, record: Record) -> tuple[set[int], int]:
+    """Return the cores of a host that a cell's workers may use, and the workers' number of threads."""
     on_host = [worker for worker in record["workers"] if host_of(worker) == host]
     cores = (value_at(worker["provenance"], "host.affinity") or () for worker in on_host)
     threads = value_at(record, "provenance.threads_per_worker") or 1
     return set().union(*cores), threads * len(on_host)
 
 
-def stays_together(
+def iter_concurrent_cells(
     evidence: AuditData, places_of: Callable[[Record], Iterable[str]]
 ) -> Iterator[tuple[str, float, Record, Record]]:
-    """Yield hosts or GPUs with two concurrent cells, the time in s, and both cells.
+    """Yield each host or GPU with two concurrent cells, the seconds of their overlap, and both records.
 
-    Cells whose workers came and went, or that were restarted, are left out.
+    Elastic cells and cells that were restarted are left out.
     """
     stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
     for record in evidence.records:
@@ -266,5 +278,5 @@ def stays_together(
             together_s = (min(until, ended) - begun).total_seconds()
             if together_s > TOGETHER_S:
                 yield place, together_s, one, later
-            if ended > until:  # the one that stays longest meets those that come
+            if ended > until:  # later cells are compared with the cell that ends last
                 until, one = ended, later

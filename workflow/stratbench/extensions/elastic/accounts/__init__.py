@@ -1,1 +1,1 @@
-"""The record of elastic workers: accounts of their group and of servers, and the history."""
+"""Computes a record's entries on elastic workers: jobs, pauses, GPU-seconds and history of members."""

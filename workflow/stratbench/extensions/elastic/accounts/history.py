@@ -1,4 +1,4 @@
-"""History of an elastic synchronous training's members, for the record."""
+"""The history of the members of an elastic synchronous training, from which its record is made."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 
 
 @dataclass
-class Generation:
-    """Members that take steps together; dates are in s since 1970. `cause`: the reason for forming it."""
+class TrainingGeneration:
+    """A set of members that take steps together. Dates are in seconds since 1970.
+
+    `cause` is why it was formed, and `broken` whether it ended because a member was lost.
+    """
 
     number: int
     members: list[int]
@@ -19,23 +22,23 @@ class Generation:
     began_unix_s: float | None = None
     ended_unix_s: float | None = None
     to_step: int | None = None
-    #: Seconds without a step before it, as the slowest member of the one before saw it; None: there is none.
+    #: Seconds without a step since the generation before, by its slowest member, or None for the first one.
     pause_s: float | None = None
     from_checkpoint: bool = False
     broken: bool = False
-    #: Seconds of its steps, by epoch, as far as members have told, and when one did so last.
+    #: Seconds of its steps by epoch as members have reported them, and when the last report came.
     train_s: dict[int, float] = field(default_factory=dict)
-    told_unix_s: float | None = None
+    reported_unix_s: float | None = None
 
     @property
-    def stop(self) -> int:
-        """After which step it stopped, as far as that is known."""
+    def last_step(self) -> int:
+        """Number of steps taken when it stopped, or when it began if the stop is unknown."""
         return self.from_step if self.to_step is None else self.to_step
 
 
 @dataclass
 class EpochTotals:
-    """Totals of one epoch: losses over the reported `steps`, seconds of steps and pauses."""
+    """Totals of one epoch: sum of losses over the reported `steps`, seconds of steps and of pauses."""
 
     loss: float = 0.0
     steps: float = 0.0
@@ -44,23 +47,28 @@ class EpochTotals:
 
 
 @dataclass
-class History:
-    """History of the members, for the record."""
+class MemberHistory:
+    """All that one launcher knows about the members of its training."""
 
-    generations: list[Generation] = field(default_factory=list)
-    #: When each member was let in, was ready, and took part first; by its number, seconds since 1970.
+    generations: list[TrainingGeneration] = field(default_factory=list)
+    #: When each member was admitted, ready and at its first step, by its number, in seconds since 1970.
     dates: dict[int, dict[str, float]] = field(default_factory=dict)
+    #: Numbers of the members that left in order, and of those that were lost.
     left: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
-    #: Of each epoch what its steps took, in all generations.
+    #: Totals of each epoch over all generations.
     epochs: dict[int, EpochTotals] = field(default_factory=dict)
-    #: When this was read.
-    seen_unix_s: float | None = None
+    #: When this history was written, in seconds since 1970.
+    written_unix_s: float | None = None
 
-    def add_steps(self, generation: Generation, done: Mapping[Any, Sequence[float]]) -> None:
-        """Add what a member of a generation did.
+    def add_steps(
+        self, generation: TrainingGeneration, done: Mapping[Any, Sequence[float]]
+    ) -> None:
+        """Add a member's report on its steps in a generation.
 
-        Add each epoch's sum and number of losses, members of the generation and seconds, by its number.
+        Args:
+            generation: The generation.
+            done: By epoch: sum and number of losses, number of members, and seconds of the steps.
         """
         for key, (loss, steps, world, seconds) in done.items():
             number = int(key)
@@ -73,10 +81,10 @@ class History:
             generation.train_s[number] = max(seconds, longest_s)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> History:
-        """Return the history of which `asdict` made these values, also after JSON."""
+    def from_dict(cls, values: Mapping[str, Any]) -> MemberHistory:
+        """Make a history from the values of `asdict`, which may come from JSON."""
         generations = [
-            Generation(**g | {"train_s": {int(n): s for n, s in g["train_s"].items()}})
+            TrainingGeneration(**g | {"train_s": {int(n): s for n, s in g["train_s"].items()}})
             for g in values["generations"]
         ]
         dates = {int(n): each for n, each in values["dates"].items()}

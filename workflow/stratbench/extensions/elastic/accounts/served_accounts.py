@@ -1,6 +1,6 @@
-"""The record's entries on an elastic cell with parameter servers, from the servers' journal.
+"""Computes the record's entries on an elastic cell with parameter servers, from their journal.
 
-Dates are seconds since 1970; the record counts from the first launcher's start.
+Dates are seconds since 1970. The record's times count from the first launcher's start.
 """
 
 from __future__ import annotations
@@ -8,22 +8,25 @@ from __future__ import annotations
 from typing import Any
 
 from stratbench.extensions.elastic.accounts.accounts import (
-    job_entry,
-    members_of,
-    totals_of,
-    worker_jobs,
+    make_job_entry,
+    read_member_results,
+    read_worker_jobs,
+    sum_job_totals,
 )
-from stratbench.extensions.elastic.servers.journal import read_journal, scores_in
+from stratbench.extensions.elastic.servers.journal import collect_scores, read_journal
 from stratbench.extensions.servers.cells import read_servers
 from stratbench.strategies import strategy_class
 from stratbench.train.job import Job
 
 
-def entry_of(job: Job) -> dict[str, Any]:
-    """Return the record's `elastic`."""
+def make_elastic_entry(job: Job) -> dict[str, Any]:
+    """Return the record's section `elastic`, for a cell with parameter servers."""
     journal, origin = read_journal(job.folder.servers), job.origin_unix_s
-    jobs = [job_entry(e, dates_of(journal, e["number"]), origin) for e in worker_jobs(job)]
-    inside_s = sum(end - begin for begin, end in presence(journal))
+    jobs = [
+        make_job_entry(e, find_first_dates(journal, e["number"]), origin)
+        for e in read_worker_jobs(job)
+    ]
+    training_s = sum(end - begin for begin, end in find_presence_spans(journal))
     servers = read_servers(job)
     incarnations = [e for e in journal if e["event"] == "incarnation"]
     done_twice = sum(e["done_twice"] for e in incarnations)
@@ -31,9 +34,9 @@ def entry_of(job: Job) -> dict[str, Any]:
     tickets_of_step = s.global_batch // strategy_class(s.strategy).samples_per_step(s)
     return {
         "incarnations": max(1, len(incarnations)),
-        **totals_of(jobs, inside_s),
-        "leaves": count(journal, "leave"),
-        "losses": count(journal, "loss"),
+        **sum_job_totals(jobs, training_s),
+        "leaves": count_events(journal, "leave"),
+        "losses": count_events(journal, "loss"),
         "restarts": sum(e["settled"] > 0 for e in incarnations[1:]),
         "steps_repeated": -(-done_twice // tickets_of_step),
         "pauses": {"count": 0, "median_s": None, "longest_s": None, "total_s": 0.0},
@@ -46,10 +49,10 @@ def entry_of(job: Job) -> dict[str, Any]:
         "servers": {
             "tickets_done_twice": done_twice,
             "tickets_handed_on": sum(len(e.get("tickets", ())) for e in journal),
-            "returns": sum(w.get("returns", 0) for w in members_of(job).values()),
-            "evaluations": count(journal, "score"),
+            "returns": sum(w.get("returns", 0) for w in read_member_results(job).values()),
+            "evaluations": count_events(journal, "score"),
             "last_epoch": next((s["elastic"]["finished_at_epoch"] for s in servers[:1]), None),
-            "most_at_a_time": most_at_a_time(journal),
+            "most_at_a_time": count_most_workers(journal),
             "incarnations": [
                 {
                     "incarnation": e["incarnation"],
@@ -63,13 +66,13 @@ def entry_of(job: Job) -> dict[str, Any]:
     }
 
 
-def count(journal: list[dict[str, Any]], event: str) -> int:
-    """Return the number of occurrences of an event."""
+def count_events(journal: list[dict[str, Any]], event: str) -> int:
+    """Return how often an event occurs in the journal."""
     return sum(e["event"] == event for e in journal)
 
 
-def dates_of(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
-    """Return when a worker was ready, and got its first ticket, in its first incarnation."""
+def find_first_dates(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
+    """Return when a worker was first admitted, ready, and given a batch, in seconds since 1970."""
     names = {"join": ("admitted", "ready"), "begin": ("first_step",)}
     dates: dict[str, float] = {}
     for event in journal:
@@ -79,8 +82,11 @@ def dates_of(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
     return dates
 
 
-def presence(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Return when each worker took part; until the last recorded time if servers were killed."""
+def find_presence_spans(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Return the begin and end of each period in which a worker trained, in seconds since 1970.
+
+    A period that the servers' kill ended lasts until the last event of that incarnation.
+    """
     began: dict[int, float] = {}
     spans: list[tuple[float, float]] = []
     last = 0.0
@@ -97,8 +103,8 @@ def presence(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
     return spans + [(begin, last) for begin in began.values()]
 
 
-def most_at_a_time(journal: list[dict[str, Any]]) -> int:
-    """Return the maximum number of workers at a time."""
+def count_most_workers(journal: list[dict[str, Any]]) -> int:
+    """Return the largest number of workers that were present at the same time."""
     here: set[int] = set()
     maximum = 0
     for event in journal:
@@ -112,10 +118,15 @@ def most_at_a_time(journal: list[dict[str, Any]]) -> int:
     return maximum
 
 
-def until_the_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:
-    """Return the servers' statistics until the end of training, with `epochs` evaluated epochs.
+def cut_after_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:
+    """Return the servers' statistics without work after the end of the training.
 
-    Server 0 knows when it ended. Tickets completed during the last evaluation are left out.
+    Server 0 knows when the training ended. Tickets that were completed during the last evaluation are left
+    out.
+
+    Args:
+        servers: Statistics of all servers.
+        epochs: Number of evaluated epochs, or 0 for all.
     """
     first = servers[0]
     ends = sorted(first["epochs"], key=lambda e: e["epoch"])
@@ -124,9 +135,9 @@ def until_the_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, 
     return [s | kept | {"train_time_s": first["train_time_s"]} for s in servers]
 
 
-def epochs_of(job: Job) -> list[dict[str, Any]]:
-    """Return the evaluated epochs, as `RunFolder.read_epochs` does, up to one that ended the run."""
-    scores = scores_in(read_journal(job.folder.servers))
+def list_evaluated_epochs(job: Job) -> list[dict[str, Any]]:
+    """Return the entries of the evaluated epochs, up to one whose score ended the run."""
+    scores = collect_scores(read_journal(job.folder.servers))
     server = job.folder.read_server(0)
     last = server["elastic"]["finished_at_epoch"] if server else None
     epochs: list[dict[str, Any]] = []

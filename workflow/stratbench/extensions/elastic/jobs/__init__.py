@@ -1,1 +1,1 @@
-"""How elastic workers come to be: jobs of a SLURM cluster, or processes of this machine."""
+"""Starts and supervises elastic workers: jobs of a SLURM cluster, or processes of this machine."""

@@ -1,7 +1,7 @@
 """Supervises the worker jobs of an elastic cell: submits, replaces and cancels them.
 
-Each job has a unique number. At any time there is at most one job for each slot, from 0 to the cell's `gpus`
-- 1, until the block ends.
+Each job has a unique number, and runs in one of the slots 0 to `gpus` - 1. A slot has at most one job at a
+time.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from typing import Literal, Protocol
 from stratbench.cell.files import read_json_lines
 from stratbench.study.slurm import submission
 
-#: The shortest and the longest time between two looks at the jobs, in seconds: it doubles while nothing
-#: changes.
-LOOK_S, MAX_LOOK_S = 0.5, 30.0
-#: How long the job of a worker that is lost may take to end by itself: then its reason is known.
-PARTING_S = 5.0
-#: Failures of a slot's jobs after which the cell is given up.
+#: Shortest and longest time between two polls of the jobs, in seconds. It doubles while nothing changes.
+POLL_S, MAX_POLL_S = 0.5, 30.0
+#: Seconds in which the job of a lost worker may end by itself, so that SLURM knows the reason.
+LOST_JOB_GRACE_S = 5.0
+#: Number of failed jobs of one slot after which the cell fails.
 MAX_FAILURES = 20
-#: The same of jobs in a row that were submitted, and that nobody knew when they were looked for.
+#: Number of successive jobs of one slot that SLURM does not know after which the cell fails.
 MAX_UNKNOWN = 3
 _UNKNOWN = "no longer known"
-#: A job that fails within so many seconds after its start is replaced later: after 5 s, 10 s, ... 5 minutes.
+#: A job that fails within SOON_S seconds after its start is replaced after 5 s, 10 s, ... up to 5 minutes.
 SOON_S, FIRST_PAUSE_S, MAX_PAUSE_S = 60.0, 5.0, 300.0
 
 
-class GaveUp(RuntimeError):
-    """No worker job can be started; the text has the reason."""
+class NoWorkersError(RuntimeError):
+    """No worker job can be started; the message has the reason."""
 
 
 class SubmissionRefused(RuntimeError):
-    """A job was rejected; the text is the reason.
+    """The scheduler rejected a job; the message is its reason.
 
     Attributes:
-        passes: Why it may be accepted later; None if the rejection is permanent.
+        retry_kind: Kind of a temporary rejection, or None if the rejection is permanent.
     """
 
     def __init__(self, reason: str, passes: submission.Kind | None = None) -> None:
         super().__init__(reason)
-        self.passes = passes
+        self.retry_kind = passes
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A job as it was seen. Dates are seconds since 1970, None where unknown.
+class JobStatus:
+    """State of a job at a poll. Dates are seconds since 1970, or None if unknown.
 
-    `failed`: it ended, and neither in order nor because it was taken back.
+    `reason` is why the job waits or how it ended. `failed` says that it ended with an error, and not in
+    order, by preemption or by cancelling.
     """
 
     state: Literal["queued", "running", "ended"]
@@ -65,7 +65,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class WorkerJobEntry:
-    """Data on a worker job, for the record. `reason`: how it ended, or why it waits."""
+    """A worker job as the journal and the record have it. `reason` is why it waits or how it ended."""
 
     number: int
     slot: int
@@ -78,50 +78,56 @@ class WorkerJobEntry:
 
 
 class Backend(Protocol):
-    """Scheduler of worker jobs: SLURM, or this machine."""
+    """A scheduler that runs worker jobs: SLURM, or this machine."""
 
     def submit(self, number: int, slot: int) -> str:
-        """Start or queue worker `number`; returns the job's id. Raises `SubmissionRefused`.
+        """Submit the job of worker `number`, and return the job's id.
 
-        A number whose refusal may pass is tried again: where there is a job of it all the same, that is it.
+        After a temporary refusal it is called again with the same number. If the earlier attempt did create a
+        job, the id of that job is returned.
+
+        Raises:
+            SubmissionRefused: If the scheduler rejects the job.
         """
 
-    def look(self, ids: Iterable[str]) -> Mapping[str, Seen] | None:
-        """Return the jobs by id, without ended ones.
+    def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
+        """Return the states of these jobs by id, without jobs that the scheduler no longer knows.
 
         Return None if the scheduler does not answer.
         """
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """Request the end of queued and running jobs, without waiting for it."""
+        """Cancel queued and running jobs, without waiting for their end."""
 
 
 class WorkerJobSupervisor:
-    """A context in which a thread maintains `slots` worker jobs.
+    """A context in which a thread keeps one worker job per slot queued or running.
 
-    `journal`: a file with the submitted jobs, one JSON object per line. A later supervisor of the same cell
-    takes over those that still run. At the end all jobs are cancelled.
+    The file `journal` has the submitted jobs, one JSON object per line. A later supervisor of the same cell
+    takes over those that still run. At the end of the context all jobs are cancelled.
     """
 
     def __init__(self, backend: Backend, slots: int, journal: Path) -> None:
         self._backend, self._slots, self._journal = backend, slots, journal
-        self._entries: dict[str, WorkerJobEntry] = {}  # by id
-        self._live: dict[int, str] = {}  # id by slot
-        self._not_before = dict.fromkeys(range(slots), 0.0)  # by time.monotonic
+        self._entries: dict[str, WorkerJobEntry] = {}  # all jobs so far, by job id
+        self._live: dict[int, str] = {}  # id of each slot's queued or running job
+        self._not_before = dict.fromkeys(
+            range(slots), 0.0
+        )  # earliest next submission, time.monotonic()
         self._failures = dict.fromkeys(range(slots), 0)
         self._unknown = dict.fromkeys(range(slots), 0)
-        self._postponed = submission.Postponed()  # its jobs are slots
+        self._postponed = submission.Postponed()  # has the slots whose submission is repeated later
         self._next_number = 0
-        #: When the jobs of lost workers are cancelled, by number.
-        self._parting: dict[int, float] = {}
+        #: When to cancel the job of each lost worker, as time.monotonic() by number of the worker.
+        self._cancel_at_s: dict[int, float] = {}
         self._lock = threading.Lock()  # guards the entries
         self._wake = threading.Condition()
         self._soon = self._stopped = self._finishing = False
-        self._gave_up: str | None = None
+        self._failure_reason: str | None = None
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
     def __enter__(self) -> WorkerJobSupervisor:
-        self._take_over()
+        self._load_earlier_jobs()
         self._thread.start()
         return self
 
@@ -138,85 +144,89 @@ class WorkerJobSupervisor:
         self._backend.cancel(self._live.values())
         now = time.time()
         for slot in list(self._live):
-            self._end(slot, Seen("ended", "cancelled: the cell ended", ended_unix_s=now))
+            self._record_end(
+                slot, JobStatus("ended", "cancelled: the cell ended", ended_unix_s=now)
+            )
 
     def finish(self) -> None:
-        """Submit no more jobs: the training is over, and present workers may end in order."""
+        """Submit no more jobs, because the training is over. Present workers end by themselves."""
         self._finishing = True
 
-    def give_up(self, number: int) -> None:
-        """Cancel an unresponsive worker's job unless it ends by itself."""
-        self._parting[number] = time.monotonic() + PARTING_S
-        self.look_soon()
+    def cancel_lost_worker(self, number: int) -> None:
+        """Cancel the job of lost worker `number`, unless it ends by itself within LOST_JOB_GRACE_S."""
+        self._cancel_at_s[number] = time.monotonic() + LOST_JOB_GRACE_S
+        self.poll_soon()
 
-    def look_soon(self) -> None:
-        """Look at the jobs at once: a worker has come or gone."""
+    def poll_soon(self) -> None:
+        """Poll the jobs at once, because a worker has joined or left."""
         with self._wake:
             self._soon = True
             self._wake.notify()
 
     def check(self) -> None:
-        """Raise GaveUp where no worker can be had."""
-        if self._gave_up is not None:
-            raise GaveUp(self._gave_up)
+        """Raise NoWorkersError if no worker job can be started."""
+        if self._failure_reason is not None:
+            raise NoWorkersError(self._failure_reason)
 
-    def jobs(self) -> list[WorkerJobEntry]:
-        """Return all jobs so far, by number."""
+    def list_jobs(self) -> list[WorkerJobEntry]:
+        """Return all jobs so far, sorted by number."""
         with self._lock:
             return sorted(self._entries.values(), key=lambda e: e.number)
 
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        pause_s = LOOK_S
-        while not self._stopped and self._gave_up is None:
+        pause_s = POLL_S
+        while not self._stopped and self._failure_reason is None:
             try:
-                changed = self._look() | self._submit()
-            except Exception as error:  # the cell would wait for workers that nobody submits
-                self._gave_up = f"worker jobs cannot be kept: {type(error).__name__}: {error}"
+                changed = self._poll_live_jobs() | self._submit_missing_jobs()
+            except Exception as error:  # otherwise the cell would wait for ever for workers
+                self._failure_reason = (
+                    f"worker jobs can no longer be supervised: {type(error).__name__}: {error}"
+                )
                 return
-            pause_s = LOOK_S if changed else min(2 * pause_s, MAX_LOOK_S)
+            pause_s = POLL_S if changed else min(2 * pause_s, MAX_POLL_S)
             with self._wake:
                 if not self._soon and not self._stopped:
-                    self._wake.wait(self._until_next(pause_s))
+                    self._wake.wait(self._compute_wait_s(pause_s))
                 if self._soon:
-                    self._soon, pause_s = False, LOOK_S
+                    self._soon, pause_s = False, POLL_S
 
-    def _until_next(self, pause_s: float) -> float:
-        """Return seconds until the next poll, which is sooner if a slot's job is due."""
+    def _compute_wait_s(self, pause_s: float) -> float:
+        """Return the seconds until the next poll: `pause_s`, or less if a job is due earlier."""
         now = time.monotonic()
         empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
         due = [max(self._not_before[s], self._postponed.not_before) - now for s in empty]
         live = {self._entries[id_].number for id_ in self._live.values()}
-        due += [t - now for n, t in list(self._parting.items()) if n in live]
+        due += [t - now for n, t in list(self._cancel_at_s.items()) if n in live]
         return min([pause_s, *(max(x, 0.05) for x in due)])
 
-    def _look(self) -> bool:
-        """Look at all live jobs; returns whether any has changed."""
-        seen = self._backend.look(list(self._live.values())) if self._live else {}
+    def _poll_live_jobs(self) -> bool:
+        """Poll all queued and running jobs, and return whether any has changed."""
+        seen = self._backend.poll(list(self._live.values())) if self._live else {}
         if seen is None:
             return False
         changed = False
         for slot, id_ in list(self._live.items()):
-            now = seen.get(id_, Seen("ended", _UNKNOWN))
+            now = seen.get(id_, JobStatus("ended", _UNKNOWN))
             before = self._entries[id_]
             if now.state == "ended":
-                self._end(slot, now)
+                self._record_end(slot, now)
                 changed = True
                 continue
-            if self._parting.get(before.number, math.inf) <= time.monotonic():
-                del self._parting[before.number]
+            if self._cancel_at_s.get(before.number, math.inf) <= time.monotonic():
+                del self._cancel_at_s[before.number]
                 self._backend.cancel([id_])
                 changed = True
             started = before.started_unix_s or now.started_unix_s
             changed |= started != before.started_unix_s
-            self._keep(replace(before, started_unix_s=started, reason=now.reason))
+            self._store_entry(replace(before, started_unix_s=started, reason=now.reason))
         return changed
 
-    def _end(self, slot: int, seen: Seen) -> None:
+    def _record_end(self, slot: int, seen: JobStatus) -> None:
         id_ = self._live.pop(slot)
         before = self._entries[id_]
-        self._parting.pop(before.number, None)
+        self._cancel_at_s.pop(before.number, None)
         started = before.started_unix_s or seen.started_unix_s
         ended = seen.ended_unix_s or time.time()
         entry = replace(
@@ -226,35 +236,36 @@ class WorkerJobSupervisor:
             reason=seen.reason,
             failed=seen.failed,
         )
-        self._keep(entry)
+        self._store_entry(entry)
         print(f"worker {entry.number} (job {id_}) ended: {entry.reason}", flush=True)
         is_unknown = started is None and not before.reason and seen.reason == _UNKNOWN
         self._unknown[slot] = self._unknown[slot] + 1 if is_unknown else 0
         if self._unknown[slot] >= MAX_UNKNOWN:
-            self._gave_up = (
-                f"{MAX_UNKNOWN} worker jobs of one place were submitted, and SLURM knows none of them, the "
-                f"last one, job {id_}; see whether sbatch prints a job's number as its last line"
+            self._failure_reason = (
+                f"SLURM knows none of the last {MAX_UNKNOWN} worker jobs of one place, the last of which was "
+                f"job {id_}; check that sbatch prints the job's number as its last line"
             )
         if not seen.failed:
             return
         self._failures[slot] += 1
         if self._failures[slot] >= MAX_FAILURES:
-            self._gave_up = (
-                f"{MAX_FAILURES} worker jobs of one place failed, the last one, worker {entry.number}, "
-                f"with: {seen.reason}; its log says more"
+            self._failure_reason = (
+                f"{MAX_FAILURES} worker jobs of one place failed; the last one, worker {entry.number}, "
+                "failed "
+                f"with: {seen.reason}; see its log"
             )
         if started is None or ended - started < SOON_S:
             wait_s = min(FIRST_PAUSE_S * 2 ** (self._failures[slot] - 1), MAX_PAUSE_S)
             self._not_before[slot] = time.monotonic() + wait_s
 
-    def _submit(self) -> bool:
-        """Submit a job for each slot without one; returns whether any was submitted."""
+    def _submit_missing_jobs(self) -> bool:
+        """Submit a job for each slot without one, and return whether any was submitted."""
         submitted = False
         if self._postponed.waits(time.monotonic()):
             return submitted
         self._postponed.jobs.clear()
         for slot in range(self._slots):
-            if self._stopped or self._finishing or self._gave_up is not None:
+            if self._stopped or self._finishing or self._failure_reason is not None:
                 return submitted
             if slot in self._live or self._not_before[slot] > time.monotonic():
                 continue
@@ -264,24 +275,26 @@ class WorkerJobSupervisor:
             except SubmissionRefused as refused:
                 if self._postpone(slot, refused):
                     return submitted
-                self._next_number += 1  # there may be a job all the same, where the answer was lost
+                self._next_number += (
+                    1  # the job may exist nevertheless, if only the answer was lost
+                )
                 if not self._entries:
-                    self._gave_up = f"no worker job is accepted: {refused}"
+                    self._failure_reason = f"no worker job is accepted: {refused}"
                     return submitted
-                print(f"a worker job is not accepted now: {refused}", flush=True)
-                self._not_before[slot] = time.monotonic() + MAX_LOOK_S
+                print(f"a worker job is not accepted at present: {refused}", flush=True)
+                self._not_before[slot] = time.monotonic() + MAX_POLL_S
                 continue
             self._next_number += 1
             self._postponed.hurry()
             self._live[slot] = id_
-            self._keep(WorkerJobEntry(number, slot, id_, asked_unix_s), new=True)
+            self._store_entry(WorkerJobEntry(number, slot, id_, asked_unix_s), new=True)
             print(f"worker {number} is job {id_}", flush=True)
             submitted = True
         return submitted
 
     def _postpone(self, slot: int, refused: SubmissionRefused) -> bool:
-        """Try again later, where the refusal may pass; returns whether it may."""
-        now, kind = time.monotonic(), refused.passes
+        """Postpone the job of a slot after a temporary refusal, and return whether it will be repeated."""
+        now, kind = time.monotonic(), refused.retry_kind
         if kind is None:
             return False
         self._postponed.add(slot, kind, now)
@@ -289,12 +302,15 @@ class WorkerJobSupervisor:
             return False
         if kind not in self._postponed.told:
             self._postponed.told.add(kind)
-            print(f"a worker job is not accepted now, and tried again: {refused}", flush=True)
+            print(
+                f"a worker job is not accepted at present, and will be submitted again: {refused}",
+                flush=True,
+            )
         return True
 
     # ------------------------------------------------------------ the journal
 
-    def _keep(self, entry: WorkerJobEntry, new: bool = False) -> None:
+    def _store_entry(self, entry: WorkerJobEntry, new: bool = False) -> None:
         with self._lock:
             before = self._entries.get(entry.id)
             self._entries[entry.id] = entry
@@ -302,8 +318,8 @@ class WorkerJobSupervisor:
             with self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(entry)) + "\n")
 
-    def _take_over(self) -> None:
-        """Go on with the jobs that an earlier keeper of this cell has left."""
+    def _load_earlier_jobs(self) -> None:
+        """Read the jobs of an earlier supervisor of this cell from the journal, and take over live ones."""
         for values in read_json_lines(self._journal):
             entry = WorkerJobEntry(**values)
             self._entries[entry.id] = entry

@@ -1,4 +1,4 @@
-"""The SLURM request of an elastic cell's worker, as the rules hand it to the launcher."""
+"""The resources that a worker job requests from SLURM; the rules pass them to the launcher as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.study.resources import JobRequest
 
-#: Of Snakemake's resources those that are options of sbatch, by their name there.
+#: Resources of Snakemake that are options of sbatch, with the name of the option.
 _NAMED = {
     "slurm_partition": "partition",
     "slurm_account": "account",
@@ -21,7 +21,7 @@ _NAMED = {
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """One worker's request: GPUs, CPU cores, MiB and minutes; `options` are sbatch's, from the profile.
+    """Resources that one worker job requests. `options` are options of sbatch from the profile.
 
     If `mem_mib` is 0, no memory per node is requested.
     """
@@ -37,12 +37,12 @@ class WorkerJob:
     def of(
         cls, request: JobRequest, resources: Mapping[str, Any], partition: str | None
     ) -> WorkerJob:
-        """Return the worker's request, completed from the profile of the cell's own job.
+        """Make a worker's request, completed by options from the profile of the cell's own job.
 
         Args:
             request: Request of a worker.
             resources: Snakemake's resources of the cell's job.
-            partition: Overrides the profile's partition, unless None.
+            partition: SLURM partition instead of the profile's, or None.
         """
         named = {option: resources.get(name) for name, option in _NAMED.items()}
         named["partition"] = partition or named["partition"]
@@ -57,18 +57,18 @@ class WorkerJob:
 
     @property
     def arguments(self) -> list[str]:
-        """The options of sbatch."""
+        """All options of sbatch for this request."""
         request = JobRequest(
             1, self.gpus, self.cpus, self.mem_mib, self.runtime_min, gpu_type=self.gpu_type
         )
         return [*request.options, *self.options]
 
     def as_json(self) -> str:
-        """Return a text for `from_json`."""
+        """Return the request as JSON, which `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> WorkerJob:
-        """Return the request that `as_json` wrote."""
+        """Make a request from the JSON that `as_json` wrote."""
         fields = json.loads(text)
         return cls(**fields | {"options": tuple(fields["options"])})

@@ -1,1 +1,1 @@
-"""Servers that can be restarted, and whose workers come, leave and return during the training."""
+"""Parameter servers that can be restarted, and whose workers join and leave during the training."""

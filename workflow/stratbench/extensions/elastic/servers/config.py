@@ -1,4 +1,4 @@
-"""Config of a server process whose workers come and go."""
+"""Config of a server process that can be restarted, and whose workers join and leave."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from stratbench.extensions.servers.ps.server_config import ServerConfig
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """Config of such a server in addition to a gang's.
+    """Config of an elastic server in addition to that of other servers.
 
-    `folder`: where all incarnations of the servers store what the next one needs; all hosts see it.
-    `incarnation`: 1, and one more for each restart. With `resumes` they resume from their saved state, which
-    they write every `save_every_s`. The run is over before its last ticket when an epoch reaches
-    `target_score`.
+    `folder` is shared by all hosts, and has the files for the next incarnation. `incarnation` is 1 at first,
+    and one more after each restart. With `resumes` the servers resume from their saved state, which they
+    write every `save_every_s` seconds. The run ends early when an epoch reaches `target_score`.
     """
 
     folder: str
@@ -27,11 +26,11 @@ class ElasticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticServerConfig(ServerConfig):
-    """A `ServerConfig` with its elastic part."""
+    """The whole config of an elastic server."""
 
     elastic: ElasticConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.elastic, dict):  # it has come as JSON
+        if isinstance(self.elastic, dict):  # the config was read from JSON
             object.__setattr__(self, "elastic", ElasticConfig(**self.elastic))

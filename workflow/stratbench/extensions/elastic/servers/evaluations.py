@@ -1,4 +1,4 @@
-"""Evaluation during the training: the epochs' states that wait for a worker, and the results."""
+"""Manages evaluations during the training: which epochs wait for a worker, and their results."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 from stratbench.extensions.servers.ps.tickets import TicketPlan
 from stratbench.extensions.servers.wire.frames import ProtocolError
 
-#: Values in a SCORE, besides the number of the epoch.
+#: Values in a SCORE message.
 _FIGURES = ("test_loss", "score", "score_error")
 
 
 def parse_score(values: Any) -> dict[str, float | None]:
-    """Return the values of a SCORE, None for those that are not finite.
+    """Check and return the values of a SCORE message. A value that was not finite is None.
 
     Raises:
-        ProtocolError: If they are invalid.
+        ProtocolError: If the message is malformed.
     """
     if not isinstance(values, dict) or set(values) != set(_FIGURES):
         raise ProtocolError(f"malformed SCORE: {values!r:.100}")
     for value in values.values():
         if value is not None and (type(value) is not float or not math.isfinite(value)):
-            raise ProtocolError(f"malformed SCORE: {value!r:.100} is no figure")
+            raise ProtocolError(f"malformed SCORE: {value!r:.100} is not a finite float or null")
     return values
 
 
 class Evaluations:
-    """Evaluates each epoch's state once, in order, on the next worker that asks for work.
+    """Assigns each ended epoch's evaluation to the next worker that asks for work.
 
-    Not thread-safe: the server calls it under its lock.
+    It is not thread-safe; the server calls it under its lock.
     """
 
     def __init__(
@@ -41,79 +41,91 @@ class Evaluations:
         target: float | None = None,
         higher_is_better: bool = True,
     ) -> None:
-        """`wanted`: whether anything is evaluated. `target`: the score that ends the run."""
+        """Prepare evaluations.
+
+        Args:
+            plan: Tickets of the run.
+            wanted: Whether epochs are evaluated at all.
+            target: Score that ends the run, if any.
+            higher_is_better: Whether a higher score is better.
+        """
         self.scores: dict[int, dict[str, float | None]] = {}  # by epoch
         self._ends = list(accumulate(map(plan.tickets_of, range(plan.epochs))))
         self._wanted, self._target, self._higher = wanted, target, higher_is_better
-        self._seen = 0  # epochs that have ended
-        self._judged = 0  # epochs of which is known whether they end the run
-        self._last: int | None = None  # the one that does
+        self._ended_epochs = 0  # number of epochs that have ended
+        self._checked_epochs = 0  # number of epochs for which is known whether they end the run
+        self._last: int | None = None  # the epoch that ends the run
         self._waiting: list[int] = []
-        self._held: dict[int, int] = {}  # worker -> epoch
+        self._held: dict[int, int] = {}  # epoch that each worker evaluates, by worker
 
     def resume(self, scores: Mapping[int, Mapping[str, Any]], settled: int) -> None:
-        """Go on with the scores of those epochs that end within the first `settled` tickets."""
+        """Restore the scores of epochs that ended within the first `settled` tickets."""
         self.scores = {
             e: {name: s[name] for name in _FIGURES}
             for e, s in scores.items()
             if self._ends[e] <= settled
         }
-        self.note(settled)
+        self.add_ended_epochs(settled)
 
-    def note(self, settled: int) -> None:
-        """Add the epochs that end with `settled` completed tickets to those that wait for evaluation."""
-        while self._wanted and self._seen < len(self._ends) and self._ends[self._seen] <= settled:
-            if self._seen not in self.scores:
-                self._waiting.append(self._seen)
-            self._seen += 1
+    def add_ended_epochs(self, settled: int) -> None:
+        """Queue the epochs that have ended, now that `settled` tickets are completed, for evaluation."""
+        while (
+            self._wanted
+            and self._ended_epochs < len(self._ends)
+            and self._ends[self._ended_epochs] <= settled
+        ):
+            if self._ended_epochs not in self.scores:
+                self._waiting.append(self._ended_epochs)
+            self._ended_epochs += 1
 
-    def tickets_until(self, epoch: int) -> int:
-        """Return the number of tickets of an epoch and those before it."""
+    def count_tickets_until(self, epoch: int) -> int:
+        """Return the number of tickets from the start of the run to the end of an epoch."""
         return self._ends[epoch]
 
     @property
-    def waiting(self) -> bool:
+    def has_waiting_epoch(self) -> bool:
         """Whether an epoch waits for evaluation."""
         return bool(self._waiting)
 
     @property
     def all_done(self) -> bool:
-        """Whether all epochs of the plan have been evaluated, or none has to be."""
+        """Whether all epochs have been evaluated, or none has to be."""
         return not self._wanted or len(self.scores) == len(self._ends)
 
-    def take(self, worker: int) -> int | None:
-        """Return the epoch that `worker` has to evaluate now, or None."""
+    def take_epoch(self, worker: int) -> int | None:
+        """Assign a waiting epoch to a worker and return it, or None if no epoch waits."""
         if not self._waiting:
             return None
         epoch = self._held[worker] = self._waiting.pop(0)
         return epoch
 
-    def settle(self, worker: int, figures: dict[str, float | None]) -> int:
-        """Store the results of the worker's evaluation; return the epoch."""
+    def store_result(self, worker: int, results: dict[str, float | None]) -> int:
+        """Store the results of a worker's evaluation, and return the evaluated epoch."""
         epoch = self._held.pop(worker)
-        self.scores[epoch] = figures
+        self.scores[epoch] = results
         return epoch
 
-    def give_back(self, worker: int) -> None:
-        """Release the epoch of a lost worker, if it had any, for another one."""
+    def release_epoch(self, worker: int) -> None:
+        """Queue the epoch that a lost worker was evaluating again, if any."""
         epoch = self._held.pop(worker, None)
         if epoch is not None:
             self._waiting = sorted([*self._waiting, epoch])
 
     @property
     def last_epoch(self) -> int | None:
-        """The epoch that ends the run before its last ticket, or None as far as is known.
+        """The epoch that ends the run before its last ticket, or None if no result so far ends it.
 
-        It is the first that reaches the target, or whose results are not finite. All before it are evaluated.
+        It is the first epoch that reaches the target or has results that are not finite. All earlier epochs
+        have been evaluated.
         """
-        while self._last is None and self._judged in self.scores:
-            if self._ends_run(self.scores[self._judged]):
-                self._last = self._judged
-            self._judged += 1
+        while self._last is None and self._checked_epochs in self.scores:
+            if self._ends_run(self.scores[self._checked_epochs]):
+                self._last = self._checked_epochs
+            self._checked_epochs += 1
         return self._last
 
-    def _ends_run(self, figures: Mapping[str, float | None]) -> bool:
-        loss, score = figures["test_loss"], figures["score"]
+    def _ends_run(self, results: Mapping[str, float | None]) -> bool:
+        loss, score = results["test_loss"], results["score"]
         if loss is None or score is None:
             return True
         if self._target is None:

@@ -1,4 +1,4 @@
-"""A server's run whose workers come, leave and return; its next incarnation resumes it."""
+"""Runs a parameter server whose workers join and leave, and which a next incarnation resumes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stratbench.extensions.elastic.servers.evaluations import Evaluations, parse
 from stratbench.extensions.elastic.servers.journal import (
     Journal,
     SettledTickets,
-    drop_state,
-    read_end,
+    collect_scores,
+    delete_state,
+    read_end_mark,
     read_journal,
-    scores_in,
-    write_end,
+    write_end_mark,
 )
-from stratbench.extensions.elastic.servers.saved_state import Saver, load_state, settled_tickets
+from stratbench.extensions.elastic.servers.saved_state import Saver, find_common_tickets, load_state
 from stratbench.extensions.servers.ps.member import Member
 from stratbench.extensions.servers.ps.membership import OpenMembership
 from stratbench.extensions.servers.ps.server_run import ServerRun
@@ -28,15 +28,15 @@ from stratbench.extensions.servers.ps.snapshots import drop_later, drop_snapshot
 from stratbench.extensions.servers.ps.store import MakePolicy, Store
 from stratbench.extensions.servers.wire.frames import ComeAgain, Frame, Kind, ProtocolError
 
-#: Snapshots of epochs on the disk at a time: the last, those being evaluated, one to spare.
+#: Largest number of snapshots on disk: the last epoch's, those being evaluated, and a spare one.
 _SNAPSHOTS_KEPT = 4
-#: How long a worker's host may not answer, in seconds. For a process that stands still there is the
-#: heartbeat, whose limit is longer: user code may hold the interpreter lock, and its job waits anew if lost.
+#: Seconds after which a worker whose host does not answer is lost. A process that hangs is found by
+#: heartbeats with a longer limit, because user code may hold the interpreter lock for a while.
 _VANISHED_S = 10.0
 
 
 class ElasticRun(ServerRun):
-    """A `ServerRun` that starts with the first worker and outlives the last.
+    """A `ServerRun` that starts with its first worker, and continues without any worker.
 
     Server 0 hands out evaluations in addition to tickets, and writes the journal.
     """
@@ -50,12 +50,12 @@ class ElasticRun(ServerRun):
         self._own, self._folder = own, Path(own.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self.suspended = False
-        self._began_unix_s: float | None = None  # the first ticket of the first incarnation
+        self._began_unix_s: float | None = None  # time of the first ticket of the first incarnation
         self._done_twice: list[int] = []
-        self._begun: set[int] = set()  # workers that have had a ticket
-        self._settled_before = 0  # tickets of earlier incarnations
+        self._begun: set[int] = set()  # workers that have received a ticket
+        self._settled_before = 0  # number of tickets that earlier incarnations completed
         self._saver = Saver(self._folder, config.server, self._stop)
-        self._saved_s = 0.0  # time.monotonic() of the last saving
+        self._saved_s = 0.0  # time.monotonic() when the state was last saved
         self._finished_at: int | None = None  # the epoch that ended the run before its last ticket
         evaluates = self._first and config.snapshot_dir is not None and config.steps is None
         self._evaluations = Evaluations(
@@ -66,12 +66,12 @@ class ElasticRun(ServerRun):
             self._ledger = SettledTickets(own.folder, own.incarnation)
         settled = self._resume() if own.resumes else set()
         if not own.resumes:
-            drop_state(own.folder, config.server)
+            delete_state(own.folder, config.server)
         if config.snapshot_dir is not None:
             drop_later(config.snapshot_dir, config.server, len(self.epochs.ends))
         if self._first:
-            self._done_twice = sorted(self._ledger.numbers() - settled)
-            self._ledger.forget(self._done_twice)
+            self._done_twice = sorted(self._ledger.read_numbers() - settled)
+            self._ledger.mark_undone(self._done_twice)
             self._journal.note(
                 "incarnation", settled=self.tickets.n_settled, done_twice=len(self._done_twice)
             )
@@ -79,10 +79,10 @@ class ElasticRun(ServerRun):
     # --- another incarnation ------------------------------------------------------------------------------
 
     def _resume(self) -> set[int]:
-        """Resume from the servers' saved state, before any worker is here; return the completed tickets."""
+        """Restore the servers' saved state, before any worker joins, and return the completed tickets."""
         c = self.config
         saved = load_state(self._folder, c.server)
-        settled = settled_tickets(self._folder, c.n_servers)
+        settled = find_common_tickets(self._folder, c.n_servers)
         self._store = Store(saved.layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
         self._store.resume(self._make_shard, saved.shards, saved.buffers)
         self._initialised = True
@@ -93,7 +93,7 @@ class ElasticRun(ServerRun):
         self.tickets.resume(list(settled))
         if self._first:
             self.lost, self.tickets.reassigned = saved.facts["lost"], saved.facts["reassigned"]
-            self._evaluations.resume(scores_in(read_journal(self._folder)), len(settled))
+            self._evaluations.resume(collect_scores(read_journal(self._folder)), len(settled))
         with self._lock:
             self._finish_if_over()
             if self.epochs.complete and not self._first:
@@ -101,9 +101,9 @@ class ElasticRun(ServerRun):
         return set(settled)
 
     def _begin_clock(self) -> None:
-        """Set the clock's origin to the first ticket of the first incarnation.
+        """Set the clock to count from the first ticket of the first incarnation.
 
-        Time between incarnations counts, too.
+        So the time between incarnations is part of the training time.
         """
         now_unix_s = time.time()
         if self._began_unix_s is None:
@@ -111,15 +111,15 @@ class ElasticRun(ServerRun):
         self._first_ticket_s = time.perf_counter() - (now_unix_s - self._began_unix_s)
 
     def _save(self) -> None:
-        """Start saving the state."""
-        self._saver.begin(self._store, self._facts)
+        """Start to save the state on another thread."""
+        self._saver.begin(self._store, self._collect_values_to_save)
         self._saved_s = time.monotonic()
 
-    def _facts(self) -> dict[str, Any]:
-        """Return the data to save in addition to the shards.
+    def _collect_values_to_save(self) -> dict[str, Any]:
+        """Return the values to save in addition to the shards.
 
-        Epochs that it lists as ended are on disk. It is read after the shards; the tickets show which epochs
-        had ended at their time.
+        The snapshots of epochs that it lists as ended are on disk. It is called after the shards were saved;
+        the saved tickets show which epochs had ended by then.
         """
         with self._lock:
             facts = {
@@ -133,7 +133,7 @@ class ElasticRun(ServerRun):
         return facts
 
     def suspend(self) -> None:
-        """Stop with the state saved, so that workers find the next incarnation."""
+        """Stop the run and save its state, so that workers can join the next incarnation."""
         self.suspended = True
         self.over.set()
 
@@ -144,7 +144,7 @@ class ElasticRun(ServerRun):
             raise ComeAgain(self.error or "the run is over")
         if hello.get("incarnation") != self._own.incarnation:
             raise ComeAgain(
-                f"this is incarnation {self._own.incarnation} of the servers; come again"
+                f"these servers are incarnation {self._own.incarnation}, not the one asked for; join again"
             )
         member = super()._admit(connection, hello, transport)
         connection.vanished_s = _VANISHED_S
@@ -170,7 +170,7 @@ class ElasticRun(ServerRun):
     # --- working -------------------------------------------------------------------------------------
 
     def _handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
-        return super()._handlers() | {Kind.DONE: self._on_done}
+        return super()._handlers() | {Kind.DONE: self._handle_done}
 
     def _settle(self, worker: int, number: int, server: int) -> None:
         super()._settle(worker, number, server)
@@ -180,32 +180,32 @@ class ElasticRun(ServerRun):
     def _finish_if_over(self) -> None:
         if self.done or not self._first:
             return
-        self._evaluations.note(self.tickets.n_settled)
+        self._evaluations.add_ended_epochs(self.tickets.n_settled)
         self._finished_at = self._evaluations.last_epoch
         all_done = self.tickets.all_settled and self._evaluations.all_done
         if all_done or self._finished_at is not None:
             self._finish()
             self._end_if_empty()
-        elif self._evaluations.waiting:
+        elif self._evaluations.has_waiting_epoch:
             self._employ_idle()
 
     @property
     def _hands_out(self) -> bool:
-        return not self.done and not self._evaluations.waiting
+        return not self.done and not self._evaluations.has_waiting_epoch
 
     def _hand_ticket(self, member: Member) -> None:
         if self.done or member.next is not None:
             super()._hand_ticket(member)
-        elif (epoch := self._evaluations.take(member.worker)) is not None:
-            self._let_evaluate(member, epoch)
+        elif (epoch := self._evaluations.take_epoch(member.worker)) is not None:
+            self._hand_out_evaluation(member, epoch)
         else:
             super()._hand_ticket(member)
         if member.ticket is not None and member.worker not in self._begun:
             self._begun.add(member.worker)
             self._journal.note("begin", worker=member.worker)
 
-    def _let_evaluate(self, member: Member, epoch: int) -> None:
-        """Have a member evaluate an epoch. The policies regard it as idle meanwhile."""
+    def _hand_out_evaluation(self, member: Member, epoch: int) -> None:
+        """Tell a member to evaluate an epoch. For the policies the member is idle meanwhile."""
         if not member.idle:
             self._let_idle(member)
         member.evaluates = epoch
@@ -215,20 +215,20 @@ class ElasticRun(ServerRun):
         figures = parse_score(values)
         with self._lock:
             if not member.alive or member.evaluates is None:
-                raise ProtocolError("malformed frame: SCORE that was not asked for")
-            epoch, member.evaluates = self._evaluations.settle(member.worker, figures), None
+                raise ProtocolError("unexpected frame: SCORE from a worker that evaluates no epoch")
+            epoch, member.evaluates = self._evaluations.store_result(member.worker, figures), None
             facts = {"epoch": epoch, "end_s": self.epochs.ends[epoch]["end_s"]}
-            facts |= {"settled": self._evaluations.tickets_until(epoch)}
+            facts |= {"settled": self._evaluations.count_tickets_until(epoch)}
             self._journal.note("score", worker=member.worker, **facts, **figures)
             self._finish_if_over()
             if member.idle and member.evaluates is None:
                 self._hand_ticket(member)
         drop_snapshot(self.config.snapshot_dir, epoch)
 
-    def _on_done(self, member: Member, frame: Frame) -> None:
-        """A worker relays that server 0 has ended the training."""
+    def _handle_done(self, member: Member, frame: Frame) -> None:
+        """Handle a DONE frame, by which a worker relays that server 0 has ended the training."""
         if self._first:
-            raise ProtocolError("malformed frame: DONE for server 0, which says it")
+            raise ProtocolError("unexpected frame: DONE for server 0, which alone sends DONE")
         self.done = True
 
     def _finish(self) -> None:
@@ -242,37 +242,39 @@ class ElasticRun(ServerRun):
             if not member.alive:
                 return
             member.alive = False
-            if self._first and member.pulled:  # a member that has not joined does not leave
+            if (
+                self._first and member.pulled
+            ):  # only members that have joined get an event in the journal
                 tickets = self.tickets.held_by(member.worker)
                 self._journal.note("leave", worker=member.worker, tickets=tickets)
             if not self.done:
-                super()._go_on_without(self._released(member))
+                super()._go_on_without(self._release_work(member))
             self._end_if_empty()
         member.end()
 
     def _go_on_without(self, member: Member) -> None:
-        """`member` was lost."""
+        """Continue without a member that was lost, and write its loss to the journal."""
         if self._first:
             tickets = self.tickets.held_by(member.worker)
             reason = self.lost[-1]["reason"]
             self._journal.note("loss", worker=member.worker, tickets=tickets, reason=reason)
-        super()._go_on_without(self._released(member))
+        super()._go_on_without(self._release_work(member))
 
-    def _released(self, member: Member) -> Member:
-        """Take back a lost member's evaluation, and return the member."""
+    def _release_work(self, member: Member) -> Member:
+        """Release the shards and the evaluation of a member that is gone, and return the member."""
         member.drop_shards()
-        self._evaluations.give_back(member.worker)
+        self._evaluations.release_epoch(member.worker)
         return member
 
     def _end_if_empty(self) -> None:
-        """End the run if no member is left. Workers in their warm-up will see that it is over."""
+        """End the run if it is done and no member is left. Workers in their warm-up will see the end."""
         if self.done and not self._membership.ready:
             self.over.set()
 
     def _look_further(self, age_s: float) -> None:
         if self._started and time.monotonic() - self._saved_s > self._own.save_every_s:
             self._save()
-        if not self._first and read_end(self._folder) is not None:
+        if not self._first and read_end_mark(self._folder) is not None:
             with self._lock:
                 self.done = True
                 self._end_if_empty()
@@ -281,30 +283,30 @@ class ElasticRun(ServerRun):
         goes_on = self._started and not self.done and self.error is None
         with self._lock:
             live = self._membership.live
-        self._cut_off([m for m in live if goes_on or not m.pulled])
-        self._saver.wait()  # it waits for the snapshots, which `super` closes
+        self._close_connections([m for m in live if goes_on or not m.pulled])
+        self._saver.wait()  # saving waits for snapshots, whose writer `super().close()` stops
         if goes_on:
             self._save()
             self._saver.wait()
         super().close()
         if self._first:
             if self.done or self.error is not None:
-                write_end(self._folder, self.error)
+                write_end_mark(self._folder, self.error)
             self._journal.close()
             self._ledger.close()
 
-    def _cut_off(self, members: list[Member]) -> None:
-        """Close their connections: nothing of theirs is taken any more."""
+    def _close_connections(self, members: list[Member]) -> None:
+        """Close the connections of these members, so that none of their pushes counts any more."""
         with self._lock:
             for member in members:
                 member.alive = False
                 member.connection.close()
 
-    def _after_the_end(self) -> int:
+    def _count_tickets_after_end(self) -> int:
         """Return the number of tickets completed after the epoch that ended the run."""
         if self._finished_at is None:
             return 0
-        return self.tickets.n_settled - self._evaluations.tickets_until(self._finished_at)
+        return self.tickets.n_settled - self._evaluations.count_tickets_until(self._finished_at)
 
     def statistics(self) -> dict[str, Any]:
         statistics = super().statistics()
@@ -320,7 +322,7 @@ class ElasticRun(ServerRun):
             "done_twice": len(self._done_twice),
             "began_unix_s": self._began_unix_s,
             "finished_at_epoch": self._finished_at,
-            "after_the_end": self._after_the_end(),
+            "after_the_end": self._count_tickets_after_end(),
             "saves": self._saver.count,
             "held_up_s": self._saver.held_up_s,
             "scores": [{"epoch": e, **s} for e, s in sorted(self._evaluations.scores.items())],
@@ -329,14 +331,12 @@ class ElasticRun(ServerRun):
 
 
 def make_run(config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> ElasticRun:
-    """Return the run that a server's config describes.
-
-    SIGTERM saves and stops it.
+    """Make the run that a server's config describes. SIGTERM makes it save its state and stop.
 
     Args:
         config: Config of the server.
         secret: Secret of the job.
-        make: Makes a policy.
+        make: Makes the policy of a shard.
     """
     run = ElasticRun(config, secret, make)
     if threading.current_thread() is threading.main_thread():

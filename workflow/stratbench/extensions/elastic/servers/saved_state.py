@@ -1,7 +1,7 @@
-"""A server's saved state for a restart: raw tensors in one file, the rest as JSON.
+"""Saves and loads a server's state for a restart: raw tensors in one file, all else as JSON.
 
-`<folder>/state<server>.json` names the file `state<server>.<n>.bin` that belongs to it and is written when
-that is whole; only then the one before is deleted. Nothing is pickled.
+`<folder>/state<server>.json` names its file of tensors, `state<server>.<n>.bin`. It is written when that file
+is complete, and only then the previous files are deleted. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from stratbench.cell.files import write_atomic
-from stratbench.extensions.elastic.servers.journal import state_manifest
+from stratbench.extensions.elastic.servers.journal import get_state_manifest
 from stratbench.extensions.servers.policies.policy import Fields
 from stratbench.extensions.servers.ps.store import Store
 from stratbench.extensions.servers.ps.tickets import Once, common
@@ -28,11 +28,11 @@ from stratbench.workload.flat import as_bytes
 
 
 class StateError(ValueError):
-    """A saved state cannot be loaded; the message names the file."""
+    """A saved state cannot be loaded; the message names the file and what to do."""
 
 
 def pack(value: Any, file: BinaryIO) -> Any:
-    """`value` as JSON; its tensors are appended to `file`."""
+    """Return `value` as JSON values, and append its tensors to `file`."""
     if torch.is_tensor(value):
         data = as_bytes(value.contiguous()) if value.numel() else b""
         entry = {"at": file.tell(), "shape": list(value.shape), "crc": zlib.crc32(data)}
@@ -48,7 +48,7 @@ def pack(value: Any, file: BinaryIO) -> Any:
 
 
 def unpack(value: Any, file: BinaryIO) -> Any:
-    """Return the value that `pack` made JSON of. StateError for a tensor that is not what was written."""
+    """Return the value from which `pack` made these JSON values. Raises StateError if a tensor is damaged."""
     if isinstance(value, list):
         return [unpack(v, file) for v in value]
     if not isinstance(value, dict):
@@ -67,23 +67,25 @@ def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
     data = as_bytes(tensor) if tensor.numel() else memoryview(bytearray())
     file.seek(entry["at"])
     if file.readinto(data) != len(data) or zlib.crc32(data) != entry["crc"]:
-        raise StateError(f"{file.name}: not as it was written; delete it to start from scratch")
+        raise StateError(
+            f"{file.name}: is damaged: a checksum is wrong; delete it to start from scratch"
+        )
     return tensor
 
 
 def save_state(
     folder: Path, server: int, facts: Callable[[], dict[str, Any]], store: Store
 ) -> float:
-    """Save the shards of `store` one after the other, and then `facts()`.
+    """Save the shards of a store one after the other, and then the values of `facts()`.
 
     Args:
         folder: Folder of the states.
         server: Number of the server.
-        facts: Returns further JSON-able data.
-        store: Has the shards.
+        facts: Returns further values to save, as JSON can store them.
+        store: Store with the shards.
 
     Returns:
-        Seconds for which pushes may have been blocked, each by the copy of its shard.
+        Seconds for which pushes may have been blocked while shards were copied.
     """
     old = sorted(folder.glob(f"state{server}.*.bin"))
     n = max((int(path.name.split(".")[1]) for path in old), default=-1) + 1
@@ -103,14 +105,14 @@ def save_state(
         "file": path.name, "layout": asdict(store.layout), "facts": facts(), "taken": taken,
         "shards": shards, "buffers": buffers,
     }  # fmt: skip
-    write_atomic(state_manifest(folder, server), json.dumps(manifest))
+    write_atomic(get_state_manifest(folder, server), json.dumps(manifest))
     for other in old:
         other.unlink(missing_ok=True)
     return held_up_s
 
 
-class Saved(NamedTuple):
-    """Saved state of a server."""
+class SavedState(NamedTuple):
+    """The saved state of one server."""
 
     layout: Layout
     facts: dict[str, Any]
@@ -118,32 +120,32 @@ class Saved(NamedTuple):
     buffers: dict[str, Any] | None  # `BufferMean.state`
 
 
-def load_state(folder: Path, server: int) -> Saved:
-    """Return a server's last saved state."""
+def load_state(folder: Path, server: int) -> SavedState:
+    """Load the last saved state of a server."""
     manifest = _read_manifest(folder, server)
     with (folder / manifest["file"]).open("rb") as file:
         shards = {k: unpack(packed, file) for k, packed in manifest["shards"]}
         buffers = unpack(manifest["buffers"], file)
-    return Saved(Layout(**manifest["layout"]), manifest["facts"], shards, buffers)
+    return SavedState(Layout(**manifest["layout"]), manifest["facts"], shards, buffers)
 
 
-def settled_tickets(folder: Path, n_servers: int) -> Once:
-    """Return the tickets that all shards of all servers have taken, as they were saved.
+def find_common_tickets(folder: Path, n_servers: int) -> Once:
+    """Return the tickets that all shards of all servers had applied when they were saved.
 
-    Servers save at moments of their own. Any other ticket is handed out again. A shard that has had it
-    already takes it as a skipped step, so that none is applied twice.
+    Servers save at different times. All other tickets are handed out again. A shard that has already applied
+    such a ticket skips it, so that none is applied twice.
     """
     manifests = [_read_manifest(folder, server) for server in range(n_servers)]
     return common(Once(*taken) for manifest in manifests for taken in manifest["taken"])
 
 
 def _read_manifest(folder: Path, server: int) -> dict[str, Any]:
-    path = state_manifest(folder, server)
+    path = get_state_manifest(folder, server)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise StateError(
-            f"{path} is no saved state ({error}); delete it to start from scratch"
+            f"{path} is not a valid saved state ({error}); delete it to start from scratch"
         ) from error
 
 
@@ -151,14 +153,14 @@ class Saver:
     """Saves a server's state on its own thread, one state at a time."""
 
     def __init__(self, folder: Path, server: int, on_failure: Callable[[str], None]) -> None:
-        """`on_failure(reason)` is called, from that thread, where it cannot be written."""
+        """Prepare to save. The saving thread calls `on_failure(reason)` if the state cannot be written."""
         self._folder, self._server, self._on_failure = folder, server, on_failure
-        self.count = 0  # states saved
-        self.held_up_s = 0.0  # how long pushes had to wait for that
+        self.count = 0  # number of saved states
+        self.held_up_s = 0.0  # seconds for which pushes had to wait for saving
         self._thread: threading.Thread | None = None
 
     def begin(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
-        """Start saving the state (`save_state`), unless a save is in progress."""
+        """Start to save the state, unless saving is in progress."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
                 target=self._save, args=(store, facts), name="saver", daemon=True
@@ -169,11 +171,13 @@ class Saver:
         try:
             self.held_up_s += save_state(self._folder, self._server, facts, store)
             self.count += 1
-        except Exception as error:  # of a policy, too; the run would continue with nothing saved
+        except (
+            Exception
+        ) as error:  # any error ends the run, which would else continue without saving
             reason = getattr(error, "strerror", None) or error
             self._on_failure(f"the servers' state could not be saved in {self._folder}: {reason}")
 
     def wait(self) -> None:
-        """Wait until what is being saved is on disk."""
+        """Wait until saving in progress has ended."""
         if self._thread is not None:
             self._thread.join()

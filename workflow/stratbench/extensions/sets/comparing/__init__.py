@@ -1,1 +1,1 @@
-"""Comparison of two result sets: matched cells, ratios, figures and the page."""
+"""Compares result sets: matches their cells, and writes ratios, figures and a page."""

@@ -1,4 +1,4 @@
-"""Compares two result sets: a ratio per cell, a mean per strategy, and changed conditions."""
+"""Compares two result sets: a ratio per cell, a mean per strategy, and different conditions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from stratbench.extensions.sets.comparing.matching import (
     WORK,
     Difference,
     Match,
-    differences,
-    groups_with_data,
-    matches,
-    not_stated,
-    together,
-    why_not_comparable,
+    iter_differences,
+    list_groups_with_data,
+    match_cells,
+    merge_differences,
+    select_blocking_differences,
+    select_unstated_differences,
 )
 from stratbench.extensions.sets.reading import ResultSet
 from stratbench.statistics.intervals import IntervalEstimate
@@ -38,98 +38,93 @@ from stratbench.statistics.unpaired import (
     slowdown_over_cells,
 )
 
-#: Fields that say how memory was measured.
+#: Paths of record fields that say how memory was measured.
 MEMORY_METHOD = ("memory.method", "provenance.device")
 
 
 @dataclass(frozen=True)
-class Side:
-    """A kind of cell in one of two sets.
+class CellMeasurements:
+    """Measurements of one cell's repeats in one set, without repeats that the audit rejects."""
 
-    Times (s) and scores are those of its repeats, without those that the audit rejects.
-    """
-
+    #: Training times of the repeats in seconds.
     times: tuple[float, ...]
-    #: As shown.
+    #: Scores of the repeats, in the unit that pages show.
     scores: tuple[float, ...] = ()
-    #: Median of peak memory in bytes; None if not known.
-    memory: float | None = None
-    #: The outcomes of repeats that ran and did not end well; empty if all ended well.
+    #: Median over repeats of the peak memory in bytes, or None if unknown.
+    memory_bytes: float | None = None
+    #: Outcomes of the repeats that failed; empty if all ended well.
     outcome: str = ""
-    #: Whether a repeat finished, with or without findings of the audit.
+    #: Whether at least one repeat finished, even if the audit rejects its values.
     finished: bool = True
-    #: The audit's rules with findings on the times.
+    #: Rules of the audit that have findings on the times.
     doubts: tuple[str, ...] = ()
 
     @property
     def time_outcome(self) -> str:
-        """Text on the outcome of its training times."""
+        """Text that says whether training times were measured, and otherwise why not."""
         return self.outcome or ("measured" if self.times else "rejected by the audit")
 
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """A kind of cell in two sets."""
+    """A cell (all repeats) that two sets have in common, with its measurements in both."""
 
     match: Match
-    first: Side
-    other: Side
+    first: CellMeasurements
+    other: CellMeasurements
     score: Score = field(default_factory=Score)
-    #: Differences in the work, because of which there is no ratio; fields of the work that only one set has;
-    #: and differences in the place of training.
-    work: Sequence[Difference] = ()
-    unknown: Sequence[Difference] = ()
-    place: Sequence[Difference] = ()
+    #: Differences in what was trained, which make a ratio meaningless.
+    work_differences: Sequence[Difference] = ()
+    #: Fields on what was trained that only one set states.
+    unstated_differences: Sequence[Difference] = ()
+    #: Differences in hardware, software and flags, which may explain a ratio.
+    place_differences: Sequence[Difference] = ()
 
     @property
     def group(self) -> Group:
-        """The cell's coordinates in the first set."""
+        """Coordinates of the cell in the first set."""
         return self.match.first
 
     @property
     def in_words(self) -> str:
-        """The cell's coordinates for a sentence."""
+        """Coordinates of the cell as text, such as `ddp on 4, vgg16 (main)`."""
         g = self.group
         return f"{g.strategy} on {g.gpus}, {g.model} ({g.experiment})"
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """The audit's rules with findings on the times of either set."""
+        """Rules of the audit that have findings on the times of either set."""
         return tuple(dict.fromkeys((*self.first.doubts, *self.other.doubts)))
 
     @cached_property
     def why_not(self) -> str:
-        """The reason why there is no ratio, or empty."""
-        if self.work or (self.first.times and self.other.times):
-            return against_each_other(self.work)
-        return f"{self.first.time_outcome} against {self.other.time_outcome}"
+        """The reason why there is no time ratio; empty if there is one."""
+        if self.work_differences or (self.first.times and self.other.times):
+            return describe_differences(self.work_differences)
+        return f"{self.first.time_outcome} in one set, {self.other.time_outcome} in the other"
 
     @cached_property
-    def time(self) -> IntervalEstimate | None:
-        """Training time in the other set, divided by that in the first.
-
-        None if there is no ratio.
-        """
+    def time_ratio(self) -> IntervalEstimate | None:
+        """Training time in the other set divided by that in the first, or None if not comparable."""
         return None if self.why_not else ratio_of_times(self.other.times, self.first.times)
 
     @property
-    def memory(self) -> float | None:
-        """Peak memory in the other set, divided by that in the first.
+    def memory_ratio(self) -> float | None:
+        """Peak memory in the other set divided by that in the first, or None if not comparable.
 
-        None if there is no ratio.
-
-        It hardly scatters, so it has no interval.
+        It hardly varies between repeats, so that it has no interval.
         """
-        same_method = not any(d.path in MEMORY_METHOD for d in self.place)
-        known = self.first.memory and self.other.memory and same_method
-        return self.other.memory / self.first.memory if known and not self.why_not else None
+        same_method = not any(d.path in MEMORY_METHOD for d in self.place_differences)
+        known = self.first.memory_bytes and self.other.memory_bytes and same_method
+        return (
+            self.other.memory_bytes / self.first.memory_bytes
+            if known and not self.why_not
+            else None
+        )
 
     @cached_property
     def score_change(self) -> IntervalEstimate | None:
-        """The score in the other set minus that in the first, as shown.
-
-        None without a ratio or a score.
-        """
+        """Score in the other set minus that in the first, or None if not comparable or without scores."""
         if self.why_not or not self.first.scores or not self.other.scores:
             return None
         return difference_of_scores(self.other.scores, self.first.scores)
@@ -137,101 +132,104 @@ class ComparedCell:
 
 @dataclass(frozen=True)
 class StrategyMean:
-    """A strategy's geometric mean ratio: over cells within a model, then over models."""
+    """Geometric mean of a strategy's time ratios: over cells within a model, then over models."""
 
     strategy: str
-    #: None: over all worker counts.
+    #: Number of workers, or None for the mean over all numbers.
     gpus: int | None
-    #: With the interval over models; of one model with that of the repeats.
-    time: IntervalEstimate
-    models: int
-    cells: int
-    #: Whether the noise of repeats excludes that training takes as long in both sets; None if unknown.
-    is_apart: bool | None
+    #: Mean ratio, with an interval over models; for a single model, with an interval over repeats.
+    time_ratio: IntervalEstimate
+    model_count: int
+    cell_count: int
+    #: Whether the difference between the sets is larger than the noise of repeats; None if unknown.
+    is_significant: bool | None
 
     @property
     def workers(self) -> str:
-        """The number of workers, for a table."""
+        """The number of workers as a table shows it."""
         return "all" if self.gpus is None else str(self.gpus)
 
 
 @dataclass(frozen=True)
 class RankChange:
-    """Two strategies whose order changed on one model and worker count."""
+    """Two strategies whose order differs between two sets, on one model and number of workers."""
 
     experiment: str
     model: str
     gpus: int
-    #: The faster one in the first set, and in the other.
-    was_first: str
-    is_first: str
-    #: Time of `is_first` divided by that of `was_first`, in each set.
-    before: IntervalEstimate
-    after: IntervalEstimate
+    #: The faster of the two strategies in the first set.
+    faster_in_first: str
+    #: The faster of the two strategies in the other set.
+    faster_in_other: str
+    #: Time of `faster_in_other` divided by that of `faster_in_first`, in each set.
+    ratio_in_first: IntervalEstimate
+    ratio_in_other: IntervalEstimate
 
     @property
     def is_clear(self) -> bool:
-        """Whether both intervals exclude equality; otherwise, the change may be chance."""
-        return self.before.excludes(1) and self.after.excludes(1)
+        """Whether both intervals exclude a ratio of 1; otherwise the change of order may be chance."""
+        return self.ratio_in_first.excludes(1) and self.ratio_in_other.excludes(1)
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The comparison of two sets: cells, differences, strategies, changed ranks."""
+    """The comparison of two sets: their common cells, differences, mean ratios and changes of order."""
 
     first: ResultSet
     other: ResultSet
     cells: tuple[ComparedCell, ...]
-    #: The differences of all cells, as a cell has them.
-    place: tuple[Difference, ...]
-    work: tuple[Difference, ...]
-    unknown: tuple[Difference, ...]
+    #: Differences of all cells, of the three kinds that a ComparedCell has.
+    place_differences: tuple[Difference, ...]
+    work_differences: tuple[Difference, ...]
+    unstated_differences: tuple[Difference, ...]
     strategies: tuple[StrategyMean, ...]
     rank_changes: tuple[RankChange, ...]
-    #: Kinds of cells that only one of the sets has.
-    only_first: int
-    only_other: int
-    #: Groups of the first set with a time, of which the other has no record.
-    gone: tuple[Group, ...]
+    #: Number of cells (all repeats as one) that only the first or only the other set has.
+    cells_only_in_first: int
+    cells_only_in_other: int
+    #: Groups of repeats with a time in the first set and without a record in the other.
+    missing_groups: tuple[Group, ...]
 
     @property
     def by_effect(self) -> dict[str, tuple[Difference, ...]]:
-        """The differences by what they mean, the most serious first."""
+        """Differences by their effect on ratios, the most serious effect first."""
         return {
-            "no ratio": self.work,
-            "not known to be equal": self.unknown,
-            "may explain ratios": self.place,
+            "no ratio": self.work_differences,
+            "not known to be equal": self.unstated_differences,
+            "may explain ratios": self.place_differences,
         }
 
     @cached_property
     def with_ratio(self) -> list[ComparedCell]:
+        """Cells with a time ratio."""
         return [cell for cell in self.cells if not cell.why_not]
 
     @cached_property
     def without_ratio(self) -> list[ComparedCell]:
+        """Cells without a time ratio."""
         return [cell for cell in self.cells if cell.why_not]
 
 
 class Measurements:
-    """Measurements of a set, by group of repeats."""
+    """All measurements of one set, by group of repeats."""
 
     def __init__(self, result_set: ResultSet) -> None:
         findings = result_set.findings.to_dict("records")
         self.repeats = Repeats(result_set.cells, findings)
         bad = result_set.cells[~result_set.cells["status"].isin(["ok", *UNMEASURED])]
-        #: The cells that ran and did not end well.
+        #: Rows of cells that ran and failed, by group.
         self.bad = rows_by_group(bad)
         doubtful = [finding for finding in findings if finding["severity"] == "warning"]
-        self.doubts = doubts_by_group(doubtful, groups_with_data(result_set))
+        self.doubts = doubts_by_group(doubtful, list_groups_with_data(result_set))
 
-    def side(self, group: Group, score: Score) -> Side:
-        """Return a group's measurements, for comparison with those of another set."""
+    def measure_group(self, group: Group, score: Score) -> CellMeasurements:
+        """Return the times, scores, memory and outcome of a group of repeats."""
         times, scores = (
             tuple(self.repeats.values(group, column, concerns).values())
             for column, concerns in (("train_time_s", "time"), ("score_final", "score"))
         )
         bad = self.bad.get(group)
-        return Side(
+        return CellMeasurements(
             times,
             tuple(score.factor * value for value in scores),
             self.repeats.median(group, "peak_memory_bytes", "memory"),
@@ -242,24 +240,26 @@ class Measurements:
 
 
 def compare(first: ResultSet, other: ResultSet) -> Comparison:
-    """Compares the other set with the first."""
-    matched = matches(first, other)
+    """Compare the other set with the first."""
+    matched = match_cells(first, other)
     measured = Measurements(first), Measurements(other)
     scored = {name: score_of(rows) for name, rows in first.cells.groupby("experiment")}
     cells = []
     for match in matched:
         score = scored[match.first.experiment]
-        differing = list(differences(match, first, other))
-        work = why_not_comparable(differing, first.is_published or other.is_published)
+        differing = list(iter_differences(match, first, other))
+        work = select_blocking_differences(differing, first.is_published or other.is_published)
         cells.append(
             ComparedCell(
                 match,
-                measured[0].side(match.first, score),
-                measured[1].side(match.other, score),
+                measured[0].measure_group(match.first, score),
+                measured[1].measure_group(match.other, score),
                 score,
-                work=work,
-                unknown=[d for d in not_stated(differing) if d not in work],
-                place=[d for d in differing if d.kind not in WORK.values()],
+                work_differences=work,
+                unstated_differences=[
+                    d for d in select_unstated_differences(differing) if d not in work
+                ],
+                place_differences=[d for d in differing if d.kind not in WORK.values()],
             )
         )
     with_ratio = [cell for cell in cells if not cell.why_not]
@@ -269,30 +269,34 @@ def compare(first: ResultSet, other: ResultSet) -> Comparison:
         first,
         other,
         tuple(cells),
-        place=together(d for cell in cells for d in cell.place),
-        work=together(d for cell in cells for d in cell.work),
-        unknown=together(d for cell in cells for d in cell.unknown),
-        strategies=tuple(means_by_strategy(with_ratio)),
-        rank_changes=tuple(rank_changes(with_ratio)),
-        only_first=len(alone),
-        only_other=len(in_other.keys() - {match.other for match in matched}),
-        gone=tuple(g for g in alone if measured[0].repeats.values(g, "train_time_s", "time")),
+        place_differences=merge_differences(d for cell in cells for d in cell.place_differences),
+        work_differences=merge_differences(d for cell in cells for d in cell.work_differences),
+        unstated_differences=merge_differences(
+            d for cell in cells for d in cell.unstated_differences
+        ),
+        strategies=tuple(average_by_strategy(with_ratio)),
+        rank_changes=tuple(find_rank_changes(with_ratio)),
+        cells_only_in_first=len(alone),
+        cells_only_in_other=len(in_other.keys() - {match.other for match in matched}),
+        missing_groups=tuple(
+            g for g in alone if measured[0].repeats.values(g, "train_time_s", "time")
+        ),
     )
 
 
-def against_each_other(differences: list[Difference]) -> str:
-    """Differences in words: `lr 0.01 against 0.5; epochs 10 against not stated`."""
-    return "; ".join(f"{named(d.path)} {d.first} against {d.other}" for d in differences)
+def describe_differences(differences: list[Difference]) -> str:
+    """Return differences as text, such as `lr 0.01 against 0.5; epochs 10 against not stated`."""
+    return "; ".join(f"{shorten_path(d.path)} {d.first} against {d.other}" for d in differences)
 
 
-def named(path: str) -> str:
-    """Return a path of a record for a text, without the common prefix of its kind."""
+def shorten_path(path: str) -> str:
+    """Return the path of a record field without a prefix such as `settings`."""
     parts = path.split(".")
     return ".".join(parts[1:] if parts[0] in ("settings", "worker", "batch") else parts)
 
 
-def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
-    """Yield the mean of each strategy over all worker counts, and at each of several counts."""
+def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
+    """Yield each strategy's mean ratio over all numbers of workers, and at each number of workers."""
     by_strategy: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         by_strategy[cell.group.strategy].append(cell)
@@ -300,11 +304,12 @@ def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
         counts = sorted({cell.group.gpus for cell in ratios})
         for gpus in (None, *(counts if len(counts) > 1 else ())):
             here = [cell for cell in ratios if gpus in (None, cell.group.gpus)]
-            rows = [(cell.group.model, math.log(cell.time.value)) for cell in here]
+            rows = [(cell.group.model, math.log(cell.time_ratio.value)) for cell in here]
             by_model = pd.DataFrame(rows, columns=["model", "log"]).groupby("model")["log"].mean()
             mean = mean_of_logs(by_model.tolist())
             pairs = [(cell.other.times, cell.first.times) for cell in here]
-            # All strategies together show a false difference in ALPHA of all comparisons at most.
+            # The level is shared (Bonferroni): a false difference of any strategy has probability ALPHA at
+            # most.
             shared = slowdown_over_cells(pairs, ALPHA / 2 / len(by_strategy))
             apart = None if shared.low is None else shared.excludes(0.0)
             if len(by_model) == 1:
@@ -315,8 +320,8 @@ def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
             yield StrategyMean(strategy, gpus, mean, len(by_model), len(here), apart)
 
 
-def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
-    """Yield pairs of strategies whose order differs between both sets."""
+def find_rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
+    """Yield pairs of strategies whose order differs between the two sets."""
     comparisons: dict[tuple[str, str, str, int], list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         g = cell.group
@@ -334,77 +339,87 @@ def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
                 )
 
 
-def answer_first(comparison: Comparison) -> Iterator[str]:
-    """Yield the main results: copied times, and the minimum and maximum mean ratio beyond noise."""
+def iter_main_results(comparison: Comparison) -> Iterator[str]:
+    """Yield sentences on the main results: copied times, and the smallest and largest mean ratio."""
     a, b, n = comparison.first.name, comparison.other.name, len(comparison.with_ratio)
     same = sum(cell.first.times == cell.other.times for cell in comparison.with_ratio)
     if same:
-        copied = f"{same} of {n} are equal to the last digit, so they were not measured twice"
-        yield f"{b} holds {a}'s times: {copied}."
-    means = sorted((m for m in comparison.strategies if m.gpus is None), key=lambda m: m.time.value)
+        copied = (
+            f"{same} of {n} times are equal to the last digit, so that they were not measured twice"
+        )
+        yield f"{b} contains times of {a}: {copied}."
+    means = sorted(
+        (m for m in comparison.strategies if m.gpus is None), key=lambda m: m.time_ratio.value
+    )
     if not means or same == n:
         return
-    apart = [mean for mean in means if mean.is_apart]
+    apart = [mean for mean in means if mean.is_significant]
     if not apart:
-        ends = dict.fromkeys(f"{mean.time.value:.2f}" for mean in (means[0], means[-1]))
-        known = any(mean.is_apart is not None for mean in means)
+        ends = dict.fromkeys(f"{mean.time_ratio.value:.2f}" for mean in (means[0], means[-1]))
+        known = any(mean.is_significant is not None for mean in means)
         reason = (
-            "and the scatter of the repeats tells none of it apart from 1"
+            "and no ratio differs from 1 by more than the noise of repeats"
             if known
-            else "by single repeats, whose scatter is not known"
+            else "by single repeats, so that the noise is unknown"
         )
-        yield f"Training in {b} takes {' to '.join(ends)} times as long as in {a} by strategy, {reason}."
+        yield (
+            f"Training in {b} takes {' to '.join(ends)} times as long as in {a}, depending on the "
+            f"strategy, {reason}."
+        )
         return
     similar = len(means) - len(apart)
     means, least, most = apart, apart[0], apart[-1]
-    text = f"Training in {b} takes {least.time.value:.2f} times as long as in {a} with {least.strategy}"
+    text = f"Training in {b} takes {least.time_ratio.value:.2f} times as long as in {a} with {least.strategy}"
     if most is not least:
-        text += f", {most.time.value:.2f} times with {most.strategy}"
-        text += f", and {counted(len(means) - 2, 'other')} between them" if len(means) > 2 else ""
+        text += f", {most.time_ratio.value:.2f} times with {most.strategy}"
+        text += f"; {counted(len(means) - 2, 'other')} are between these" if len(means) > 2 else ""
     if similar:
-        text += f"; {counted(similar, 'other')} cannot be told apart from 1"
+        text += f"; the ratio of {counted(similar, 'other strategy')} does not differ from 1"
     yield f"{text}."
 
 
-def headline_of(comparison: Comparison) -> str:
-    """Return sentences on the results, on differences between the sets, and on explanations."""
+def make_headline(comparison: Comparison) -> str:
+    """Return sentences on the main results, and on differences that may explain them."""
     a, b = comparison.first.name, comparison.other.name
     if not comparison.cells:
-        return (
-            f"{a} and {b} share no cell of equal strategy, model, data set and number of workers."
-        )
+        return f"{a} and {b} have no cell with the same strategy, model, data set and number of workers."
     kinds = list(
-        dict.fromkeys(d.kind for d in comparison.place if d.kind not in ("hosts", "seeds"))
-    )
-    text = " ".join(answer_first(comparison))
-    if not kinds:
-        text += (
-            f" Of hardware, versions and flags nothing that both state differs between {a} and {b}."
+        dict.fromkeys(
+            d.kind for d in comparison.place_differences if d.kind not in ("hosts", "seeds")
         )
+    )
+    text = " ".join(iter_main_results(comparison))
+    if not kinds:
+        text += f" {a} and {b} do not differ in the hardware, versions and flags that both state."
     elif len(kinds) == 1:
         [kind] = kinds
-        paths = [named(d.path) for d in comparison.place if d.kind == kind]
+        paths = [shorten_path(d.path) for d in comparison.place_differences if d.kind == kind]
         listed = ", ".join(dict.fromkeys(paths[:4]))
-        text += f" Between {a} and {b} one thing differs that the records state: {kind} ({listed})."
+        text += f" {a} and {b} differ in one condition that their records state: {kind} ({listed})."
     else:
         text += (
-            f" Between {a} and {b} differ: {', '.join(kinds)}. "
-            "No ratio can be put down to one of them alone."
+            f" {a} and {b} differ in several conditions: {', '.join(kinds)}. "
+            "No single one of these explains a ratio."
         )
-    if comparison.unknown:
-        listed = ", ".join(dict.fromkeys(named(d.path) for d in comparison.unknown))
-        text += f" Only one of them states: {listed}."
+    if comparison.unstated_differences:
+        listed = ", ".join(
+            dict.fromkeys(shorten_path(d.path) for d in comparison.unstated_differences)
+        )
+        text += f" Only one of the two sets states these values: {listed}."
     doubted = [cell for cell in comparison.with_ratio if cell.doubts]
     if doubted:
         rules = ", ".join(dict.fromkeys(rule for cell in doubted for rule in cell.doubts))
-        text += f" The audit doubts times of {len(doubted)} of {len(comparison.with_ratio)} ratios: {rules}."
-    for name, alone in ((a, comparison.only_first), (b, comparison.only_other)):
+        text += (
+            f" The audit doubts the times of {len(doubted)} of {len(comparison.with_ratio)} ratios"
+        )
+        text += f" by these rules: {rules}."
+    for name, alone in ((a, comparison.cells_only_in_first), (b, comparison.cells_only_in_other)):
         if alone:
-            text += f" {counted(alone, 'kind')} of cells finished in {name} alone."
+            text += f" {counted(alone, 'cell')} finished only in {name}."
     if comparison.without_ratio:
         names = ", ".join(dict.fromkeys(cell.group.strategy for cell in comparison.without_ratio))
         text += (
-            f" {len(comparison.without_ratio)} of {len(comparison.cells)} shared kinds of cells have no "
-            f"ratio: of {names}."
+            f" {len(comparison.without_ratio)} of {len(comparison.cells)} common cells have no ratio; their "
+            f"strategies are {names}."
         )
     return text.strip()

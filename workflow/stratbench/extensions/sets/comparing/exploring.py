@@ -1,4 +1,4 @@
-"""The cells of several sets on one interactive page, with the set as a column."""
+"""Writes the cells of several sets on one interactive page, with the set as a column."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stratbench.extensions.sets.reading import ResultSet
 
 
 def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
-    """Write explore.html for these sets, next to the page of their comparison."""
+    """Write the interactive page of all cells of these sets, explore.html."""
     cells = pd.concat([one.cells.assign(set=one.name) for one in sets], ignore_index=True)
     findings = [
         finding | {"set": one.name} for one in sets for finding in one.findings.to_dict("records")

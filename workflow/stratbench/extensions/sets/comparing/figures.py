@@ -1,4 +1,4 @@
-"""Figures of a comparison: each cell's training time relative to that in the first set."""
+"""Draws each cell's training time in a set relative to that in the first set."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from stratbench.analysis.report.shown import data_uri
 from stratbench.extensions.sets.comparing.comparison import ComparedCell, Comparison
 
 
-def draw_all(comparison: Comparison, out_dir: Path, margin: float) -> list[dict[str, Any]]:
-    """Draw a figure per experiment and model with a ratio; return them for the page.
+def draw_ratio_figures(
+    comparison: Comparison, out_dir: Path, margin: float
+) -> list[dict[str, Any]]:
+    """Draw one figure per experiment and model that has ratios, and return them for the page.
 
     Args:
         comparison: The comparison.
         out_dir: Folder to write to.
-        margin: Fraction within which times are equal.
+        margin: Fraction within which times count as equal.
     """
     marks = marks_of(pd.concat([comparison.first.cells, comparison.other.cells]))
     drawn = []
@@ -31,21 +33,23 @@ def draw_all(comparison: Comparison, out_dir: Path, margin: float) -> list[dict[
         cells = [c for c in comparison.with_ratio if c.group.comparison == (experiment, model)]
         stem = out_dir / comparison.other.name / experiment / f"{model}_time_ratio"
         with plt.rc_context(RC):
-            save_figure(draw_rows(ratio_rows(cells, marks, margin)), stem)
+            save_figure(draw_rows(make_ratio_rows(cells, marks, margin)), stem)
         drawn.append(
             {
                 "title": f"{model}, {experiment}",
-                "caption": " ".join(caption(comparison, cells, margin)),
+                "caption": " ".join(iter_caption_sentences(comparison, cells, margin)),
                 "alt": f"Training times in {comparison.other.name} as multiples of those in "
-                f"{comparison.first.name}: {model}, {experiment}.",
+                f"{comparison.first.name}, for model {model} and experiment {experiment}.",
                 "uri": data_uri(stem.with_suffix(".svg").read_bytes()),
             }
         )
     return drawn
 
 
-def ratio_rows(cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin: float) -> Rows:
-    """Return a row per strategy, with a point per number of workers.
+def make_ratio_rows(
+    cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin: float
+) -> Rows:
+    """Return the figure's rows: one per strategy, with a point per number of workers.
 
     A point is full if the interval excludes 1.
 
@@ -59,16 +63,19 @@ def ratio_rows(cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin:
     for strategy in dict.fromkeys(c.group.strategy for c in cells):
         own = sorted((c for c in cells if c.group.strategy == strategy), key=lambda c: c.group.gpus)
         points = [
-            Point(*c.time, str(c.group.gpus) if several else "", c.time.excludes(1)) for c in own
+            Point(*c.time_ratio, str(c.group.gpus) if several else "", c.time_ratio.excludes(1))
+            for c in own
         ]
-        text = f"{own[-1].time.value:.2f}×"
+        text = f"{own[-1].time_ratio.value:.2f}×"
         rows.append(FigureRow(strategy, points, told=text, chosen=any(p.chosen for p in points)))
     head = f"on {max(c.group.gpus for c in cells)}" if several else ""
     return Rows.of_ratios(rows, marks, margin, head)
 
 
-def caption(comparison: Comparison, cells: Sequence[ComparedCell], margin: float) -> Iterator[str]:
-    """Yield sentences on the content of the figure.
+def iter_caption_sentences(
+    comparison: Comparison, cells: Sequence[ComparedCell], margin: float
+) -> Iterator[str]:
+    """Yield the sentences of a figure's caption.
 
     Args:
         comparison: The comparison.
@@ -78,8 +85,8 @@ def caption(comparison: Comparison, cells: Sequence[ComparedCell], margin: float
     yield f"Training time in {comparison.other.name} as a multiple of that in {comparison.first.name}."
     if len({c.group.gpus for c in cells}) > 1:
         yield "The number in a mark is the number of workers."
-    yield f"Shaded: within {100 * margin:g} % of 1."
-    if any(c.time.low is not None for c in cells):
-        yield "Lines: 95 % intervals; full colour: the interval leaves out 1."
+    yield f"The shaded band is within {100 * margin:g} % of 1."
+    if any(c.time_ratio.low is not None for c in cells):
+        yield "Lines are 95 % intervals. Marks in full colour have an interval without 1."
     else:
-        yield "One repeat on a side: no interval."
+        yield "There are no intervals, because one of the sets has a single repeat."

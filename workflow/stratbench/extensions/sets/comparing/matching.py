@@ -1,4 +1,4 @@
-"""Matches corresponding cells of two sets, and determines their differences."""
+"""Matches the cells of two sets that train the same, and finds the fields in which they differ."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stratbench.analysis.records.groups import GROUP, Group, rows_by_group
 from stratbench.extensions.audit.across_cells.mixed import (
     NOT_STATED,
     TABLE,
-    row_comparing,
-    texts_by_path,
+    collect_texts_by_path,
+    find_table_row,
 )
 from stratbench.extensions.sets.reading import ResultSet
 
-#: Differences that make two cells different work, by the audit's rule for cells of one study.
+#: Kinds of differences in what is trained, which forbid a ratio, by the audit's rule on the same field.
 WORK = {
     "mixed-precision": "precision",
     "mixed-tasks": "task",
@@ -29,7 +29,7 @@ WORK = {
     "mixed-settings": "setting",
     "mixed-batches": "batch",
 }
-#: Other differences, which two places or two days may have.
+#: Kinds of differences in where and how is trained, which may explain a ratio, by the audit's rule.
 PLACE = {
     "mixed-devices": "hardware",
     "mixed-clocks": "clocks and links of GPUs",
@@ -43,9 +43,9 @@ PLACE = {
     "mixed-hosts": "hosts",
     "mixed-seeds": "seeds",
 }
-#: Settings that say where and how a cell ran, not what it trained.
+#: Settings that say where and how a cell ran, and not what it trained.
 OF_PLACE = ("settings.device", "settings.threads", "settings.profile", "settings.warmup_steps")
-#: Fields that say how a strategy trained, by the start of their path.
+#: Beginnings of paths of fields that say how a strategy trained.
 OF_STRATEGIES = (
     "memory.model_states", "strategy.wrap_groups", "strategy.traits", "strategy.kind", "score.evaluated_on",
     "batch.samples_per_step", "communication.method", "strategy.details.bucket_bytes",
@@ -53,11 +53,11 @@ OF_STRATEGIES = (
 )  # fmt: skip
 #: Environment variables that follow from the number of threads.
 THREADS = re.compile(r"worker\.environment\.\w*NUM_THREADS")
-#: Fields counted from the model, by rules that may change with a version of torch.
+#: Fields that are counted from the model by rules that may change between versions of torch.
 COUNTED = ("compute.forward_flops_per_sample",)
-#: Fields that a set must have so that its amount of work is known.
+#: Fields that state the amount of training.
 AMOUNT = ("settings.epochs", "settings.steps")
-#: Columns of published tables, each with its path in records.
+#: Columns of published tables, with the path of the same value in records.
 PUBLISHED = {
     "epochs": "settings.epochs",
     "precision": "settings.precision",
@@ -67,12 +67,12 @@ PUBLISHED = {
     "device_name": "worker.gpu.name",
 }
 
-Facts = Mapping[str, frozenset[str]]
+ValuesByPath = Mapping[str, frozenset[str]]
 
 
 @dataclass(frozen=True)
 class Match:
-    """Corresponding cells of two sets: two groups of repeats that differ at most in their experiment."""
+    """The same cell in two sets: two groups of repeats that differ at most in their experiment."""
 
     dataset: str
     first: Group
@@ -81,21 +81,22 @@ class Match:
 
 @dataclass(frozen=True)
 class Difference:
-    """A field with different values in two sets, in some matched cells."""
+    """A record field with different values in two sets, and the number of cells with this difference."""
 
     kind: str
     path: str
     first: str
     other: str
-    cells: int = 1
+    cell_count: int = 1
 
 
-def matches(first: ResultSet, other: ResultSet) -> list[Match]:
-    """Return cells of equal strategy, model, data set and worker count, in the first set's order.
+def match_cells(first: ResultSet, other: ResultSet) -> list[Match]:
+    """Match cells of equal strategy, model, data set and number of workers, in the first set's order.
 
-    Those with the same experiment are matched first; then others, if each set has only one such group left.
+    Cells of the same experiment are matched first. Other cells are matched if each set has only one of its
+    kind.
     """
-    mine, theirs = groups_with_data(first), groups_with_data(other)
+    mine, theirs = list_groups_with_data(first), list_groups_with_data(other)
     matched = [Match(dataset, g, g) for g, dataset in mine.items() if theirs.get(g) == dataset]
     taken = {match.first for match in matched}
     left: dict[tuple, tuple[list[Group], list[Group]]] = defaultdict(lambda: ([], []))
@@ -108,41 +109,43 @@ def matches(first: ResultSet, other: ResultSet) -> list[Match]:
     return sorted(matched, key=lambda match: order[match.first])
 
 
-def groups_with_data(result_set: ResultSet) -> dict[Group, str]:
-    """Return the groups of repeats with a record, and the data set of each."""
+def list_groups_with_data(result_set: ResultSet) -> dict[Group, str]:
+    """Return the data set of each group of repeats that has a record."""
     cells = result_set.cells[~result_set.cells["status"].isin(UNMEASURED)].drop_duplicates(GROUP)
     listed = cells[[*GROUP, "dataset"]].itertuples(index=False, name=None)
     return {Group(*key): str(dataset) for *key, dataset in listed}
 
 
 @lru_cache(maxsize=32)
-def facts_by_group(result_set: ResultSet) -> dict[Group, Facts]:
-    """Return the recorded values of each group, by path, over all repeats and workers."""
+def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
+    """Return the distinct recorded values of each group by path, over all repeats and workers."""
     values: dict[Group, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for record in result_set.records:
         group = Group(*(record["cell"][name] for name in Group._fields))
-        for path, texts in texts_by_path(record).items():
+        for path, texts in collect_texts_by_path(record).items():
             values[group][path] |= texts
     if result_set.is_published:
         for group, rows in rows_by_group(result_set.cells).items():
             for column, path in PUBLISHED.items():
-                values[group][path] |= {_text(value) for value in rows[column].dropna().unique()}
+                values[group][path] |= {
+                    _format_value(value) for value in rows[column].dropna().unique()
+                }
     return {
         group: {path: frozenset(texts) for path, texts in facts.items() if texts}
         for group, facts in values.items()
     }
 
 
-def _text(value: Any) -> str:
-    """Return a value of a table in the form of a record: 10, not 10.0."""
+def _format_value(value: Any) -> str:
+    """Format a value of a table as records have it: 10, not 10.0."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @lru_cache(maxsize=10_000)
-def kind_of(path: str) -> str | None:
-    """Return the kind of a difference, a value of WORK or PLACE.
+def classify_difference(path: str) -> str | None:
+    """Return the kind of a difference in the field at `path`: a value of WORK or PLACE.
 
-    Return None if cells may differ in it.
+    Return None if the field does not matter for a comparison.
     """
     if THREADS.fullmatch(path):
         return PLACE["mixed-cores"]
@@ -154,42 +157,42 @@ def kind_of(path: str) -> str | None:
         return WORK["mixed-tasks"]
     if path.startswith(OF_STRATEGIES):
         return PLACE["strategies"]
-    entry = None if path in COUNTED else row_comparing(path)
+    entry = None if path in COUNTED else find_table_row(path)
     if entry is None:
         return None
     rule = TABLE[entry].rule
     return WORK.get(rule) or PLACE[rule]
 
 
-def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Difference]:
-    """Yield every field that differs between two matched cells.
+def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Difference]:
+    """Yield the fields in which two matched cells differ.
 
-    A missing value is `not stated`.
+    A value that a set lacks is `not stated`.
 
     Args:
         match: The matched cells.
         first: The first set.
         other: The other set.
     """
-    mine = facts_by_group(first).get(match.first, {})
-    theirs = facts_by_group(other).get(match.other, {})
+    mine = collect_values_by_group(first).get(match.first, {})
+    theirs = collect_values_by_group(other).get(match.other, {})
     replaced = first.hosts_replaced or other.hosts_replaced
     for path in dict.fromkeys([*mine, *theirs]):
         if mine.get(path) == theirs.get(path) or (path == "worker.host.name" and replaced):
             continue
-        if (kind := kind_of(path)) is None:
+        if (kind := classify_difference(path)) is None:
             continue
         texts = [", ".join(sorted(side.get(path, {NOT_STATED}))) for side in (mine, theirs)]
         published = first.is_published or other.is_published
         if published and kind in PLACE.values() and NOT_STATED in texts:
-            continue  # published tables have hardly any data on the place
+            continue  # published tables hardly say where was trained, so that a missing value says nothing
         yield Difference(kind, path, *texts)
 
 
-def why_not_comparable(differences: list[Difference], published: bool) -> list[Difference]:
-    """Return the differences between two cells that make a ratio meaningless.
+def select_blocking_differences(differences: list[Difference], published: bool) -> list[Difference]:
+    """Return the differences between two cells because of which they have no ratio.
 
-    A missing field alone is no reason, except for the amount of work in published tables.
+    A value that a set lacks is no reason, except for the amount of training in published tables.
     """
     return [
         d
@@ -199,16 +202,16 @@ def why_not_comparable(differences: list[Difference], published: bool) -> list[D
     ]
 
 
-def not_stated(differences: list[Difference]) -> list[Difference]:
-    """Return fields of the work that only one of two cells has, so that they may not be equal."""
+def select_unstated_differences(differences: list[Difference]) -> list[Difference]:
+    """Return the fields on what is trained that only one of two cells states."""
     return [d for d in differences if d.kind in WORK.values() and NOT_STATED in (d.first, d.other)]
 
 
-def together(differences: Iterator[Difference]) -> tuple[Difference, ...]:
-    """Merge equal differences of several cells, in the order of WORK and PLACE."""
+def merge_differences(differences: Iterator[Difference]) -> tuple[Difference, ...]:
+    """Merge equal differences of several cells, sorted as in WORK and PLACE."""
     counts: dict[tuple[str, ...], int] = defaultdict(int)
     for d in differences:
-        counts[(d.kind, d.path, d.first, d.other)] += d.cells
+        counts[(d.kind, d.path, d.first, d.other)] += d.cell_count
     kinds = [*WORK.values(), *PLACE.values()]
-    merged = [Difference(*key, cells=n) for key, n in counts.items()]
+    merged = [Difference(*key, cell_count=n) for key, n in counts.items()]
     return tuple(sorted(merged, key=lambda d: kinds.index(d.kind)))

@@ -1,4 +1,4 @@
-"""Tables of a comparison as CSV, Markdown and LaTeX."""
+"""Writes the tables of a comparison as CSV, Markdown and LaTeX."""
 
 from __future__ import annotations
 
@@ -17,44 +17,41 @@ from stratbench.extensions.sets.comparing.comparison import (
     ComparedCell,
     Comparison,
     StrategyMean,
-    against_each_other,
+    describe_differences,
 )
 from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.unpaired import geometric_mean
 
-#: First characters that make other programs read a text in a CSV file as a formula.
+#: First characters by which spreadsheets take a text in a CSV file for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def ratio_text(estimate: IntervalEstimate) -> str:
-    """Return a ratio as tables print it, with its interval if there is one."""
+    """Format a ratio for tables, with its interval if there is one."""
     return estimate.text("{:.3f}".format)
 
 
 def change_text(cell: ComparedCell) -> str:
-    """Return a change of a score as tables print it.
-
-    Empty if it is not known.
-    """
+    """Format a cell's change of score for tables. The text is empty if the change is unknown."""
     change = cell.score_change
     return "" if change is None else change.text(f"{{:+.{cell.score.decimals}f}}".format)
 
 
 def times_text(times: tuple[float, ...]) -> str:
-    """Return the geometric mean of times, with their number."""
+    """Format the geometric mean of times, with the number of times if there are several."""
     if not times:
         return NO_CELL
     return f"{geometric_mean(times):.4g} s" + (f" (n = {len(times)})" if len(times) > 1 else "")
 
 
-def columns_of(name: str, estimate: IntervalEstimate | None) -> dict[str, float | None]:
-    """Return the columns of a value and of the ends of its interval."""
+def make_interval_columns(name: str, estimate: IntervalEstimate | None) -> dict[str, float | None]:
+    """Return a value and the ends of its interval as three columns."""
     ends = (name, f"{name}_low", f"{name}_high")
     return dict(zip(ends, estimate or (None, None, None), strict=True))
 
 
-def cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yield a row for every shared kind of cell, with all its numbers."""
+def iter_cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Yield a row of cells.csv for every cell that both sets have."""
     for cell in comparison.cells:
         yield {
             "experiment": cell.match.first.experiment,
@@ -67,39 +64,44 @@ def cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
             "repeats_other": len(cell.other.times),
             "time_first_s": geometric_mean(cell.first.times) if cell.first.times else None,
             "time_other_s": geometric_mean(cell.other.times) if cell.other.times else None,
-            **columns_of("time_ratio", cell.time),
-            "memory_ratio": cell.memory,
+            **make_interval_columns("time_ratio", cell.time_ratio),
+            "memory_ratio": cell.memory_ratio,
             "score_name": cell.score.name,
-            **columns_of("score_change", cell.score_change),
+            **make_interval_columns("score_change", cell.score_change),
             "outcome_first": cell.first.outcome or "ok",
             "outcome_other": cell.other.outcome or "ok",
             "no_ratio_because": cell.why_not,
             "doubted_by": "; ".join(cell.doubts),
-            "not_known_to_be_equal": against_each_other(cell.unknown),
+            "not_known_to_be_equal": describe_differences(cell.unstated_differences),
         }
 
 
-def wide_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
-    """Return the ratios of one experiment: models and strategies by worker count."""
+def make_ratio_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
+    """Return the time ratios of one experiment: a row per model and strategy, a column per worker count."""
     cells = [c for c in comparison.cells if c.group.experiment == experiment]
     counts = sorted({c.group.gpus for c in cells})
-    texts = ((c.group, ratio_text(c.time) if c.time else f"n/a ({c.why_not})") for c in cells)
+    texts = (
+        (c.group, ratio_text(c.time_ratio) if c.time_ratio else f"n/a ({c.why_not})") for c in cells
+    )
     return table_by_count(counts, lines_by_model(texts), "worker")
 
 
-def strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
-    """Return the mean ratio of each strategy."""
+def make_strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
+    """Return the table of each strategy's mean time ratio."""
     return pd.DataFrame(
-        [[m.strategy, m.workers, ratio_text(m.time), m.models, m.cells] for m in means],
+        [
+            [m.strategy, m.workers, ratio_text(m.time_ratio), m.model_count, m.cell_count]
+            for m in means
+        ],
         columns=["strategy", "workers", "time ratio", "models", "cells"],
     )
 
 
-def difference_table(comparison: Comparison) -> pd.DataFrame:
-    """Return the differences: first those that prevent a ratio, then those that may explain ratios."""
+def make_difference_table(comparison: Comparison) -> pd.DataFrame:
+    """Return the table of differences: those that prevent a ratio come first."""
     return pd.DataFrame(
         [
-            [d.kind, d.path, shortened(d.first), shortened(d.other), d.cells, effect]
+            [d.kind, d.path, shortened(d.first), shortened(d.other), d.cell_count, effect]
             for effect, listed in comparison.by_effect.items()
             for d in listed
         ],
@@ -107,47 +109,50 @@ def difference_table(comparison: Comparison) -> pd.DataFrame:
     )
 
 
-def write_all(comparison: Comparison, out_dir: Path) -> None:
-    """Write <out_dir>/<other>/: cells.csv, differences, strategies, and the ratios of each experiment."""
+def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
+    """Write all tables of a comparison below <out_dir>/<other>."""
     folder = out_dir / comparison.other.name
     a, b = comparison.first.name, comparison.other.name
-    safe_csv(pd.DataFrame(list(cell_rows(comparison))), folder / "cells.csv")
+    write_safe_csv(pd.DataFrame(list(iter_cell_rows(comparison))), folder / "cells.csv")
     write_table(
-        difference_table(comparison), f"What differs between {a} and {b}.", folder / "differences"
+        make_difference_table(comparison),
+        f"Differences between {a} and {b}.",
+        folder / "differences",
     )
     write_table(
-        strategy_table(comparison.strategies),
-        f"Training time in {b} divided by that in {a}: geometric mean over cells within a model, then over "
-        "models [95 % t interval over models; of one model by its repeats].",
+        make_strategy_table(comparison.strategies),
+        f"Training time in {b} divided by that in {a}: geometric mean over the cells of a model, then over "
+        "models. Brackets: 95 % t interval over models, or over repeats if there is one model.",
         folder / "strategies",
     )
     for experiment in dict.fromkeys(cell.group.experiment for cell in comparison.cells):
         write_table(
-            wide_table(comparison, experiment),
-            f"Training time in {b} divided by that in {a}, experiment {experiment}: ratio of geometric means "
-            "[95 % interval by Welch's t on logarithms, unpaired; without: fewer than two repeats].",
+            make_ratio_table(comparison, experiment),
+            f"Training time in {b} divided by that in {a}, experiment {experiment}: ratio of geometric "
+            "means. "
+            "Brackets: unpaired 95 % interval by Welch's t on logarithms; it takes two repeats in both sets.",
             folder / experiment / "time_ratio",
         )
 
 
 def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
-    """Write a table of texts as <stem>.csv, .md and .tex.
+    """Write a table of texts as <stem>.csv, <stem>.md and <stem>.tex.
 
     Args:
         table: The table.
-        title: Its title.
+        title: Title of the table.
         stem: Path without an ending.
     """
-    safe_csv(table, stem.with_suffix(".csv"))
+    write_safe_csv(table, stem.with_suffix(".csv"))
     shown = table.map(lambda value: html.escape(str(value), quote=False))
     write_atomic(stem.with_suffix(".md"), markdown(shown, title))
     write_atomic(stem.with_suffix(".tex"), latex(table, title))
 
 
-def safe_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a CSV file without formulas: a text that looks like one gets a leading '."""
+def write_safe_csv(table: pd.DataFrame, path: Path) -> None:
+    """Write a CSV file in which no text is taken for a formula: such a text gets a leading '."""
 
-    def plain(value: Any) -> Any:
+    def escape_formula(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
-    write_atomic(path, table.map(plain).to_csv(index=False))
+    write_atomic(path, table.map(escape_formula).to_csv(index=False))

@@ -1,4 +1,4 @@
-"""The decision over several sets: which strategy on which cluster, per model and work."""
+"""Decides over several sets which strategy on which cluster is best, for each model and training."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from stratbench.cell.coordinates import STATUSES
 from stratbench.extensions.sets.check import SHARED
 from stratbench.extensions.sets.reading import ResultSet
 
-#: Columns of cells.csv that the cells of one job have in common.
+#: Columns of cells.csv that define a job: what is trained, wherever it is trained.
 JOB = ("model", *SHARED, "slowdown")
 
 
-class Part(NamedTuple):
-    """The part of a job that one experiment of a set holds."""
+class JobPart(NamedTuple):
+    """The cells of a job that are in one experiment of one set."""
 
     set_name: str
-    #: Rows of one experiment and model, and the audit's findings on them.
+    #: Rows of cells.csv of one experiment and model, and the audit's findings on these.
     rows: pd.DataFrame
     findings: list[dict[str, Any]]
 
 
-def decisions_over(
+def decide_over_sets(
     sets: Sequence[ResultSet], prices: Mapping[str, float], constraints: Constraints
 ) -> list[Decision]:
-    """Return a decision for each job; its candidates are strategies on worker counts in sets.
+    """Return a decision per job. Its candidates are strategies on numbers of workers in all sets.
 
-    JOB defines a job. Repeats of two sets are paired by their numbers, which is arbitrary and makes the
-    intervals no narrower. Experiments have their names in the first set.
+    Cells with equal values in JOB belong to one job. Repeats of two sets are paired by their numbers, which
+    is arbitrary and makes intervals no narrower. Experiments keep their names in the first set.
 
     Args:
         sets: The sets.
-        prices: Prices by name of a set, which override the constraints' price.
+        prices: Price per GPU-hour by name of a set; it overrides the constraints' price.
         constraints: Constraints of the decision.
     """
-    jobs: dict[tuple[str, ...], list[Part]] = {}
+    jobs: dict[tuple[str, ...], list[JobPart]] = {}
     for result_set in sets:
         findings = result_set.findings.to_dict("records")
         weak = result_set.cells.groupby("experiment")["global_batch"].nunique() > 1
         for (experiment, _), rows in result_set.cells.groupby(["experiment", "model"], sort=False):
-            job = job_of(rows, bool(weak[experiment]))
+            job = get_job_values(rows, bool(weak[experiment]))
             if job is not None:
                 on_them = [
                     f for f in findings if f["experiment"] == experiment or pd.isna(f["experiment"])
                 ]
-                jobs.setdefault(job, []).append(Part(result_set.name, rows, on_them))
+                jobs.setdefault(job, []).append(JobPart(result_set.name, rows, on_them))
     studied = [
         (
-            named_alike(pd.concat([part.rows for part in parts])),
-            list(candidates_in(parts, prices, constraints)),
+            use_one_experiment_name(pd.concat([part.rows for part in parts])),
+            list(list_candidates(parts, prices, constraints)),
         )
         for parts in jobs.values()
         if len({part.set_name for part in parts}) > 1
@@ -66,10 +66,10 @@ def decisions_over(
     return decide_together(studied, constraints)
 
 
-def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
-    """Return the values that the rows of one experiment and model have in common.
+def get_job_values(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
+    """Return the values of the columns JOB in rows of one experiment and model.
 
-    Return None if they differ.
+    Return None if the rows have different values.
     """
     usable = rows[rows["status"].isin(STATUSES)]
     columns = [name for name in JOB if not (is_weak and name == "global_batch")]
@@ -77,12 +77,12 @@ def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
     return tuple(v[0] for v in values) if all(len(v) == 1 for v in values) else None
 
 
-def candidates_in(
-    parts: Sequence[Part], prices: Mapping[str, float], constraints: Constraints
+def list_candidates(
+    parts: Sequence[JobPart], prices: Mapping[str, float], constraints: Constraints
 ) -> Iterator[Candidate]:
-    """Yield all candidates of a job, with each set's price, named `ddp (a100)`.
+    """Yield all candidates of a job, named after strategy and set such as `ddp (a100)`.
 
-    If several experiments of a set are one job, the experiment is named, too: `ddp (a100, first)`.
+    If several experiments of a set have the job, names have the experiment: `ddp (a100, first)`.
 
     Args:
         parts: Parts of the job, by set.
@@ -99,19 +99,21 @@ def candidates_in(
         whose = f"{name}, {rows['experiment'].iloc[0]}" if times[name] > 1 else name
         for candidate in mine:
             candidate.strategy = f"{candidate.strategy} ({whose})"
-            # Hosts of two sets may have the same name.
+            # Different hosts of two sets may have the same name.
             candidate.hosts = frozenset(f"{host} of {name}" for host in candidate.hosts)
         candidates += mine
     judge_scores(candidates, constraints)
     yield from candidates
 
 
-def named_alike(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of a job, all under the experiment of the first row."""
+def use_one_experiment_name(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of a job with the experiment of the first row in all of them."""
     return rows.assign(experiment=rows["experiment"].iloc[0])
 
 
-def sentences_on(constraints: Constraints, prices: Mapping[str, float]) -> Iterator[str]:
-    """Yield the constraints in words, with the prices of all sets."""
+def iter_constraint_sentences(
+    constraints: Constraints, prices: Mapping[str, float]
+) -> Iterator[str]:
+    """Yield the constraints of a decision as sentences, with the prices of all sets."""
     listed = ", ".join(f"{price:g} per GPU-hour in {name}" for name, price in prices.items())
     yield from constraints.sentences(f"ranked by cost at {listed}" if prices else "")

@@ -1,4 +1,4 @@
-"""The records of a set as runs of experiment trackers: parameters, metrics, tags, times."""
+"""Converts records to runs as experiment trackers have them: parameters, metrics, tags and times."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, EPOCH
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.sets.reading import ResultSet
 
-Value = str | int | float | bool
-#: Text columns that say how and where a cell ended: tags of its run.
+ParameterValue = str | int | float | bool
+#: Text columns of cells.csv that become tags of a run.
 TAGS = (
     *("status", "reason", "device_kind", "device_name", "host", "cpu_model", "torch", "driver"),
     *("revision", "task", "score_name", "score_unit", "initial_weights_sha256", "data_sha256"),
@@ -24,8 +24,8 @@ TAGS = (
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """An epoch: its number from 1, end in seconds of training time, and metrics."""
+class ExportedEpoch:
+    """An epoch of a run: its number from 1, its end in seconds of training time, and its metrics."""
 
     number: int
     end_s: float
@@ -34,26 +34,27 @@ class Epoch:
 
 @dataclass(frozen=True)
 class ExportedRun:
-    """A record as a run."""
+    """A run of an experiment tracker, made from one record."""
 
     cell: Cell
-    #: Coordinates and settings; options as `options.name`.
-    parameters: dict[str, Value]
+    #: Coordinates and settings of the cell; an option has the name `options.NAME`.
+    parameters: dict[str, ParameterValue]
     tags: dict[str, str]
-    #: Measured values, with the names and units of cells.csv.
+    #: Measured values of the whole cell, with the names and units of cells.csv.
     metrics: dict[str, float]
-    epochs: list[Epoch]
-    #: Seconds since 1970.
+    epochs: list[ExportedEpoch]
+    #: Start and end of the cell, in seconds since 1970.
     started_s: float
     finished_s: float
 
     @property
     def is_ok(self) -> bool:
+        """Whether the cell ended with status `ok`."""
         return self.tags["status"] == "ok"
 
 
-def runs_of(result_set: ResultSet) -> Iterator[ExportedRun]:
-    """Yield a run for each record of a set in the order of its cells. Print progress."""
+def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
+    """Yield a run for each record of a set in the order of its cells, and print the progress."""
     records = {Cell(**record["cell"]): record for record in result_set.records}
     epochs = dict(list(result_set.epochs.groupby(list(COORDINATES), sort=False)))
     measured = [
@@ -79,19 +80,19 @@ def runs_of(result_set: ResultSet) -> Iterator[ExportedRun]:
         rows = epochs.get(tuple(vars(cell).values()), pd.DataFrame())
         yield ExportedRun(
             cell=cell,
-            parameters=cell.as_dict() | dict(_flat(record["settings"])),
+            parameters=cell.as_dict() | dict(_flatten_settings(record["settings"])),
             tags={name: str(row[name]) for name in TAGS if pd.notna(row[name])},
             metrics={name: float(row[name]) for name in measured if pd.notna(row[name])},
             epochs=[
-                Epoch(
+                ExportedEpoch(
                     int(epoch["epoch"]),
                     float(epoch["train_time_s"]),
                     {n: float(epoch[n]) for n in metrics_of_epoch if pd.notna(epoch[n])},
                 )
                 for epoch in rows.to_dict("records")
             ],
-            started_s=_seconds(record, "started"),
-            finished_s=_seconds(record, "finished"),
+            started_s=_parse_time(record, "started"),
+            finished_s=_parse_time(record, "finished"),
         )
 
 
@@ -99,18 +100,20 @@ def _is_setting(column: Any) -> bool:
     return isinstance(column.source, str) and column.source.startswith("settings.")
 
 
-def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Value]]:
-    """Nested settings with dotted names; null values are left out."""
+def _flatten_settings(
+    values: dict[str, Any], above: str = ""
+) -> Iterator[tuple[str, ParameterValue]]:
+    """Yield nested settings with dotted names, without null values."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{above}{key}.")
+            yield from _flatten_settings(value, f"{above}{key}.")
         elif isinstance(value, str | int | float | bool):
             yield f"{above}{key}", value
         elif value is not None:
             yield f"{above}{key}", str(value)
 
 
-def _seconds(record: dict[str, Any], name: str) -> float:
-    """Return a time in a record's provenance, or 0 if it is missing."""
+def _parse_time(record: dict[str, Any], name: str) -> float:
+    """Return a time from a record's provenance in seconds since 1970, or 0 if it is missing."""
     text = record["provenance"].get(name)
     return datetime.fromisoformat(text).timestamp() if text else 0.0

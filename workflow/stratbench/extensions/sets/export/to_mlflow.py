@@ -1,8 +1,8 @@
-"""MLflow: a run for each record in mlflow.db, the SQLite store that MLflow opens without a server.
+"""Writes a run per record to mlflow.db, the SQLite store that MLflow opens without a server.
 
     mlflow ui --backend-store-uri sqlite:///mlflow.db
 
-MLflow's older store of plain files is in maintenance and can no longer be written.
+New versions of MLflow no longer write its older store of plain files.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
-import alembic  # noqa: F401  the store needs it, and MLflow's small package does not install it
+import alembic  # noqa: F401  MLflow's store imports it, but mlflow-skinny does not install it
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from stratbench.extensions.sets.export.runs import ExportedRun, runs_of
+from stratbench.extensions.sets.export.runs import ExportedRun, iter_runs
 from stratbench.extensions.sets.reading import ResultSet
 
-OF_RECORDS = True
-#: The most metrics, and the most other entries, that MLflow accepts in one call.
+NEEDS_RECORDS = True
+#: Largest numbers of metrics and of other entries that MLflow accepts in one call.
 MAX_METRICS, MAX_OTHERS = 1000, 100
 
 
-def metrics_of(run: ExportedRun) -> list[Metric]:
-    """Return the metrics of epochs by number, at their end times, and those of the whole cell."""
+def list_metrics(run: ExportedRun) -> list[Metric]:
+    """Return the metrics of all epochs, at the times when they ended, and of the whole cell."""
     metrics = [
         Metric(f"epoch/{name}", value, int(1000 * (run.started_s + epoch.end_s)), epoch.number)
         for epoch in run.epochs
@@ -37,15 +37,15 @@ def metrics_of(run: ExportedRun) -> list[Metric]:
 
 
 def write(result_set: ResultSet, folder: Path) -> None:
-    """Write mlflow.db, with one experiment for each experiment of the study."""
+    """Write mlflow.db with an MLflow experiment for each experiment of the study."""
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     client = MlflowClient(tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}")
     experiments: dict[str, str] = {}
-    for run in runs_of(result_set):
+    for run in iter_runs(result_set):
         name = f"{run.cell.study}/{run.cell.experiment}"
         if name not in experiments:
-            # A server maps this scheme to its own storage; a path would be one of this machine.
+            # A server maps this scheme to its own storage; a path would name this machine's folders.
             place = f"mlflow-artifacts:/{name}"
             experiments[name] = client.create_experiment(name, artifact_location=place)
         write_run(client, experiments[name], run)
@@ -56,7 +56,7 @@ def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> Non
 
     Args:
         client: Client of MLflow.
-        experiment_id: Its experiment.
+        experiment_id: Id of the MLflow experiment.
         run: The run.
     """
     created = client.create_run(
@@ -65,7 +65,7 @@ def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> Non
     run_id = created.info.run_id
     parameters = [Param(name, str(value)) for name, value in run.parameters.items()]
     tags = [RunTag(f"stratbench.{name}", value) for name, value in run.tags.items()]
-    metrics = metrics_of(run)
+    metrics = list_metrics(run)
     for start in range(0, len(metrics), MAX_METRICS):
         client.log_batch(run_id, metrics=metrics[start : start + MAX_METRICS])
     for start in range(0, len(parameters), MAX_OTHERS):

@@ -1,4 +1,4 @@
-"""Parquet: cells and epochs as typed tables, with units and definitions in their schemas."""
+"""Writes cells and epochs as typed Parquet tables, with units and definitions in their schemas."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ from stratbench import __version__
 from stratbench.analysis.records.columns import BY_NAME, EPOCH_BY_NAME, Column
 from stratbench.extensions.sets.reading import ResultSet
 
-#: Whether this format can hold only cells with a record.
-OF_RECORDS = False
+#: Whether this format can only be written for sets with records.
+NEEDS_RECORDS = False
 
 
-def type_of(column: Column) -> pa.DataType:
-    """Return the Arrow type of a column; a column of JSON holds it as text."""
+def get_arrow_type(column: Column) -> pa.DataType:
+    """Return the Arrow type of a column. A column of JSON has the type of texts."""
     if column.kind == "number":
         return pa.int64() if column.is_whole else pa.float64()
     return pa.bool_() if column.kind == "flag" else pa.string()
 
 
-def table_of(frame: pd.DataFrame, columns: Mapping[str, Column], about: dict[str, str]) -> pa.Table:
-    """Return a typed table from a frame like cells.csv or epochs.csv.
+def make_arrow_table(
+    frame: pd.DataFrame, columns: Mapping[str, Column], about: dict[str, str]
+) -> pa.Table:
+    """Make a typed table from a frame with the columns of cells.csv or epochs.csv.
 
     Args:
         frame: The frame.
-        columns: Columns by name.
+        columns: Definitions of the columns, by name.
         about: Metadata of the table.
     """
     fields, arrays = [], []
     for name, column in columns.items():
         meaning = {"unit": column.unit, "definition": column.definition, "kind": column.kind}
-        fields.append(pa.field(name, type_of(column), metadata=meaning))
-        arrays.append(pa.array(_values(frame[name], column), type=type_of(column)))
+        fields.append(pa.field(name, get_arrow_type(column), metadata=meaning))
+        arrays.append(pa.array(_convert_values(frame[name], column), type=get_arrow_type(column)))
     return pa.table(arrays, schema=pa.schema(fields, metadata=about))
 
 
-def _values(series: pd.Series, column: Column) -> list[Any]:
+def _convert_values(series: pd.Series, column: Column) -> list[Any]:
     present = series.astype(object).where(series.notna(), None)
     if column.kind == "flag":
         return [None if value is None else str(value) == "True" for value in present]
@@ -56,4 +58,4 @@ def write(result_set: ResultSet, folder: Path) -> None:
         ("cells", result_set.cells, BY_NAME),
         ("epochs", result_set.epochs, EPOCH_BY_NAME),
     ):
-        pq.write_table(table_of(frame, columns, about), folder / f"{name}.parquet")
+        pq.write_table(make_arrow_table(frame, columns, about), folder / f"{name}.parquet")

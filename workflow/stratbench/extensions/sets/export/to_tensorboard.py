@@ -1,4 +1,4 @@
-"""TensorBoard: events of each run, its epochs as scalars and its settings as hyperparameters."""
+"""Writes a TensorBoard log per record: epochs as scalars, and settings as hyperparameters."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from stratbench.extensions.sets.export.runs import ExportedRun, runs_of
+from stratbench.extensions.sets.export.runs import ExportedRun, iter_runs
 from stratbench.extensions.sets.reading import ResultSet
 
-OF_RECORDS = True
+NEEDS_RECORDS = True
 
 
-def events_of(run: ExportedRun) -> Iterator[Event]:
-    """Yield all events of a run.
-
-    Those of an epoch at the time when it ended.
-    """
+def iter_events(run: ExportedRun) -> Iterator[Event]:
+    """Yield all events of a run. Events of an epoch have the time when the epoch ended."""
     yield Event(wall_time=run.started_s, file_version="brain.Event:2")
     parameters = run.parameters | {"status": run.tags["status"]}
     hyperparameters = hparams_pb(parameters, trial_id=run.cell.path, start_time_secs=run.started_s)
@@ -36,12 +33,12 @@ def events_of(run: ExportedRun) -> Iterator[Event]:
 
 
 def write(result_set: ResultSet, folder: Path) -> None:
-    """Write <cell>/events.out.tfevents.*, without the name of the host that writes them."""
-    for run in runs_of(result_set):
+    """Write a log file per cell, whose name does not contain this host's name as usual."""
+    for run in iter_runs(result_set):
         path = folder / run.cell.path / f"events.out.tfevents.{int(run.started_s):010d}.stratbench"
         path.parent.mkdir(parents=True)
         with open(path, "wb") as file:
             writer = RecordWriter(file)
-            for event in events_of(run):
+            for event in iter_events(run):
                 writer.write(event.SerializeToString())
             writer.flush()

@@ -1,6 +1,6 @@
-"""Weights & Biases: an offline run per record, which users can upload by `wandb sync`.
+"""Writes an offline run of Weights & Biases per record, which `wandb sync` uploads.
 
-Nothing about the machine that writes them is recorded, only the records' content.
+The runs contain the records' content, and nothing about the machine that writes them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import wandb
 
-from stratbench.extensions.sets.export.runs import ExportedRun, runs_of
+from stratbench.extensions.sets.export.runs import ExportedRun, iter_runs
 from stratbench.extensions.sets.reading import ResultSet
 
-OF_RECORDS = True
+NEEDS_RECORDS = True
 
 
-def settings_for(folder: Path) -> wandb.Settings:
+def make_offline_settings(folder: Path) -> wandb.Settings:
     """Return settings for offline runs without host, user, program, packages, git or console."""
     return wandb.Settings(
         mode="offline",
@@ -36,14 +36,14 @@ def settings_for(folder: Path) -> wandb.Settings:
 
 
 def write(result_set: ResultSet, folder: Path) -> None:
-    """Write wandb/offline-run-*, a folder for each run."""
-    for run in runs_of(result_set):
+    """Write a folder wandb/offline-run-* for each run."""
+    for run in iter_runs(result_set):
         write_run(run, folder)
 
 
 def write_run(run: ExportedRun, folder: Path) -> None:
-    """Write one run: its epochs as history, the measurements of the whole cell as summary."""
-    # By this id, a run that is uploaded twice is one run.
+    """Write one run, with its epochs as history and measurements of the whole cell as summary."""
+    # The same record always has the same id, so that a second upload makes no second run.
     identity = hashlib.sha256(f"{run.cell.study}/{run.cell.path}/{run.started_s}".encode())
     offline = wandb.init(
         project=run.cell.study,
@@ -53,7 +53,7 @@ def write_run(run: ExportedRun, folder: Path) -> None:
         config=run.parameters | {f"tags.{name}": text for name, text in run.tags.items()},
         tags=[run.tags["status"]],
         dir=str(folder),
-        settings=settings_for(folder),
+        settings=make_offline_settings(folder),
     )
     try:
         for epoch in run.epochs:
