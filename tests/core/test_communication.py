@@ -18,7 +18,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.counted import Counted
-from stratbench.strategies.ddp import DDP, SAMPLE_EVERY, sampled_times
+from stratbench.strategies.ddp import DDP, SAMPLE_INTERVAL, read_sampled_times
 from stratbench.strategies.sharding.fsdp import FSDP
 from stratbench.strategies.sharding.zero import TorchZeRO1, ZeRO1
 from stratbench.strategies.single import Single
@@ -369,7 +369,7 @@ def test_one_process_sends_nothing():
     assert set_up(Single, 1).communication()["sent_bytes_per_step"] == 0
 
 
-@pytest.mark.parametrize("every", [1, 3, SAMPLE_EVERY])
+@pytest.mark.parametrize("every", [1, 3, SAMPLE_INTERVAL])
 @pytest.mark.parametrize("group", [2], indirect=True)
 def test_the_sums_behind_ddps_means(group, every):
     """DDP tells the last step's times and a running mean, but not over how many steps."""
@@ -384,10 +384,10 @@ def test_the_sums_behind_ddps_means(group, every):
         if now.get("iteration", 0) != last and now.get("backward_comm_time"):
             last, times = now["iteration"], times + 1
             total_ms += now["backward_comm_time"] / 1e6
-        found = sampled_times(strategy.module, every)
+        found = read_sampled_times(strategy.module, every)
         assert found.steps == times
         assert found.communication_ms == pytest.approx(total_ms, rel=1e-3)
-    assert times > 10 or every == SAMPLE_EVERY
+    assert times > 10 or every == SAMPLE_INTERVAL
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)

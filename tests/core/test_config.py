@@ -641,10 +641,12 @@ def test_seeds_follow_from_study_model_and_repeat_alone():
         by_key.setdefault((c.model, c.repeat), set()).add(found.settings(c).seed)
     assert all(len(seeds) == 1 for seeds in by_key.values())  # across strategies and worker counts
     assert len({next(iter(s)) for s in by_key.values()}) == len(by_key) == 6
-    seeds = {config.cell_seed(study_seed, "m", 0) for study_seed in range(100)}
+    seeds = {config.compute_cell_seed(study_seed, "m", 0) for study_seed in range(100)}
     assert len(seeds) == 100
     assert all(0 <= seed < 2**31 for seed in seeds)
-    assert config.cell_seed(0, "vgg16", 0) == 69300139  # stable across versions and machines
+    assert (
+        config.compute_cell_seed(0, "vgg16", 0) == 69300139
+    )  # stable across versions and machines
 
 
 @pytest.mark.parametrize("change", [{"time_limit_s": 5}, {"time_limit_s": None}])

@@ -13,14 +13,14 @@ from stratbench.workload import users_code
 from stratbench.workload.generators import (
     OTHER_START,
     Generators,
-    generators_put_back,
+    restoring_generators,
     seed_generators,
 )
 
 
 @pytest.fixture(autouse=True)
 def left_as_they_were():
-    with generators_put_back():
+    with restoring_generators():
         yield
 
 
@@ -58,7 +58,7 @@ def test_states_come_back_through_tensors_with_halves_of_pairs(before):
 def test_it_is_seen_which_generator_has_moved(draw):
     before = Generators.now()
     assert not before.differ_from(Generators.now())
-    with generators_put_back() as kept:
+    with restoring_generators() as kept:
         draw()
         assert kept.differ_from(Generators.now())
     assert not before.differ_from(Generators.now())

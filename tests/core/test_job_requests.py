@@ -27,14 +27,16 @@ old|o1|n/a|n/a|(null)|n/a
 
 def test_what_sinfo_prints_is_read():
     found = nodes.parse_sinfo(LARGER)
-    assert [(n.partition, n.name, n.cpus, n.mem_mib, n.gpus, n.limit_min) for n in found] == [
+    assert [
+        (n.partition, n.name, n.cpus, n.mem_mib, n.gpus, n.time_limit_minutes) for n in found
+    ] == [
         ("cpu", "c1", 64, 256000, 0, 1440),
         ("cpu", "c2", 64, 256000, 0, 1440),
         ("gpu", "g1", 48, 500000, 4, 3600),
         ("gpu", "g2", 48, 500000, 4, 3600),
         ("short", "g1", 48, 500000, 4, 30),
     ]
-    assert [n.limit_min for n in nodes.parse_sinfo(TESTS)] == [None, None]
+    assert [n.time_limit_minutes for n in nodes.parse_sinfo(TESTS)] == [None, None]
     assert nodes.parse_sinfo("sinfo: error\n\n|||||\n") == []
     # A node that cannot be read may be the one that holds a cell: then no cell is refused.
     assert nodes.parse_sinfo(TESTS + "gpu*|big|1K|2000000|gpu:8|infinite\n") == []

@@ -103,7 +103,9 @@ def test_the_comment_is_the_one_that_the_plugin_gives():
     theirs = utils.get_job_wildcards(SimpleNamespace(wildcards=wildcards))
     source = Path(sys.modules["snakemake_executor_plugin_slurm"].__file__).read_text()
     assert 'f"rule_{job.name}_wildcards_{wildcard_str}"' in source
-    assert live_jobs.comment_of("train_cell", wildcards) == f"rule_train_cell_wildcards_{theirs}"
+    assert (
+        live_jobs.make_job_comment("train_cell", wildcards) == f"rule_train_cell_wildcards_{theirs}"
+    )
     assert os.sep not in theirs
 
 

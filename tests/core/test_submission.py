@@ -18,11 +18,11 @@ For further error details see the cluster/cloud log and the log files of the inv
 
 
 def test_the_reason_of_a_refusal_is_read_from_the_plugins_report():
-    assert submission.refusal_by_sbatch(REFUSED) == (
+    assert submission.parse_sbatch_refusal(REFUSED) == (
         "CPU count per node can not be satisfied; Batch job submission failed: Requested node "
         "configuration is not available"
     )
-    assert submission.refusal_by_sbatch("SLURM-job '7' failed") is None
+    assert submission.parse_sbatch_refusal("SLURM-job '7' failed") is None
 
 
 def test_the_plugin_reports_a_refusal_in_these_words():

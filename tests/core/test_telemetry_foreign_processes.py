@@ -125,6 +125,6 @@ def test_places_by_number_and_uuid():
     nvml = Nvml(FakeNvml(gpus=2))
     here = {"index": 1, "uuid": UUIDS[1]}
     assert gpu_place(nvml, "1") == gpu_place(nvml, UUIDS[1]) == here
-    assert nvml.gpu_named("7") is None
+    assert nvml.find_named_gpu("7") is None
     assert gpu_place(nvml, "7") == {"name": "7"}
     assert gpu_place(Nvml(SimpleNamespace()), "0") == {"name": "0"}

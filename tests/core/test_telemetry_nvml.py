@@ -26,7 +26,7 @@ def test_counters_are_in_the_units_of_their_names():
         "nvlink_tx_bytes": 102400,
         "nvlink_rx_bytes": 204800,
     }
-    snapshot = Nvml(FakeNvml()).gpus()[0].pcie_snapshot()
+    snapshot = Nvml(FakeNvml()).gpus()[0].measure_pcie_rates()
     assert snapshot == {"pcie_tx_bytes_per_s": 1_500_000, "pcie_rx_bytes_per_s": 2_500_000}
 
 
@@ -58,7 +58,7 @@ def test_a_lost_gpu_answers_nothing_and_raises_nothing():
     assert gpu.counters() == {}
     assert gpu.static() == {"index": 0}
     assert gpu.computing() == {}
-    assert gpu.process_used_bytes() is None
+    assert gpu.read_process_used_bytes() is None
 
 
 def test_free_clocks_are_an_empty_text_and_an_unknown_state_is_absent():
@@ -123,7 +123,7 @@ def test_an_instance_is_found_by_the_uuid_that_cuda_tells_and_has_no_power_of_it
         instance = nvml.gpu_of(told)
         assert instance.index is None  # NVML's would be that of the first GPU
         assert instance.static()["uuid"] == INSTANCES[1]
-        assert instance.memory_used_bytes() == 12884901888
+        assert instance.read_used_bytes() == 12884901888
         assert instance.counters().keys().isdisjoint({"power_w", "energy_j"})
     assert nvml.gpu_of(UUIDS[0]) is None  # CUDA may tell the GPU's for an instance
 
@@ -151,9 +151,9 @@ def test_what_a_name_in_cuda_visible_devices_stands_for(name, mig, expected):
 def test_memory_of_this_process(monkeypatch):
     gpu = Nvml(FakeNvml()).gpus()[0]
     assert list(gpu.computing()) == [4242]
-    assert gpu.process_used_bytes() is None
+    assert gpu.read_process_used_bytes() is None
     monkeypatch.setattr("os.getpid", lambda: 4242)
-    assert gpu.process_used_bytes() == 1 << 30
+    assert gpu.read_process_used_bytes() == 1 << 30
 
 
 def test_memory_info_falls_back_to_its_first_version():
@@ -164,7 +164,7 @@ def test_memory_info_falls_back_to_its_first_version():
                 return lambda handle: SimpleNamespace(total=10, used=7)
             return super().__getattr__(name)
 
-    assert Nvml(OnlyFirst()).gpus()[0].memory_used_bytes() == 7
+    assert Nvml(OnlyFirst()).gpus()[0].read_used_bytes() == 7
 
 
 def test_without_a_driver_there_are_no_gpus_and_a_reason():

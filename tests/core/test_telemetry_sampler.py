@@ -27,7 +27,7 @@ from stratbench.telemetry.machine.nvml import Gpu, Nvml
 from stratbench.telemetry.sampler import (
     CellProcesses,
     Sampler,
-    known_gpus,
+    find_gpus,
     sample_until,
 )
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS, read_samples
@@ -311,14 +311,14 @@ def test_a_sample_has_the_time_of_its_energy_whatever_other_gpus_take(monkeypatc
 
 def test_a_cells_own_gpus_are_sampled_and_no_others(capsys):
     library = FakeNvml(gpus=2)
-    rows = sampled_with(library, 1, gpus=known_gpus(["GPU-666"], Nvml(library)))
+    rows = sampled_with(library, 1, gpus=find_gpus(["GPU-666"], Nvml(library)))
     assert [row["id"] for row in rows if row["kind"] == "gpu"] == ["1", "1"]
     assert capsys.readouterr().err == ""
 
 
 def test_an_instance_has_rows_without_the_power_of_its_gpu():
     library = FakeNvml(gpus=2, mig=True)
-    rows = sampled_with(library, 1, gpus=known_gpus([INSTANCES[1]], Nvml(library)))
+    rows = sampled_with(library, 1, gpus=find_gpus([INSTANCES[1]], Nvml(library)))
     gpus = [row for row in rows if row["kind"] == "gpu"]
     assert {row["id"] for row in gpus} == {INSTANCES[1]}
     assert {(row["mem_used_bytes"], row["power_w"], row["energy_j"]) for row in gpus} == {
@@ -327,9 +327,9 @@ def test_an_instance_has_rows_without_the_power_of_its_gpu():
 
 
 def test_why_a_gpu_cannot_be_sampled_is_said(capsys):
-    assert known_gpus(["0"], Nvml(FakeNvml(failures={"nvmlInit": OSError("mismatch")}))) == []
+    assert find_gpus(["0"], Nvml(FakeNvml(failures={"nvmlInit": OSError("mismatch")}))) == []
     assert "cannot sample GPU 0 (OSError: mismatch)" in capsys.readouterr().err
-    assert known_gpus([UUIDS[0]], Nvml(FakeNvml(mig=True))) == []  # all instances' power is in its
+    assert find_gpus([UUIDS[0]], Nvml(FakeNvml(mig=True))) == []  # all instances' power is in its
     assert "divided into MIG instances" in capsys.readouterr().err
 
 

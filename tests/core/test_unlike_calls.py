@@ -98,7 +98,7 @@ def test_calls_are_those_of_the_last_step(tmp_path: Path):
         heartbeat.call(group)
     heartbeat.step()
     assert read_calls(path) == [1, 2, 3]
-    heartbeat.end_calls()
+    heartbeat.forget_calls()
     for _ in range(MAX_CALLS + 5):
         heartbeat.call(7)
     assert read_calls(path) == [7] * MAX_CALLS

@@ -97,14 +97,14 @@ def test_states_are_read_and_no_answer_is_none(monkeypatch):
         SimpleNamespace(returncode=1, stdout="12|RUNNING|node1|None|c|N/A\n"),
     ]
     monkeypatch.setattr(commands.subprocess, "run", lambda *_, **__: answers.pop(0))
-    states = job_states.states_of_run("run")
+    states = job_states.read_job_states("run")
     assert states == {
         "12": JobState(
             "PENDING", "", "Priority", "rule_train_cell_wildcards_a", "2026-12-01T08:00:00"
         ),
         "13_1": JobState("CANCELLED", "node1", "None", "a|b", "N/A"),
     }
-    assert job_states.states_of_run("run") is None
+    assert job_states.read_job_states("run") is None
 
 
 def test_a_users_filters_hide_no_job(monkeypatch):
@@ -117,5 +117,5 @@ def test_a_users_filters_hide_no_job(monkeypatch):
         return SimpleNamespace(returncode=0, stdout="")
 
     monkeypatch.setattr(commands.subprocess, "run", run)
-    job_states.states_of_run("run")
+    job_states.read_job_states("run")
     assert not [name for name in seen if name.startswith(("SQUEUE_", "SINFO_"))]

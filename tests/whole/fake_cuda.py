@@ -106,7 +106,7 @@ def patches() -> Iterator[Any]:
     yield mock.patch.object(device, "host_scalar", fake_scalar)
     yield answers(device.Staging, "_judge", None)  # it looks at what the device found
     # Of a module that is not DistributedDataParallel's.
-    yield answers(ddp, "sampled_times", ddp.SampledTimes(0, 0.0, 0.0))
+    yield answers(ddp, "read_sampled_times", ddp.SampledTimes(0, 0.0, 0.0))
 
 
 def layouts_of(model: nn.Module, seen: dict[str, str]) -> None:

@@ -359,7 +359,7 @@ def test_a_change_between_start_and_preparing_is_told(tmp_path):
     (tmp_path / "t.txt").write_text("to be or not to be " * 20)
     spec = {"text": str(tmp_path / "t.txt"), "sequence": 4}
     identity = own_data.own_data("mine", spec).identity()
-    environment = own_data.places_for_jobs({"mine": spec})
+    environment = own_data.format_places_for_jobs({"mine": spec})
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(own_data.PLACES_VARIABLE, environment)
         meta = prepare("mine", tmp_path / "out", spec=identity)

@@ -146,10 +146,10 @@ def test_what_follows_from_the_data_is_filled_in_by_name(nets):
 
 
 def test_placeholders_stand_anywhere_in_kwargs():
-    facts = own.facts_of_data(65, (12,))
+    facts = own.compute_data_values(65, (12,))
     value = {"sizes": ["$vocabulary", {"length": "$sequence"}], "name": "plain"}
-    assert own.with_facts(value, facts) == {"sizes": [65, {"length": 12}], "name": "plain"}
-    assert own.facts_of_data(10, (3, 8, 6))["size"] == [8, 6]
+    assert own.fill_data_values(value, facts) == {"sizes": [65, {"length": 12}], "name": "plain"}
+    assert own.compute_data_values(10, (3, 8, 6))["size"] == [8, 6]
 
 
 def test_the_network_of_torchvision_has_three_channels_by_name_and_by_call():
@@ -428,11 +428,11 @@ def labels(groups: sharding.Groups) -> list[str]:
 
 def test_by_size_holders_are_divided_and_what_shares_a_weight_stays_with_the_root():
     net = nn.Sequential(nn.ModuleList(Unit(8) for _ in range(24)), nn.Linear(8, 8))
-    groups = sharding.groups_by_size(net)
+    groups = sharding.group_by_size(net)
     assert len(groups) == 9  # of 25 equal parts by threes, and the head
     assert labels(groups)[:2] == ["0.0", "0.3"]
     net[0][3].inner.weight = net[1].weight
-    groups = sharding.groups_by_size(net)
+    groups = sharding.group_by_size(net)
     grouped = {p for _, ms in groups for m in ms for p in m.parameters()}
     assert net[1].weight not in grouped
     assert net[0][3].inner.bias not in grouped
@@ -442,17 +442,17 @@ def test_by_size_holders_are_divided_and_what_shares_a_weight_stays_with_the_roo
 def test_by_size_what_pytorch_reads_from_outside_is_not_divided():
     attention = nn.MultiheadAttention(8, 2)
     net = nn.Sequential(attention, nn.Linear(8, 1))
-    assert labels(sharding.groups_by_size(net)) == ["0", "1"]
+    assert labels(sharding.group_by_size(net)) == ["0", "1"]
 
 
 def test_by_class_the_outermost_instances_and_an_unknown_class_is_told():
     net = nn.Sequential(nn.Sequential(Unit(4), nn.Linear(4, 4)), Unit(4))
     said = OwnModel("mine", "a.B", {}, ["Unit", "Linear"])
-    assert labels(sharding.groups_by_class(net, ["Unit", "Linear"], said)) == ["0.0", "0.1", "1"]
+    assert labels(sharding.group_by_class(net, ["Unit", "Linear"], said)) == ["0.0", "0.1", "1"]
     with pytest.raises(
         ModelError, match="wrap_classes names 'Blok', and it has no such module; its classes"
     ):
-        sharding.groups_by_class(net, ["Blok"], said)
+        sharding.group_by_class(net, ["Blok"], said)
 
 
 @pytest.mark.parametrize(

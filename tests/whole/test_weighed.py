@@ -78,9 +78,9 @@ class OwnMean(DDP):
 class LastPart(DDP):
     """A mutant: the gradients of all parts are divided by the weight of the last."""
 
-    def divide_by_weight(self, loss, full):
+    def correct_by_weight(self, loss, full):
         self.part_weights = self.part_weights[-1:]
-        return super().divide_by_weight(loss, full)
+        return super().correct_by_weight(loss, full)
 
 
 class EveryoneCounts(DDP):

@@ -433,7 +433,7 @@ class Loose(zoo.Base):
 def test_what_is_worth_knowing_is_remarked(kind, said):
     model = kind(CLASSES)
     x, y = samples(2, 0)
-    with generators.generators_put_back():
+    with generators.restoring_generators():
         found = trial.take_trial("it", model, x, y, [2, CLASSES], (), CLASSES)
     remarks = list(acceptance.remarks(model, found))
     assert len(remarks) == len(said)
@@ -467,7 +467,7 @@ def test_fake_tensors_pass_again_only_where_numbers_of_python_or_numpy_are_drawn
         drawn.append(draw())
         return drawn[-1]
 
-    with generators.generators_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
+    with generators.restoring_generators(), FakeTensorMode(allow_non_fake_inputs=True):
         model = Skips(CLASSES, drawing)
         with Changes(model) as changes:
             found = trial.modules_by_chance(model, torch.zeros(2, 1, 4, 4), changes)

@@ -504,7 +504,9 @@ def changed_rows(
     return plant
 
 
-def gpu_rows(place: Place = DDP, gpu: int | None = None, **values: Any) -> Callable[[Study], None]:
+def sample_gpus(
+    place: Place = DDP, gpu: int | None = None, **values: Any
+) -> Callable[[Study], None]:
     """GPU samples in training that say something else; a function is given the old value."""
 
     def plant(study: Study) -> None:

@@ -363,7 +363,7 @@ def test_settings_are_the_same_before_and_after_the_data_are_prepared(tmp_path, 
         subject_of(config, study, cell)
     folder = tmp_path / "results/data/mine"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(own_data.PLACES_VARIABLE, own_data.places_for_jobs({"mine": spec}))
+        patched.setenv(own_data.PLACES_VARIABLE, own_data.format_places_for_jobs({"mine": spec}))
         meta = prepare("mine", folder, spec=before.data_spec)
     config, study = study_of(tmp_path, spec)
     assert study.settings(cell) == before

@@ -173,7 +173,7 @@ def test_a_data_set_says_its_task_and_the_tokens_of_labelled_texts(source):
     facts = tasks.facts_of_task(task, "it", data.classes, data.shape, 0.5)
     assert facts["least_loss"] == 0.5
     assert facts["counts_per_sample"] == (24 if facts["counts"] == "tokens" else 1)
-    roles = own.facts_of_data(data.classes, data.shape, data.vocabulary)
+    roles = own.compute_data_values(data.classes, data.shape, data.vocabulary)
     assert roles["classes"] == data.classes
     assert x.shape == (2, *data.shape)
 

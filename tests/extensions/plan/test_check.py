@@ -99,9 +99,9 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
     torch.manual_seed(0)
     model = getattr(odd_networks, name)(CLASSES)
     groups = (
-        sharding.groups_by_class(model, wrap_classes, name)
+        sharding.group_by_class(model, wrap_classes, name)
         if wrap_classes
-        else sharding.groups_by_size(model)
+        else sharding.group_by_size(model)
     )
     s = settings(base, options=option_defaults(base) | options, gpus=world)
     cls = strategy_class(base)
@@ -125,7 +125,7 @@ def groups_agree(rank: int, sign: int) -> str | None:
     """What FSDP says after two steps with `Orders`, the second on data of `sign`; None: nothing."""
     torch.manual_seed(0)
     model = odd_networks.Orders(CLASSES)
-    groups = sharding.groups_by_class(model, ["Block"], "Orders")
+    groups = sharding.group_by_class(model, ["Block"], "Orders")
     s = settings("fsdp", options=option_defaults("fsdp"), own_model={"call": "x"}, model="orders")
     strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**s.options))
     strategy.setup(model, Worker(s, rank, 2, 2, torch.device("cpu"), RunFolder(Path()), groups))
@@ -650,7 +650,7 @@ def by_policy(
     changes = {"precision": "bf16", "gpus": 1, "global_batch": 8, "per_worker_batch": 8} | changes
     s = settings("fsdp", options=options, own_model={"call": "x"}, **changes)
     strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**options))
-    groups = sharding.groups_by_size(model)
+    groups = sharding.group_by_size(model)
     place = torch.device("cpu"), RunFolder(Path()), groups
     return strategy, Worker(s, 0, world, world, *place, trial=trial)
 

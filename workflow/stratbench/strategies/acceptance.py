@@ -170,14 +170,14 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
             f"forward changes the plain attributes {names_text(sorted(counted))}: the warm-up restores them, "
             "but no checkpoint has them; use a buffer (register_buffer), which checkpoints save"
         )
-    if loose := unregistered(model):
+    if loose := find_unregistered_parameters(model):
         yield (
             f"{names_text(loose)} contains parameters that no module has registered and that are not "
             "trained; use nn.ParameterList or nn.ParameterDict, or assign them to attributes"
         )
 
 
-def unregistered(model: nn.Module) -> list[str]:
+def find_unregistered_parameters(model: nn.Module) -> list[str]:
     """Return paths of the lists, tuples and dicts of a model that contain unregistered parameters."""
     from torch import nn
 

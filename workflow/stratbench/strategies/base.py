@@ -557,7 +557,7 @@ class Collective(Strategy):
         self.module = self.wrap(model, worker)
         self.compiled = compiled(self.module, worker.settings)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.local = self.local_tensors()
+        self.local = self.updated_tensors()
         self.optimizer = self.make_optimizer()
         self.reset()
 
@@ -623,12 +623,12 @@ class Collective(Strategy):
             parts = self.traits(self.worker.world_size).optimizer_parts
             self.scaler = SharedScaler(self.worker.device, shared=parts is None or parts > 1)
 
-    def local_tensors(self) -> list[Tensor]:
+    def updated_tensors(self) -> list[Tensor]:
         """Return the tensors that this rank's optimizer updates: the parameters, or shards of them."""
         return self.parameters
 
     def link_gradients(self) -> None:
-        """Assign the gradients to `local_tensors`, if these are not the parameters themselves."""
+        """Assign the gradients to `updated_tensors`, if these are not the parameters themselves."""
 
     def before_update(self) -> None:
         """Set the step's learning rate and clip the gradients, if the settings require it."""
@@ -687,7 +687,7 @@ class Collective(Strategy):
         """Return the mean loss of a part of the batch, on which backward is called.
 
         If the task returns a sum and a weight, each target counts as 1 here. The weight of the global batch
-        is known only after the last part of the last worker; `divide_by_weight` then corrects the loss.
+        is known only after the last part of the last worker; `correct_by_weight` then corrects the loss.
         """
         outputs = scores_for_loss(outputs, self.worker.settings.precision)
         loss, weight = loss_and_weight(self.worker.task, outputs, y)
@@ -697,10 +697,10 @@ class Collective(Strategy):
 
         self.part_weights.append(local_part(weight))
         return loss * (
-            self.worker.settings.gradient_accumulation_steps * self.parts / self.full_weight(y)
+            self.worker.settings.gradient_accumulation_steps * self.parts / self.count_targets(y)
         )
 
-    def full_weight(self, y: Tensor) -> float:
+    def count_targets(self, y: Tensor) -> float:
         """Return the number of targets of a worker's batch, its weight if each target weighs 1.
 
         Args:
@@ -708,7 +708,7 @@ class Collective(Strategy):
         """
         return math.prod(y.shape[1:]) * self.worker.settings.per_worker_batch
 
-    def divide_by_weight(self, loss: Tensor, full: float) -> Tensor:
+    def correct_by_weight(self, loss: Tensor, full: float) -> Tensor:
         """Correct gradients and mean loss of a batch for the weights of its targets.
 
         Afterwards the loss is the global batch's sum divided by its weight.
@@ -767,11 +767,11 @@ class Collective(Strategy):
         return gradients
 
     def compute_gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        """Compute the batch's gradients of `local_tensors`, and return the mean loss of the batch."""
+        """Compute the batch's gradients of `updated_tensors`, and return the mean loss of the batch."""
         parts = self.worker.settings.gradient_accumulation_steps
         loss = self.add_gradients(x, y) if parts == 1 else self.accumulate(x, y, parts)
         self.link_gradients()
-        return self.divide_by_weight(loss, self.full_weight(y)) if self.worker.weighs else loss
+        return self.correct_by_weight(loss, self.count_targets(y)) if self.worker.weighs else loss
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.compute_gradients(x, y)
@@ -919,18 +919,18 @@ def refusals_of_parts(trial: Trial, as_parameters: bool = True) -> Iterator[str]
         as_parameters: Whether the shards replace the parameters in the model's modules.
     """
     if trial.hooked:
-        yield hooks_lost(trial.hooked)
+        yield lost_hooks_reason(trial.hooked)
     if as_parameters and trial.elsewhere:
-        yield read_elsewhere(trial.elsewhere)
+        yield wrong_reference_reason(trial.elsewhere)
     if as_parameters and trial.remade:
-        yield remade(trial.remade)
+        yield changed_class_reason(trial.remade)
     if trial.overwritten:
         yield changes_lost(trial.overwritten)
     if trial.again:
         yield adds_again(trial.again)
 
 
-def hooks_lost(names: Sequence[str]) -> str:
+def lost_hooks_reason(names: Sequence[str]) -> str:
     """Return a sentence on why gradient hooks are lost if shards replace parameters, with the remedy."""
     return (
         f"{names_text(names)} has a gradient hook, which would stay on the whole parameter while its shards "
@@ -938,7 +938,7 @@ def hooks_lost(names: Sequence[str]) -> str:
     )
 
 
-def read_elsewhere(names: Sequence[str]) -> str:
+def wrong_reference_reason(names: Sequence[str]) -> str:
     """Return a sentence on parameters that forward reads from elsewhere than their module's attribute."""
     return (
         f"forward reads {names_text(names)} from a list or dictionary instead of its module's attribute, but "
@@ -947,7 +947,7 @@ def read_elsewhere(names: Sequence[str]) -> str:
     )
 
 
-def remade(names: Sequence[str]) -> str:
+def changed_class_reason(names: Sequence[str]) -> str:
     """Return a sentence on parameters whose class or attributes forward reads, with the remedy."""
     return (
         f"forward uses the class or an attribute of {names_text(names)}, which shards of a parameter do not "
@@ -963,7 +963,7 @@ def changes_lost(names: Sequence[str]) -> str:
     )
 
 
-def parted(names: Sequence[str]) -> str:
+def diverging_replicas_reason(names: Sequence[str]) -> str:
     """Return a sentence on parameters that forward changes by its data, so that replicas would diverge."""
     return (
         f"forward writes values to {names_text(names)} that depend on the batch, so the workers' replicas "

@@ -38,7 +38,7 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
         x: Inputs.
         y: Targets.
     """
-    if not _fits_eager(worker):
+    if not _has_memory_for_eager_step(worker):
         print(
             "compiled gradients were not compared with eager ones, whose step may not fit into memory",
             flush=True,
@@ -53,14 +53,17 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
     is_random = before.differ_from(Generators.now(worker.device))
     compiled_gradients = strategy.gradients_of(x, y)
     if is_random:
-        error, bound = _factor_between(compiled_gradients, eager), RANDOM_FACTOR
+        error, bound = _largest_norm_ratio(compiled_gradients, eager), RANDOM_FACTOR
         apart = "whose norms differ from eager ones by a factor of {:.3g}"
     else:
         s = worker.settings
         is_rounded = s.precision not in ("fp32", "fp64")
-        error, bound = _distance(compiled_gradients, eager), ROUNDED_BOUND if is_rounded else BOUND
+        error, bound = (
+            _relative_distance(compiled_gradients, eager),
+            ROUNDED_BOUND if is_rounded else BOUND,
+        )
         apart = "which differ from eager ones by {:.3g} of their norm"
-    if not (worst := _largest(error, worker)) <= bound:
+    if not (worst := _reduce_to_largest(error, worker)) <= bound:
         raise Refused(
             f"model {worker.settings.model!r}: compile = true: the code that PyTorch {torch.__version__} "
             f"compiles computes wrong gradients, {apart.format(worst)}; set compile to false "
@@ -68,20 +71,23 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
         )
 
 
-def _distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+def _relative_distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
     """Return the norm of the difference relative to the expected norm, or 0 if that is 0 or not finite."""
-    size = _norm(expected)
+    size = _total_norm(expected)
     if not size.isfinite() or size == 0:
         return torch.zeros_like(size)
-    return _norm([a - b for a, b in zip(actual, expected, strict=True)]) / size
+    return _total_norm([a - b for a, b in zip(actual, expected, strict=True)]) / size
 
 
-def _factor_between(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+def _largest_norm_ratio(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
     """Return the largest factor between the norms of corresponding gradients, without negligible ones."""
     norms = torch.stack(
-        [torch.stack([_norm([a]), _norm([b])]) for a, b in zip(actual, expected, strict=True)]
+        [
+            torch.stack([_total_norm([a]), _total_norm([b])])
+            for a, b in zip(actual, expected, strict=True)
+        ]
     )
-    size = _norm(expected)
+    size = _total_norm(expected)
     norms = norms[norms[:, 1] > 1e-3 * size]
     if not size.isfinite() or not len(norms):
         return torch.ones_like(size)
@@ -89,23 +95,23 @@ def _factor_between(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Ten
     return torch.maximum(ratio, 1 / ratio).max()
 
 
-def _norm(tensors: Sequence[Tensor]) -> Tensor:
+def _total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of all tensors together, in float64."""
     each = [t.detach().to_dense() if t.is_sparse else t.detach() for t in tensors]
     wide = [t.to(torch.complex128 if t.is_complex() else torch.float64) for t in each]
     return torch.stack([torch.linalg.vector_norm(t) for t in wide]).norm()
 
 
-def _fits_eager(worker: Worker) -> bool:
+def _has_memory_for_eager_step(worker: Worker) -> bool:
     """Return whether all workers have enough free memory for an eager step."""
     share = torch.zeros((), dtype=torch.float64, device=worker.device)
     if worker.device.type == "cuda":
         most = torch.cuda.max_memory_allocated(worker.device)
         share += most / torch.cuda.get_device_properties(worker.device).total_memory
-    return _largest(share, worker) <= MAX_MEMORY
+    return _reduce_to_largest(share, worker) <= MAX_MEMORY
 
 
-def _largest(value: Tensor, worker: Worker) -> float:
+def _reduce_to_largest(value: Tensor, worker: Worker) -> float:
     """Return the largest of the workers' values; NaN counts as infinity.
 
     Without a process group, it is this worker's value.

@@ -56,9 +56,9 @@ class PowerSGD:
 
     def __init__(self, rank: int, start: int) -> None:
         self._rank, self._start = rank, start
-        self._state = self._fresh()
+        self._state = self._make_state()
 
-    def _fresh(self):
+    def _make_state(self):
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         return PowerSGDState(
@@ -82,7 +82,7 @@ class PowerSGD:
 
     def reset(self) -> None:
         """Forget the compression error and the step count; the next steps are sent uncompressed."""
-        self._state = self._fresh()
+        self._state = self._make_state()
 
     def skip_start(self) -> None:
         """Compress from the next step on."""

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 #: DDP times its first ten steps, and then each step whose number this divides (its default).
-SAMPLE_EVERY = 100
+SAMPLE_INTERVAL = 100
 
 
 #: DDP's message that lists, by number, parameters without a gradient in the previous step.
 _UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
-def no_gradient(names: Sequence[str]) -> str:
+def no_gradient_reason(names: Sequence[str]) -> str:
     """Return a sentence on parameters that got no gradient, for which DDP waits, with the remedy."""
     return (
         f"{names_text(names)} got no gradient in a step, and DDP waits for one from every parameter; use "
@@ -44,7 +44,7 @@ class SampledTimes(NamedTuple):
     overlap_ms: float
 
 
-def sampled_times(module: DistributedDataParallel, every: int) -> SampledTimes:
+def read_sampled_times(module: DistributedDataParallel, every: int) -> SampledTimes:
     """Return the sums of times that DDP has logged so far.
 
     DDP stores means without the number of steps, which follows from the iteration. See
@@ -187,11 +187,11 @@ class DDP(base.Collective):
         elif trial.by_data:
             yield base.by_data(trial.by_data)
         elif trial.unused:
-            yield no_gradient(trial.unused)
+            yield no_gradient_reason(trial.unused)
         if trial.again:
             yield base.adds_again(trial.again)
         if trial.parted:
-            yield base.parted(trial.parted)
+            yield base.diverging_replicas_reason(trial.parted)
         if trial.sparse:
             yield base.sparse_gradient(trial.sparse, "DDP does not average as one process would")
 
@@ -205,7 +205,7 @@ class DDP(base.Collective):
             names = [trained[int(i)] for i in missing[1].split()]
             s = self.worker.settings
             raise ModelError(
-                f"model {s.model!r}: {s.strategy} cannot train it: {no_gradient(names)}"
+                f"model {s.model!r}: {s.strategy} cannot train it: {no_gradient_reason(names)}"
             ) from e
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
@@ -220,15 +220,15 @@ class DDP(base.Collective):
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
         )
         # On a GPU, DDP waits for CUDA events in each timed step, so its default interval is kept there.
-        self._sample_every = SAMPLE_EVERY if worker.device.type == "cuda" else 1
+        self._sample_every = SAMPLE_INTERVAL if worker.device.type == "cuda" else 1
         if worker.device.type != "cuda":
             log_each_step(module)
-        self.compressor = self.make_compressor(worker.world_size)
+        self.compressor = self.make_comm_hook(worker.world_size)
         if self.compressor is not None:
             module.register_comm_hook(None, self.compressor.hook)
         return module
 
-    def make_compressor(self, workers: int) -> SixteenBits | PowerSGD | None:
+    def make_comm_hook(self, workers: int) -> SixteenBits | PowerSGD | None:
         """Return the communication hook that replaces the all-reduce, or None without compression."""
         import torch
 
@@ -254,7 +254,7 @@ class DDP(base.Collective):
         super().reset()
         if self.compressor is not None:
             self.compressor.reset()
-        self._warm_up = sampled_times(self.module, self._sample_every)
+        self._warm_up = read_sampled_times(self.module, self._sample_every)
 
     def communication(self) -> dict[str, Any]:
         w = self.worker.world_size
@@ -264,7 +264,7 @@ class DDP(base.Collective):
         buffers = sum(b.nbytes for b in self.model.buffers())
         # Buffers are broadcast in a ring before a step's first forward, in which the last rank sends nothing.
         traffic = base.ring_traffic((w - 1) / w * (2 * gradients + buffers))
-        before, after = self._warm_up, sampled_times(self.module, self._sample_every)
+        before, after = self._warm_up, read_sampled_times(self.module, self._sample_every)
         steps = after.steps - before.steps
         if steps > 0:
             total_ms = (after.communication_ms - before.communication_ms) / steps

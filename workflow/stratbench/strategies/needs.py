@@ -39,12 +39,12 @@ def faults(strategies: Iterable[Used]) -> Iterator[str]:
         for pin in cls.packages(options):
             distribution, version = pin.split("==")
             wanted.setdefault((distribution, version), {})[name] = None
-    yield from _missing(wanted)
+    yield from _iter_missing_packages(wanted)
     lacks = (f"{name}: {reason}" for name, cls, o in strategies for reason in cls.faults_here(o))
     yield from dict.fromkeys(lacks)
 
 
-def _missing(wanted: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
+def _iter_missing_packages(wanted: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
     if not wanted:
         return
     from importlib import metadata  # imported here, since few studies need this slow import

@@ -22,7 +22,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-class _Kept(NamedTuple):
+class _HostCopy(NamedTuple):
     """A copy of a tensor in host memory, so that the warm-up needs no more device memory.
 
     Attributes:
@@ -56,13 +56,15 @@ class SavedState:
             attributes: Present values of the model's attributes, or None if its forward changes none.
         """
         self._attributes = attributes
-        self._tensors = [_keep(local_part(t)).copy for t in tensors]
-        self._extra = [_keep(e) if torch.is_tensor(e) else deepcopy(e.state_dict()) for e in extra]
+        self._tensors = [_copy_to_host(local_part(t)).copy for t in tensors]
+        self._extra = [
+            _copy_to_host(e) if torch.is_tensor(e) else deepcopy(e.state_dict()) for e in extra
+        ]
         self._states: dict[Any, dict[str, Any]] = {}
         self._groups: list[dict[str, Any]] = []
         if optimizer is not None:
             self._states = {
-                p: {name: _keep(value) for name, value in entry.items()}
+                p: {name: _copy_to_host(value) for name, value in entry.items()}
                 for p, entry in optimizer_state(optimizer).items()
             }
             self._groups = [
@@ -104,30 +106,30 @@ class SavedState:
                 else:
                     now.load_state_dict(deepcopy(then))
             if optimizer is not None:
-                self._put_back_optimizer(optimizer)
+                self._restore_optimizer(optimizer)
 
-    def _put_back_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         state = optimizer_state(optimizer)
         for p in [p for p in state if p not in self._states]:
             del state[p]
         for p, entry in self._states.items():
             now = state.get(p, {})
-            state[p] = {name: _return(then, now.get(name)) for name, then in entry.items()}
+            state[p] = {name: _restore_value(then, now.get(name)) for name, then in entry.items()}
         for group, then in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()
             group.update(deepcopy(then) | {"params": parameters})
 
 
-def _keep(value: Any) -> Any:
+def _copy_to_host(value: Any) -> Any:
     if not torch.is_tensor(value):
         return deepcopy(value)
-    return _Kept(value.detach().to("cpu", copy=True), value.device)
+    return _HostCopy(value.detach().to("cpu", copy=True), value.device)
 
 
-def _return(then: Any, now: Any) -> Any:
+def _restore_value(then: Any, now: Any) -> Any:
     """Return a saved value, copied into the present tensor if that has the same shape, type and device."""
-    if not isinstance(then, _Kept):
+    if not isinstance(then, _HostCopy):
         return deepcopy(then)
     if torch.is_tensor(now) and (now.shape, now.dtype, now.device) == (
         then.copy.shape,

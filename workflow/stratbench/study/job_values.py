@@ -35,14 +35,14 @@ def keep_config(workflow: Any) -> None:
     path = CONFIGS / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    internals.give_config(workflow, path)
+    internals.set_job_config(workflow, path)
 
 
-def is_given_config(workflow: Any) -> bool:
+def has_saved_config(workflow: Any) -> bool:
     """Return whether this process is a job whose config was saved by `keep_config`."""
     return any(
         Path(p).parent.parts[-2:] == CONFIGS.parts
-        for p in internals.get_named_config_files(workflow)
+        for p in internals.get_command_line_config_files(workflow)
     )
 
 

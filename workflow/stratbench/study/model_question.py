@@ -66,7 +66,7 @@ def question_of(args: argparse.Namespace) -> Question:
     return Question(**{f.name: getattr(args, f.name) for f in fields(Question)})
 
 
-def _positive(convert: Callable[[str], float], kind: str) -> Callable[[str], float]:
+def _make_positive_parser(convert: Callable[[str], float], kind: str) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             value = convert(text)
@@ -79,4 +79,4 @@ def _positive(convert: Callable[[str], float], kind: str) -> Callable[[str], flo
     return parse
 
 
-_count, _amount = _positive(int, "whole number"), _positive(float, "number")
+_count, _amount = _make_positive_parser(int, "whole number"), _make_positive_parser(float, "number")

@@ -9,7 +9,7 @@ import hashlib
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.study.snakemake_internals import start_sorted
+from stratbench.study.snakemake_internals import start_jobs_in_order
 
 #: Base of each digit of a priority: of the repeat, of the comparison within it, and of the cell within that.
 #: Larger bases would overflow the integers of the solver that Snakemake uses without `scheduler: greedy`.
@@ -40,4 +40,4 @@ def start_by_priority(workflow: Any) -> None:
     Snakemake chooses jobs by priority, but starts the chosen ones in any order, which on SLURM becomes the
     order of the queue. `workflow` is Snakemake's, before its first job.
     """
-    start_sorted(workflow, key=lambda job: -job.priority)
+    start_jobs_in_order(workflow, key=lambda job: -job.priority)

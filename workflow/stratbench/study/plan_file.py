@@ -23,17 +23,19 @@ class PlanFile:
         try:
             plan = read_json(path)
             self.gpu = plan["gpu"]
-            self.cells = {cell: _planned(planned) for cell, planned in plan["cells"].items()}
+            self.cells = {
+                cell: _check_planned_fields(planned) for cell, planned in plan["cells"].items()
+            }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self.gpu, self.cells = None, {}
 
     def host_mem_mib(self, cell: Cell) -> int:
         """Return the host memory in MiB that the cell needs on a node, or 0 if it is unknown."""
-        return self._needs(cell).get("host_mem_mib") or 0
+        return self._get_planned_needs(cell).get("host_mem_mib") or 0
 
     def servers_mem_mib(self, cell: Cell) -> int:
         """Return the host memory in MiB of all of the cell's servers together, or 0 if it is unknown."""
-        return self._needs(cell).get("servers_mem_mib") or 0
+        return self._get_planned_needs(cell).get("servers_mem_mib") or 0
 
     def longest_s(self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> float | None:
         """Return the plan's upper estimate of the cell's time in seconds, or None if it is unknown.
@@ -45,8 +47,12 @@ class PlanFile:
             settings: Its settings.
             cluster: The `cluster` block of the config.
         """
-        planned = self._needs(cell)
-        return planned.get("cell_time_high_s") if self._is_of(planned, settings, cluster) else None
+        planned = self._get_planned_needs(cell)
+        return (
+            planned.get("cell_time_high_s")
+            if self._was_planned_for(planned, settings, cluster)
+            else None
+        )
 
     def why_infeasible(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
@@ -60,15 +66,17 @@ class PlanFile:
             settings: Its settings.
             cluster: The `cluster` block of the config.
         """
-        planned = self._needs(cell)
-        return planned.get("infeasible") if self._is_of(planned, settings, cluster) else None
+        planned = self._get_planned_needs(cell)
+        return (
+            planned.get("infeasible") if self._was_planned_for(planned, settings, cluster) else None
+        )
 
-    def _is_of(
+    def _was_planned_for(
         self, planned: Mapping[str, Any], settings: Settings, cluster: Mapping[str, Any]
     ) -> bool:
         return self.gpu == cluster["gpu"] and planned.get("settings") == digest_of(settings)
 
-    def _needs(self, cell: Cell) -> Mapping[str, Any]:
+    def _get_planned_needs(self, cell: Cell) -> Mapping[str, Any]:
         """Return the planned needs of the cell, or of its first repeat if the cell is not in the plan.
 
         A verdict adds repeats and blocks, which the plan does not have.
@@ -86,7 +94,7 @@ _PLANNED = {
 }
 
 
-def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
+def _check_planned_fields(planned: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a cell in plan.json, after a check of their types.
 
     Raises:

@@ -42,7 +42,7 @@ def main() -> int:
         with hold(args.hold) if args.hold else nullcontext():
             for module, *arguments in programs:
                 sys.argv = [module, *arguments]
-                code = main_of(module)()
+                code = find_main(module)()
                 sys.stdout.flush()
                 if code:
                     return code
@@ -63,7 +63,7 @@ def split(arguments: list[str]) -> list[list[str]]:
     return parts
 
 
-def main_of(name: str):
+def find_main(name: str):
     """Return the function `main` of a module, or of a package's `__main__`."""
     module = import_module(name)
     return (import_module(f"{name}.__main__") if hasattr(module, "__path__") else module).main

@@ -28,7 +28,7 @@ def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: floa
     blocks: list[str] = []
     ordered = sorted(failed, key=lambda entry: str(entry[0]))
     for trained, _ in ordered:
-        reason = _reason(trained.log_dir(results), since_s)
+        reason = _read_failure_reason(trained.log_dir(results), since_s)
         if isinstance(trained, Cell):
             cells.append((trained, reason))
         else:
@@ -44,7 +44,7 @@ def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: floa
     yield f"Logs: {ordered[-1][1]}" + " and its likes" * (len(ordered) > 1)
 
 
-def _reason(log_dir: Path, since_s: float) -> str:
+def _read_failure_reason(log_dir: Path, since_s: float) -> str:
     """Return the reason in a failed job's log folder, if the job wrote it after `since_s`."""
     try:
         is_of_this_run = (log_dir / record.FAILURE_FILE).stat().st_mtime >= since_s
@@ -60,14 +60,14 @@ def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
     for cell, reason in reasons:
         groups.setdefault(without_subject(reason), []).append(cell)
     return [
-        f"{_names(c.model for c in cells)} with {_names(c.strategy for c in cells)} on "
+        f"{_join_names(c.model for c in cells)} with {_join_names(c.strategy for c in cells)} on "
         f"{workers_text({c.gpus for c in cells})} ({counted(len(cells), 'cell')} of "
-        f"{_names(c.experiment for c in cells)}): {reason}"
+        f"{_join_names(c.experiment for c in cells)}): {reason}"
         for reason, cells in groups.items()
     ]
 
 
-def _names(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 

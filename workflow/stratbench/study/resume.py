@@ -30,13 +30,13 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
             continue
         planned = internals.is_planned(workflow, job)
         # The job has finished since Snakemake planned it, so a new plan leaves it out.
-        again |= planned and internals.lacks_output(workflow, job)
-        cut_off = planned and internals.is_cut_off(workflow, job)
-        unknown = not planned and not internals.is_known(workflow, job)
+        again |= planned and internals.had_missing_output(workflow, job)
+        cut_off = planned and internals.has_incomplete_files(workflow, job)
+        unknown = not planned and not internals.has_metadata(workflow, job)
         if (cut_off or unknown) and record.is_of(
             job.output.record, job.params.cell, job.params.settings
         ):
-            internals.note_finished(workflow, job)
+            internals.mark_finished(workflow, job)
             if cut_off:
                 again = True
                 print(
@@ -59,7 +59,7 @@ def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
         path: The record or the block's result.
         wanted: Settings of the config.
     """
-    if wanted.data_spec is None or internals.is_forced(workflow, str(path)):
+    if wanted.data_spec is None or internals.is_forced_file(workflow, str(path)):
         return
     try:
         made = json.loads(path.read_bytes())

@@ -49,7 +49,7 @@ def get_config_files(workflow: Any) -> Sequence[Path]:
     return workflow.configfiles
 
 
-def get_named_config_files(workflow: Any) -> Sequence[Path]:
+def get_command_line_config_files(workflow: Any) -> Sequence[Path]:
     """Return the config files that the command line names (`--configfile`)."""
     return workflow.overwrite_configfiles
 
@@ -58,7 +58,7 @@ def get_config(workflow: Any) -> dict[str, Any]:
     return workflow.globals["config"]
 
 
-def give_config(workflow: Any, path: Path) -> None:
+def set_job_config(workflow: Any, path: Path) -> None:
     """Make jobs read the config from `path` alone, without the files and options of this run."""
     settings = workflow.config_settings
     settings.configfiles, settings.config_args = [path.absolute()], []
@@ -99,12 +99,12 @@ def get_command(job: Any) -> str:
     return job.rule.shellcmd or ""
 
 
-def lacks_output(workflow: Any, job: Any) -> bool:
+def had_missing_output(workflow: Any, job: Any) -> bool:
     """Return whether a job was planned because one of its output files was missing."""
     return bool(workflow.dag.reason(job).missing_output)
 
 
-def is_forced(workflow: Any, path: str) -> bool:
+def is_forced_file(workflow: Any, path: str) -> bool:
     """Return whether Snakemake must make the file `path` again in any case."""
     return path in workflow.dag.forcefiles
 
@@ -117,17 +117,17 @@ def force(workflow: Any, path: str) -> None:
 # ------------------------------------------------------------ what Snakemake knows of files
 
 
-def is_cut_off(workflow: Any, job: Any) -> bool:
+def has_incomplete_files(workflow: Any, job: Any) -> bool:
     """Return whether Snakemake was killed while the job ran, so that it regards its files as incomplete."""
     return bool(workflow.async_run(workflow.persistence.incomplete(job)))
 
 
-def is_known(workflow: Any, job: Any) -> bool:
+def has_metadata(workflow: Any, job: Any) -> bool:
     """Return whether Snakemake has stored how the job's files were made."""
     return workflow.persistence.has_metadata(job)
 
 
-def note_finished(workflow: Any, job: Any) -> None:
+def mark_finished(workflow: Any, job: Any) -> None:
     """Make Snakemake store that the job has made its files."""
     workflow.async_run(workflow.persistence.finished(job))
 
@@ -159,7 +159,7 @@ def end_run(workflow: Any) -> None:
     Thread(target=workflow.scheduler.exit_gracefully).start()
 
 
-def start_sorted(workflow: Any, key: Callable[[Any], Any]) -> None:
+def start_jobs_in_order(workflow: Any, key: Callable[[Any], Any]) -> None:
     """Make Snakemake start the jobs that it chooses together in ascending order of `key`."""
     run = workflow.scheduler.run
 

@@ -110,30 +110,30 @@ class StepClock:
         self.core_waits.begin()
         self._begun_ns = self._issued_ns = time.perf_counter_ns()
         self._left_to_issue = _ISSUED_STEPS if self._on_cuda else 0
-        self._stamps.append(self._event() if self._on_cuda else self._begun_ns)
+        self._stamps.append(self._record_event() if self._on_cuda else self._begun_ns)
 
     def tick(self) -> None:
         """Mark the end of a training step."""
         if self._left_to_issue:
-            self._note_issue()
-        self._stamps.append(self._event() if self._on_cuda else time.perf_counter_ns())
+            self._note_issue_time()
+        self._stamps.append(self._record_event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(_STEP)
         if self._heartbeat is not None:
             self._heartbeat.step()
         if self._on_cuda and len(self._labels) > _UNREAD_EVENTS:
-            self._collect_oldest()
+            self._compute_oldest_steps()
 
     def mark(self, phase: str) -> None:
         """Mark the end of `phase` within the current step."""
-        self._stamps.append(self._event() if self._on_cuda else time.perf_counter_ns())
-        self._labels.append(self._label_of.get(phase) or self._new_label(phase))
+        self._stamps.append(self._record_event() if self._on_cuda else time.perf_counter_ns())
+        self._labels.append(self._label_of.get(phase) or self._add_label(phase))
 
     def end(self) -> None:
         """Stop the clock of the epoch, after waiting for the device, and compute the times of its steps."""
         if not self._running:
             raise RuntimeError("StepClock.end: no epoch has begun; call begin() first")
         if self._on_cuda and self._heartbeat is not None:
-            self._wait_by_steps(self._heartbeat)
+            self._wait_for_each_step(self._heartbeat)
         synchronise(self.device)
         elapsed_ns = time.perf_counter_ns() - self._begun_ns
         self.core_waits.end()
@@ -143,7 +143,7 @@ class StepClock:
         else:
             self._epoch_starts_s.append(self._begun_ns / 1e9)
             self._epoch_times_s.append(elapsed_ns / 1e9)
-        self._collect(len(self._labels))
+        self._compute_steps(len(self._labels))
         if self._on_cuda:
             self._spare_events.extend(self._stamps)
         del self._stamps[:]
@@ -207,7 +207,7 @@ class StepClock:
         self._step_ms = array("d", history["step_ms"])
         self._phases = {name: (n, ms) for name, (n, ms) in history["phases"].items()}
 
-    def _note_issue(self) -> None:
+    def _note_issue_time(self) -> None:
         """Store the time in which the host has issued the step that ends here."""
         now_ns = time.perf_counter_ns()
         took_ms = (now_ns - self._issued_ns) / 1e6
@@ -215,14 +215,14 @@ class StepClock:
         self._issued_ns = now_ns
         self._left_to_issue -= 1
 
-    def _event(self) -> torch.cuda.Event:
+    def _record_event(self) -> torch.cuda.Event:
         event = (
             self._spare_events.pop() if self._spare_events else torch.cuda.Event(enable_timing=True)
         )
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _new_label(self, phase: str) -> int:
+    def _add_label(self, phase: str) -> int:
         label = len(self._label_of) + 1
         if label > 255:
             raise ValueError(
@@ -231,36 +231,36 @@ class StepClock:
         self._label_of[phase] = label
         return label
 
-    def _span_ms(self, start: Any, stop: Any) -> float:
+    def _measure_span_ms(self, start: Any, stop: Any) -> float:
         return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
 
-    def _wait_by_steps(self, heartbeat: Heartbeat) -> None:
+    def _wait_for_each_step(self, heartbeat: Heartbeat) -> None:
         """Wait for each queued step, and update the heartbeat, since the queue may take many steps' time."""
         first = bisect_left(self._stamps, True, key=lambda event: not event.query())
         for event in self._stamps[first:]:
             event.synchronize()
             heartbeat.alive()
 
-    def _collect_oldest(self) -> None:
+    def _compute_oldest_steps(self) -> None:
         """Compute the times of up to two of the oldest steps, if the device has completed them."""
         for _ in range(2):
             length = self._labels.index(_STEP) + 1
             if length < len(self._labels) and self._stamps[length].query():
-                self._collect(length)
+                self._compute_steps(length)
 
-    def _collect(self, length: int) -> None:
+    def _compute_steps(self, length: int) -> None:
         """Compute the times of the first `length` stamps, the last of which ends a step."""
         name_of = {label: phase for phase, label in self._label_of.items()}
         step_start = before = self._stamps[0]
         in_step: dict[str, float] = {}
         for label, stamp in zip(self._labels[:length], self._stamps[1 : length + 1], strict=True):
-            span_ms = self._span_ms(before, stamp)
+            span_ms = self._measure_span_ms(before, stamp)
             before = stamp
             if label != _STEP:
                 phase = name_of[label]
                 in_step[phase] = in_step.get(phase, 0.0) + span_ms
                 continue
-            self._step_ms.append(self._span_ms(step_start, stamp))
+            self._step_ms.append(self._measure_span_ms(step_start, stamp))
             step_start = stamp
             if self._own:
                 self._own_ms.append(sum(in_step.get(phase, 0.0) for phase in self._own))

@@ -56,13 +56,13 @@ def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     if kind == "":
         return None
     each = [t.numel() * t.element_size() for t in tensors_in((args, kwargs))]
-    group = group_of((args, kwargs))
+    group = find_process_group((args, kwargs))
     ranks = group and group.size()
     # The larger one of input and output is the whole tensor, the other one a rank's share of it.
     n_bytes = max(each) if "gather" in kind or "scatter" in kind else sum(each)
     if op.namespace == _FUNCTIONAL and kind == "all_gather":
         n_bytes *= ranks
-    waiter = _waiter_of(op, args, kwargs)
+    waiter = _get_waiter(op, args, kwargs)
     is_all = ranks in (None, torch.distributed.get_world_size())
     if is_all:
         return CollectiveCall(kind, n_bytes, waiter=waiter)
@@ -70,7 +70,7 @@ def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     return CollectiveCall(kind, n_bytes, ranks, stride=max(1, second - first), waiter=waiter)
 
 
-def _waiter_of(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
+def _get_waiter(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
     """Return what waits for a collective (`CollectiveCall.waiter`), by its argument `async_op`."""
     if op.namespace == _FUNCTIONAL:
         return "user"
@@ -79,7 +79,7 @@ def _waiter_of(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "no
     return "none" if arguments.get("async_op", True) else "stream"
 
 
-def group_of(arguments: Any) -> torch.distributed.ProcessGroup | None:
+def find_process_group(arguments: Any) -> torch.distributed.ProcessGroup | None:
     """Return the process group among a collective operator's arguments, or None if there is none."""
     groups = map(resolve_group, tree_leaves(arguments))
     return next((group for group in groups if group is not None), None)

@@ -49,14 +49,14 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
         if all(p.requires_grad for p in model.parameters()):
             training = TRAINING_FLOPS * forward
         else:
-            own = uncounted | {torch.ops.aten.convolution_backward: _of_convolutions_backward}
+            own = uncounted | {torch.ops.aten.convolution_backward: _count_convolution_backward}
             with FlopCounterMode(display=False, custom_mapping=own) as counter:
                 model(x).sum().backward()
             training = min(counter.get_total_flops(), TRAINING_FLOPS * forward)
     return {"forward_flops_per_sample": forward, "training_flops_per_sample": training}
 
 
-def _of_convolutions_backward(
+def _count_convolution_backward(
     grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, **_named: Any
 ) -> int:
     """Return the operations of a convolution's backward, by the shapes of its tensors.

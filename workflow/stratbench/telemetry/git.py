@@ -15,15 +15,15 @@ def git_state(root: str | os.PathLike[str]) -> dict[str, Any] | None:
     A checkout is dirty if a tracked file differs from the revision, or if git does not track a Python or
     Snakemake file in it. The result is None without git, outside of a checkout, or before the first commit.
     """
-    revision = _git(root, "rev-parse", "HEAD")
+    revision = _run_git(root, "rev-parse", "HEAD")
     if revision is None:
         return None
-    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-    unknown = _git(root, "ls-files", "--others", "--exclude-standard", "--", "*.py", "*.smk")
+    changed = _run_git(root, "status", "--porcelain", "--untracked-files=no")
+    unknown = _run_git(root, "ls-files", "--others", "--exclude-standard", "--", "*.py", "*.smk")
     return {"revision": revision, "dirty": bool(changed or unknown)}
 
 
-def _git(root: str | os.PathLike[str], *arguments: str) -> str | None:
+def _run_git(root: str | os.PathLike[str], *arguments: str) -> str | None:
     # Without optional locks, cells that run at the same time do not compete for the index.
     command = ["git", "--no-optional-locks", "-C", os.fspath(root), *arguments]
     try:

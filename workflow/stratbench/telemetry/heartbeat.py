@@ -60,7 +60,7 @@ class Heartbeat:
             self._calls += 1
             _CALLS.pack_into(self._map, _FORM.size, self._calls)
 
-    def end_calls(self) -> None:
+    def forget_calls(self) -> None:
         """Forget the stored calls, because another step begins."""
         self._calls = 0
         _CALLS.pack_into(self._map, _FORM.size, 0)

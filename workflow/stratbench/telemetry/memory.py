@@ -45,7 +45,7 @@ class MemoryMeter:
         self._nvml = nvml
         self._method = ""
         self._base_bytes = 0
-        self._idle_bytes = _resident_bytes() if self.device.type == "cpu" else None
+        self._idle_bytes = _read_resident_bytes() if self.device.type == "cpu" else None
 
     def start(self) -> None:
         """Forget earlier peaks, and use the present memory as the base; this waits for the device."""
@@ -61,7 +61,7 @@ class MemoryMeter:
         gc.collect()
         _trim_heap()
         self._method = _reset_high_water_mark()
-        self._base_bytes = _resident_bytes()
+        self._base_bytes = _read_resident_bytes()
 
     def read(self) -> dict[str, int | str]:
         """Return the memory in bytes since `start()`, without values that are unavailable.
@@ -85,7 +85,7 @@ class MemoryMeter:
         peak_bytes = (
             torch.cuda.max_memory_allocated(self.device)
             if on_cuda
-            else _peak_resident_bytes(self._method)
+            else _read_peak_resident_bytes(self._method)
         )
         figures: dict[str, int | str] = {
             "method": self._method,
@@ -98,22 +98,22 @@ class MemoryMeter:
         if on_cuda:
             figures["allocated_peak_bytes"] = peak_bytes
             figures["reserved_peak_bytes"] = torch.cuda.max_memory_reserved(self.device)
-            figures |= _requested_bytes(self.device)
-            figures |= self._nvml_figures()
+            figures |= _read_requested_bytes(self.device)
+            figures |= self._read_nvml_memory()
         return figures
 
-    def _nvml_figures(self) -> dict[str, int]:
+    def _read_nvml_memory(self) -> dict[str, int]:
         gpu = self._nvml.gpu_of(cuda_uuid(self.device)) if self._nvml else None
         if gpu is None:
             return {}
         figures = {
-            "nvml_used_bytes": gpu.memory_used_bytes(),
-            "nvml_process_used_bytes": gpu.process_used_bytes(),
+            "nvml_used_bytes": gpu.read_used_bytes(),
+            "nvml_process_used_bytes": gpu.read_process_used_bytes(),
         }
         return {name: value for name, value in figures.items() if value is not None}
 
 
-def _requested_bytes(device: torch.device) -> dict[str, int]:
+def _read_requested_bytes(device: torch.device) -> dict[str, int]:
     """Return the peak of bytes requested from CUDA's caching allocator, and cuBLAS's share of it.
 
     cuBLAS allocates a workspace per thread and stream with its first matrix product; the function frees these
@@ -154,12 +154,12 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
     parameters = list(model.parameters())
     state = optimizer_state(optimizer).values() if optimizer is not None else ()
     return {
-        "parameters_bytes": _local_bytes(parameters),
-        "gradients_bytes": _local_bytes(p for p in parameters if p.requires_grad),
-        "optimizer_bytes": _local_bytes(
+        "parameters_bytes": _sum_local_bytes(parameters),
+        "gradients_bytes": _sum_local_bytes(p for p in parameters if p.requires_grad),
+        "optimizer_bytes": _sum_local_bytes(
             value for entry in state for value in entry.values() if torch.is_tensor(value)
         ),
-        "buffers_bytes": _local_bytes(model.buffers()),
+        "buffers_bytes": _sum_local_bytes(model.buffers()),
     }
 
 
@@ -169,7 +169,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict
     return getattr(optimizer, "optim", optimizer).state
 
 
-def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _sum_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in map(local_part, tensors))
 
 
@@ -192,17 +192,17 @@ def _reset_high_water_mark() -> str:
     try:
         _CLEAR_REFS.write_text("5", encoding="utf-8")
     except OSError:
-        return METHOD_LIFETIME if _status_bytes("VmHWM") is not None else METHOD_MAXRSS
+        return METHOD_LIFETIME if _read_status_bytes("VmHWM") is not None else METHOD_MAXRSS
     return METHOD_RESET
 
 
-def _resident_bytes() -> int:
-    status_bytes = _status_bytes("VmRSS")
+def _read_resident_bytes() -> int:
+    status_bytes = _read_status_bytes("VmRSS")
     return psutil.Process().memory_info().rss if status_bytes is None else status_bytes
 
 
-def _peak_resident_bytes(method: str) -> int:
-    peak_bytes = None if method == METHOD_MAXRSS else _status_bytes("VmHWM")
+def _read_peak_resident_bytes(method: str) -> int:
+    peak_bytes = None if method == METHOD_MAXRSS else _read_status_bytes("VmHWM")
     if peak_bytes is not None:
         return peak_bytes
     # VmHWM is preferred, because ru_maxrss survives exec: a small program that a large one has started
@@ -211,7 +211,7 @@ def _peak_resident_bytes(method: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-def _status_bytes(field: str) -> int | None:
+def _read_status_bytes(field: str) -> int | None:
     """Return a size field of /proc/self/status in bytes, or None if there is no such field."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()

@@ -53,7 +53,7 @@ class Pause(NamedTuple):
         return self.begin_s + self.length_s - self.asleep_s
 
 
-class _Moment(NamedTuple):
+class _ClockReading(NamedTuple):
     """A reading of both clocks, and of the time that the thread has waited for a core."""
 
     monotonic_s: float
@@ -69,7 +69,7 @@ class PauseWatch:
         self._looked_s = self._awake_since_s = time.monotonic()
         self._new_look = threading.Condition()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="pauses", daemon=True)
+        self._thread = threading.Thread(target=self._detect_pauses, name="pauses", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -93,19 +93,19 @@ class PauseWatch:
         """End of the last pause, or begin of the watch, in seconds of `time.monotonic`."""
         return self._awake_since_s
 
-    def _watch(self) -> None:
+    def _detect_pauses(self) -> None:
         with contextlib.ExitStack() as opened:
             try:
                 counts = opened.enter_context(open("/proc/thread-self/schedstat", "rb"))
             except OSError:
                 counts = None
             shortest_s = SHORTEST_UNCOUNTED_S if counts is None else SHORTEST_S
-            before = _now(counts)
+            before = _read_clocks(counts)
             is_last = False
             while not is_last:
                 is_last = self._ended.wait(PERIOD_S)
-                now = _now(counts)
-                pause = _pause_between(before, now, shortest_s)
+                now = _read_clocks(counts)
+                pause = _find_pause(before, now, shortest_s)
                 with self._new_look:
                     if pause is not None:
                         self.pauses.append(pause)
@@ -115,21 +115,21 @@ class PauseWatch:
                 before = now
 
 
-def _now(counts: Any) -> _Moment:
+def _read_clocks(counts: Any) -> _ClockReading:
     """Read both clocks and the waiting time, again if the thread has lost its core in between."""
     while True:
-        waited_s = _waited_s(counts)
-        moment = _Moment(time.monotonic(), time.clock_gettime(_WITH_SLEEP), waited_s)
-        if _waited_s(counts) == waited_s:
+        waited_s = _read_waited_seconds(counts)
+        moment = _ClockReading(time.monotonic(), time.clock_gettime(_WITH_SLEEP), waited_s)
+        if _read_waited_seconds(counts) == waited_s:
             return moment
 
 
-def _waited_s(counts: Any) -> float:
+def _read_waited_seconds(counts: Any) -> float:
     """Return the seconds that this thread has waited for a core, or 0 if the kernel does not count them."""
     return 0.0 if counts is None else int(os.pread(counts.fileno(), 128, 0).split()[1]) / 1e9
 
 
-def _pause_between(before: _Moment, now: _Moment, shortest_s: float) -> Pause | None:
+def _find_pause(before: _ClockReading, now: _ClockReading, shortest_s: float) -> Pause | None:
     """Return the pause between two readings, or None if the time between them has other explanations.
 
     Those are the period of the readings and waits for a core.

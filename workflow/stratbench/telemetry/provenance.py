@@ -36,14 +36,14 @@ def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> d
         "device": str(device),
         "host": host_facts(),
         "load_1m": os.getloadavg()[0],
-        "software": _software(),
-        "flags": _flags(),
+        "software": _list_software(),
+        "flags": _list_torch_flags(),
         "environment": environment.of_training(os.environ),
     }
     if slurm := environment.of_slurm(os.environ):
         facts["slurm"] = slurm
     if device.type == "cuda":
-        facts |= _gpu_facts(device, nvml or Nvml())
+        facts |= _collect_gpu_facts(device, nvml or Nvml())
     return facts
 
 
@@ -84,7 +84,7 @@ def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _software() -> dict[str, Any]:
+def _list_software() -> dict[str, Any]:
     versions: dict[str, Any] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -98,8 +98,10 @@ def _software() -> dict[str, Any]:
     libraries = {
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cudnn": _attempt(torch.backends.cudnn.version),
-        "nccl": _attempt(lambda: ".".join(str(part) for part in torch.cuda.nccl.version())),
+        "cudnn": _call_if_supported(torch.backends.cudnn.version),
+        "nccl": _call_if_supported(
+            lambda: ".".join(str(part) for part in torch.cuda.nccl.version())
+        ),
         "gloo": f"bundled with torch {torch.__version__}"
         if backends and backends.is_gloo_available()
         else None,
@@ -107,22 +109,22 @@ def _software() -> dict[str, Any]:
     return versions | {name: value for name, value in libraries.items() if value is not None}
 
 
-def _flags() -> dict[str, Any]:
+def _list_torch_flags() -> dict[str, Any]:
     # Reading an old TF32 flag fails after the newer precision settings were used.
     flags = {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_enabled": torch.backends.cudnn.enabled,
-        "float32_matmul_precision": _attempt(torch.get_float32_matmul_precision),
-        "matmul_tf32": _attempt(lambda: torch.backends.cuda.matmul.allow_tf32),
-        "cudnn_tf32": _attempt(lambda: torch.backends.cudnn.allow_tf32),
+        "float32_matmul_precision": _call_if_supported(torch.get_float32_matmul_precision),
+        "matmul_tf32": _call_if_supported(lambda: torch.backends.cuda.matmul.allow_tf32),
+        "cudnn_tf32": _call_if_supported(lambda: torch.backends.cudnn.allow_tf32),
         "default_dtype": str(torch.get_default_dtype()),
     }
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def _attempt(ask: Callable[[], Any]) -> Any | None:
+def _call_if_supported(ask: Callable[[], Any]) -> Any | None:
     """Call `ask`; return its result, or None if this build of torch does not support it."""
     try:
         return ask()
@@ -130,7 +132,7 @@ def _attempt(ask: Callable[[], Any]) -> Any | None:
         return None
 
 
-def _gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
+def _collect_gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     gpu: dict[str, Any] = {
         "name": properties.name,

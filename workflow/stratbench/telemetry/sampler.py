@@ -165,7 +165,7 @@ class CellProcesses:
         rows = []
         for label, process in list(self._processes.items()):
             try:
-                figures = _figures_of(process)
+                figures = _measure_process(process)
                 below = process.children(recursive=True) if label in self._with_below else []
             except psutil.Error:
                 del self._processes[label]
@@ -173,17 +173,19 @@ class CellProcesses:
             each = {process.pid: figures}
             for other in below:
                 with contextlib.suppress(psutil.Error):
-                    each[other.pid] = _figures_of(other)
+                    each[other.pid] = _measure_process(other)
             row = {
                 "kind": "process",
                 "id": label,
                 "cpu_time_s": round(sum(cpu_time_s for cpu_time_s, _ in each.values()), 2),
                 "rss_bytes": sum(rss_bytes for _, rss_bytes in each.values()),
             }
-            rows.append(row | self._share(label, {pid: t for pid, (t, _) in each.items()}))
+            rows.append(
+                row | self._measure_cpu_share(label, {pid: t for pid, (t, _) in each.items()})
+            )
         return rows
 
-    def _share(self, label: str, cpu_times_s: dict[int, float]) -> dict[str, float]:
+    def _measure_cpu_share(self, label: str, cpu_times_s: dict[int, float]) -> dict[str, float]:
         now_s = time.monotonic()
         then_s, before = self._before.setdefault(label, (now_s, cpu_times_s))
         if now_s - then_s < _SHORTEST_SHARE_S:
@@ -203,7 +205,7 @@ class CellProcesses:
         return cores
 
 
-def _figures_of(process: psutil.Process) -> tuple[float, int]:
+def _measure_process(process: psutil.Process) -> tuple[float, int]:
     """Return CPU time in seconds and resident bytes of a process.
 
     Raises:
@@ -285,8 +287,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, _WAKE):
         signal.signal(number, on_signal)
-    _lowest_priority()
-    gpus = known_gpus(options.gpus, Nvml())
+    _set_lowest_priority()
+    gpus = find_gpus(options.gpus, Nvml())
     watch = options.foreign_processes and ForeignProcessWatch(
         options.foreign_processes, gpus, options.parent_pid
     )
@@ -344,12 +346,12 @@ def sample_until(
     while True:
         ending = stop.is_set() or os.getppid() != parent_pid
         if watched.refresh():
-            _move_to(allowed_cores - watched.cores())
+            _bind_to_cores(allowed_cores - watched.cores())
         t_s = round(time.monotonic() - origin_s, 3)
         rows = [{"t_s": t_s} | row for row in (host.sample(), *watched.sample())]
         pcie_snapshots = in_time and count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
-        rows += gpu_rows(gpus, origin_s, pcie_snapshots)
-        file.write(_as_csv({"node": node} | row for row in rows))
+        rows += sample_gpus(gpus, origin_s, pcie_snapshots)
+        file.write(_format_csv({"node": node} | row for row in rows))
         file.flush()
         if foreign_processes is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
             foreign_processes.look(t_s)
@@ -358,15 +360,15 @@ def sample_until(
                 foreign_processes.write()
             return
         count += in_time
-        in_time = _wait(wake, begun_s + count * period_s, parent_pid)
+        in_time = _wait_until_due(wake, begun_s + count * period_s, parent_pid)
         wake.clear()
 
 
-def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
+def find_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES names so, and print why any cannot be sampled."""
     gpus = []
     for name in names:
-        if (gpu := nvml.gpu_named(name)) is not None:
+        if (gpu := nvml.find_named_gpu(name)) is not None:
             gpus.append(gpu)
             continue
         reason = nvml.reason or "it is unknown, or divided into MIG instances"
@@ -378,7 +380,7 @@ def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
     return gpus
 
 
-def gpu_rows(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list[dict[str, Any]]:
+def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list[dict[str, Any]]:
     """Return a row of the timeline per GPU, with the time at which its energy was read.
 
     Snapshots of PCIe, which block the sampler, are taken after the energy of all GPUs was read.
@@ -396,11 +398,11 @@ def gpu_rows(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list
     if pcie_snapshots:
         for gpu, row in zip(gpus, rows, strict=True):
             if "pcie_tx_bytes" not in row:
-                row |= gpu.pcie_snapshot()
+                row |= gpu.measure_pcie_rates()
     return rows
 
 
-def _wait(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
+def _wait_until_due(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
     """Wait until the time `due_s`, or until `wake` is set or the parent process has ended.
 
     Returns:
@@ -414,21 +416,21 @@ def _wait(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
             return True
 
 
-def _as_csv(rows: Any) -> str:
+def _format_csv(rows: Any) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, SAMPLE_COLUMNS, restval="", lineterminator="\n")
     writer.writerows(rows)
     return text.getvalue()
 
 
-def _lowest_priority() -> None:
+def _set_lowest_priority() -> None:
     try:
         os.nice(19)
     except OSError:
         return
 
 
-def _move_to(cores: set[int]) -> None:
+def _bind_to_cores(cores: set[int]) -> None:
     """Bind this process to some cores, if there are any and the system supports affinity."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return

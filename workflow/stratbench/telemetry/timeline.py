@@ -113,7 +113,7 @@ def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[PhaseInterval]:
     intervals: list[PhaseInterval] = []
     for path in paths:
         open_phases: dict[tuple[int, str], list[float]] = {}
-        for entry in _entries(Path(path)):
+        for entry in _iter_log_entries(Path(path)):
             key = (entry["rank"], entry["phase"])
             if entry["event"] == "start":
                 open_phases.setdefault(key, []).append(entry["t_s"])
@@ -156,7 +156,7 @@ def merge_timeline(
         for row in rows:
             rank = rank_of(row["id"]) if row["kind"] == "process" else None
             mine = by_rank.get(lowest if rank is None else rank, [])
-            writer.writerow(row | {"phase": _phase_at(mine, row["t_s"])})
+            writer.writerow(row | {"phase": _find_phase(mine, row["t_s"])})
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -193,7 +193,7 @@ def energy_within(
     Returns:
         The energy, or None without intervals, or if a GPU's samples do not cover one of its intervals.
     """
-    of_gpu = _energy_series(sample_csvs)
+    of_gpu = _read_energy_series(sample_csvs)
     parts = [
         of_gpu[gpu].joules(*interval) if gpu in of_gpu else None
         for gpu, its in intervals.items()
@@ -210,11 +210,11 @@ class _EnergySeries:
         self.power: list[tuple[float, float]] = []
 
     def joules(self, t0_s: float, t1_s: float) -> float | None:
-        counted = _counter_joules(self.counter, t0_s, t1_s)
-        return _power_joules(self.power, t0_s, t1_s) if counted is None else counted
+        counted = _energy_by_counter(self.counter, t0_s, t1_s)
+        return _energy_by_power(self.power, t0_s, t1_s) if counted is None else counted
 
 
-def _energy_series(
+def _read_energy_series(
     sample_csvs: Iterable[str | os.PathLike[str]],
 ) -> dict[tuple[str, str], _EnergySeries]:
     by_gpu: dict[tuple[str, str], _EnergySeries] = {}
@@ -229,7 +229,7 @@ def _energy_series(
     return by_gpu
 
 
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
+def _iter_log_entries(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -241,7 +241,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
             yield entry
 
 
-def _phase_at(intervals: list[PhaseInterval], t_s: float) -> str:
+def _find_phase(intervals: list[PhaseInterval], t_s: float) -> str:
     last = bisect.bisect_right(intervals, t_s, key=lambda interval: interval.start_s)
     for interval in reversed(intervals[:last]):
         if t_s < interval.end_s:
@@ -249,16 +249,16 @@ def _phase_at(intervals: list[PhaseInterval], t_s: float) -> str:
     return ""
 
 
-def _counter_joules(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
+def _energy_by_counter(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
     values = [value for _, value in series]
     if values != sorted(values):  # the driver was reloaded in between
         return None
-    at_start, at_end = _value_at(series, t0_s), _value_at(series, t1_s)
+    at_start, at_end = _interpolate(series, t0_s), _interpolate(series, t1_s)
     return None if at_start is None or at_end is None else at_end - at_start
 
 
-def _power_joules(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
-    at_start, at_end = _value_at(series, t0_s), _value_at(series, t1_s)
+def _energy_by_power(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
+    at_start, at_end = _interpolate(series, t0_s), _interpolate(series, t1_s)
     if at_start is None or at_end is None:
         return None
     inside = [(t, watts) for t, watts in series if t0_s < t < t1_s]
@@ -269,7 +269,7 @@ def _power_joules(series: list[tuple[float, float]], t0_s: float, t1_s: float) -
     )
 
 
-def _value_at(series: list[tuple[float, float]], t_s: float) -> float | None:
+def _interpolate(series: list[tuple[float, float]], t_s: float) -> float | None:
     after = bisect.bisect_left(series, t_s, key=lambda point: point[0])
     if after == len(series):
         return None

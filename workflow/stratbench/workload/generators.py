@@ -96,7 +96,7 @@ class Generators(NamedTuple):
 
 
 @contextmanager
-def generators_put_back(device: torch.device | None = None) -> Iterator[Generators]:
+def restoring_generators(device: torch.device | None = None) -> Iterator[Generators]:
     """Restore all generators after the block, and yield their states before it."""
     states = Generators.now(device)
     try:

@@ -20,10 +20,10 @@ from stratbench.workload.torch_internals import (
     DynamicOutputShapeException,
     FakeTensorMode,
     OpOverload,
+    compute_grouped_shape,
     get_arguments,
     get_storage_key,
-    shape_of_grouped,
-    writes_arguments,
+    has_mutable_argument,
 )
 
 #: Largest total number of elements of the tensors of a recipe; it allows a mask of 4096 positions.
@@ -53,13 +53,13 @@ class KnownFakes(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if type(func) is OpOverload and func.overloadpacket is GROUPED_PRODUCT:
-            return self._grouped(types, *args, **kwargs)
+            return self._make_grouped_product(types, *args, **kwargs)
         try:
             out = super().dispatch(func, types, args, kwargs)
         except RuntimeError as error:
             if not isinstance(error, ASKS_FOR_VALUES) and ON_META not in str(error):
                 raise
-            out = self._answer(func, args, kwargs)
+            out = self._compute_real_result(func, args, kwargs)
             if out is None and ON_META in str(error):
                 raise DataDependentOutputException(func) from error
             if out is None:
@@ -68,66 +68,77 @@ class KnownFakes(FakeTensorMode):
                 return out
             out = self.from_tensor(out)
         if type(func) is OpOverload:
-            self._note(func, args, kwargs, out)
+            self._store_recipe(func, args, kwargs, out)
         return out
 
-    def _grouped(
+    def _make_grouped_product(
         self, types: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **_named: Any
     ) -> Tensor:
         """Return the fake result of a grouped matrix product, whose own fake rule supports bfloat16 only."""
-        size = [shape_of_grouped(a, b, offs)]
+        size = [compute_grouped_shape(a, b, offs)]
         return super().dispatch(
             aten.empty.memory_format, types, size, {"dtype": a.dtype, "device": a.device}
         )
 
-    def _answer(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute_real_result(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return an operator's result with real numbers, or None if operands are unknown or too large."""
-        recipe = self._recipe(op, args, kwargs, 1)
-        if recipe is None or sum(r.numbers for r in _parts(recipe, set())) > MAX_NUMBERS:
+        recipe = self._build_recipe(op, args, kwargs, 1)
+        if recipe is None or sum(r.numbers for r in _collect_recipes(recipe, set())) > MAX_NUMBERS:
             return None
-        return _made(recipe, {})
+        return _compute_operand(recipe, {})
 
-    def _note(self, op: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+    def _store_recipe(self, op: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Store the recipe of an operator's result, if it is a tensor whose values are known."""
         recipe = None
         if isinstance(out, Tensor) and out.layout is torch.strided:
-            recipe = self._recipe(op, args, kwargs, out.numel())
-        if writes_arguments(op):
-            for tensor in _written_by(op, args, kwargs):
+            recipe = self._build_recipe(op, args, kwargs, out.numel())
+        if has_mutable_argument(op):
+            for tensor in _iter_written_operands(op, args, kwargs):
                 # A write also changes the values of views, so all recipes of this storage become invalid.
-                if tensor.layout is torch.strided and (key := _storage(tensor)) in self._written:
+                if (
+                    tensor.layout is torch.strided
+                    and (key := _get_storage_key(tensor)) in self._written
+                ):
                     self._written[key] += 1
             if recipe is not None and out is not args[0]:
                 return
         if recipe is not None:
-            out.recipe = recipe, self._written.setdefault(_storage(out), 0)
+            out.recipe = recipe, self._written.setdefault(_get_storage_key(out), 0)
 
-    def _recipe(self, op: Any, args: Any, kwargs: dict[str, Any], numbers: int) -> Recipe | None:
+    def _build_recipe(
+        self, op: Any, args: Any, kwargs: dict[str, Any], numbers: int
+    ) -> Recipe | None:
         first = []
         if op.overloadpacket in SHAPED:
             like, *args = args
             shaped = {"dtype": like.dtype}
             first = [Recipe(aten.empty.memory_format, [list(like.shape)], shaped, numbers, 1)]
         try:
-            operands = first + [self._operand(value) for value in args]
-            named = {key: self._operand(value) for key, value in kwargs.items()}
+            operands = first + [self._get_operand_recipe(value) for value in args]
+            named = {key: self._get_operand_recipe(value) for key, value in kwargs.items()}
         except _Unknown:
             return None
         if torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.__name__:
             return None
-        steps = 1 + max((r.steps for r in _recipes([operands, list(named.values())])), default=0)
+        steps = 1 + max(
+            (r.steps for r in _iter_recipes([operands, list(named.values())])), default=0
+        )
         return Recipe(op, operands, named, numbers, steps) if steps <= MAX_STEPS else None
 
-    def _operand(self, value: Any) -> Any:
+    def _get_operand_recipe(self, value: Any) -> Any:
         """Return the recipe of a known tensor; raise _Unknown for an unknown one."""
         if isinstance(value, Tensor):
             recipe, written = getattr(value, "recipe", (None, 0))
             # A weight's initial values are known, but decisions that depend on them change with the training.
-            if recipe is None or value.requires_grad or self._written[_storage(value)] != written:
+            if (
+                recipe is None
+                or value.requires_grad
+                or self._written[_get_storage_key(value)] != written
+            ):
                 raise _Unknown
             return recipe
         if isinstance(value, list | tuple):
-            return [self._operand(v) for v in value]
+            return [self._get_operand_recipe(v) for v in value]
         return value
 
 
@@ -154,11 +165,11 @@ class _Unknown(Exception):
     """An operand has unknown values."""
 
 
-def _storage(tensor: Tensor) -> int:
+def _get_storage_key(tensor: Tensor) -> int:
     return get_storage_key(tensor.untyped_storage())
 
 
-def _written_by(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def _iter_written_operands(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the operands to which an operator writes."""
     for i, argument in enumerate(get_arguments(op)):
         if argument.is_write:
@@ -167,34 +178,34 @@ def _written_by(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
             yield from (t for t in each if t is not None)
 
 
-def _recipes(operands: list[Any]) -> Iterator[Recipe]:
+def _iter_recipes(operands: list[Any]) -> Iterator[Recipe]:
     for operand in operands:
         if isinstance(operand, Recipe):
             yield operand
         elif isinstance(operand, list):
-            yield from _recipes(operand)
+            yield from _iter_recipes(operand)
 
 
-def _parts(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
+def _collect_recipes(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
     """Return a recipe and all recipes of its operands, recursively."""
     if recipe not in seen:
         seen.add(recipe)
-        for part in _recipes([recipe.args, list(recipe.kwargs.values())]):
-            _parts(part, seen)
+        for part in _iter_recipes([recipe.args, list(recipe.kwargs.values())]):
+            _collect_recipes(part, seen)
     return seen
 
 
-def _made(operand: Any, made: dict[Recipe, Any]) -> Any:
+def _compute_operand(operand: Any, made: dict[Recipe, Any]) -> Any:
     """Return an operand with recipes replaced by real tensors, which `made` caches."""
     if isinstance(operand, list):
-        return [_made(each, made) for each in operand]
+        return [_compute_operand(each, made) for each in operand]
     if not isinstance(operand, Recipe):
         return operand
     if operand not in made:
-        args = _made(operand.args, made)
-        if writes_arguments(operand.op):  # other recipes need the value before the write
+        args = _compute_operand(operand.args, made)
+        if has_mutable_argument(operand.op):  # other recipes need the value before the write
             args[0] = args[0].clone()
-        kwargs = {key: _made(value, made) for key, value in operand.kwargs.items()}
+        kwargs = {key: _compute_operand(value, made) for key, value in operand.kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = "cpu"
         made[operand] = operand.op(*args, **kwargs)

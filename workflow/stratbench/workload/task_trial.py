@@ -68,12 +68,12 @@ def tried_task(
         try:
             return task, check_task(task, what, classes, (2, TRIED_POSITIONS))
         except ModelError:
-            if not _takes_fakes(task, classes, (2, *each)):
+            if not _accepts_fakes(task, classes, (2, *each)):
                 raise
     return task, check_task(task, what, classes, (2, *each))
 
 
-def _takes_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
+def _accepts_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
     """Return whether a task takes outputs for targets of a shape, as fake tensors without memory."""
     import torch
 
@@ -112,7 +112,7 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
             shape, dtype=dtype, generator=torch.Generator().manual_seed(0)
         ).requires_grad_()
         shapes = f"outputs {list(x.shape)} in {str(dtype).removeprefix('torch.')} and targets {list(y.shape)}"
-        loss, _ = _tried_loss(task, what, x, y, shapes)
+        loss, _ = _compute_loss(task, what, x, y, shapes)
         if loss.dim() or not loss.requires_grad:
             raise ModelError(
                 f"{what}: loss of {shapes} returned a tensor {list(loss.shape)}"
@@ -130,10 +130,10 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
                 f"{what}: score of {shapes} returned a tensor {list(score.shape)}; return a score per "
                 f"sample, [{targets[0]}] or [{targets[0]}, ...]"
             )
-    return _kind_of_loss(task, what, classes, targets)
+    return _determine_loss_kind(task, what, classes, targets)
 
 
-def _tried_loss(
+def _compute_loss(
     task: Task, what: OwnTask, x: Tensor, y: Tensor, shapes: str
 ) -> tuple[Tensor, Tensor | None]:
     """Call a task's loss, and return the loss and its weight, if any.
@@ -170,7 +170,9 @@ def _tried_loss(
     return loss, weight
 
 
-def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
+def _determine_loss_kind(
+    task: Task, what: OwnTask, classes: int, targets: Sequence[int]
+) -> LossKind:
     """Return the kind of a task's loss, by comparing the loss of a batch with those of its halves."""
     import torch
 
@@ -193,7 +195,7 @@ def _kind_of_loss(task: Task, what: OwnTask, classes: int, targets: Sequence[int
     for a, b in ((x, y), (x[:half], y[:half]), (x[half:], y[half:])):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            loss, weight = _tried_loss(task, what, a.requires_grad_(), b, shapes)
+            loss, weight = _compute_loss(task, what, a.requires_grad_(), b, shapes)
         losses.append((float(loss.detach()), 1.0 if weight is None else float(weight)))
     weighs = weight is not None
     (loss, weight), *halves = losses

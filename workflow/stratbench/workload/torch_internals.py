@@ -114,7 +114,7 @@ def get_arguments(op: OpOverload) -> Sequence[Any]:
     return op._schema.arguments
 
 
-def writes_arguments(op: OpOverload) -> bool:
+def has_mutable_argument(op: OpOverload) -> bool:
     """Return whether an operator's schema has an argument to which it writes."""
     return op._schema.is_mutable
 
@@ -148,7 +148,7 @@ def count_uncounted() -> dict[Any, Callable[..., int]]:
     }
 
 
-def shape_of_grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[int]:
+def compute_grouped_shape(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[int]:
     """Return the shape of the result of a grouped matrix product.
 
     Args:
@@ -180,7 +180,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def no_truncated_normals() -> Iterator[None]:
+def skipping_truncated_normals() -> Iterator[None]:
     """Skip the drawing of truncated normal numbers in the block, since it would read values of fakes."""
     with replaced(init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
         yield
@@ -248,10 +248,10 @@ def skip_votes(schedule: Any) -> None:
             f"{type(schedule).__name__} of the installed PyTorch has none of the methods {names}; install a "
             "supported version"
         )
-    setattr(schedule, vote, _declare_static)
+    setattr(schedule, vote, _declare_static_shapes)
 
 
-def _declare_static(stages: Sequence[Any], *_: Any, **__: Any) -> None:
+def _declare_static_shapes(stages: Sequence[Any], *_: Any, **__: Any) -> None:
     from torch.distributed.pipelining import stage
 
     for each in stages:

@@ -88,9 +88,9 @@ def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
             continue
         seen.add(name)
         for folder in folders:
-            if files := _files_of(folder, name, namespace=len(seen) == 1):
+            if files := _list_module_files(folder, name, namespace=len(seen) == 1):
                 by_path |= {path.relative_to(folder).as_posix(): path for path in files}
-                waiting += [top for path in files for top in _imports_of(path)]
+                waiting += [top for path in files for top in _list_imports(path)]
                 break
     return dict(sorted(by_path.items()))
 
@@ -122,7 +122,7 @@ def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
     return dict(sorted(by_name.items()))
 
 
-def _files_of(folder: Path, name: str, namespace: bool) -> list[Path]:
+def _list_module_files(folder: Path, name: str, namespace: bool) -> list[Path]:
     package, module = folder / name, folder / f"{name}.py"
     if (package / "__init__.py").is_file():
         return sorted(package.rglob("*.py"))
@@ -131,7 +131,7 @@ def _files_of(folder: Path, name: str, namespace: bool) -> list[Path]:
     return sorted(package.rglob("*.py")) if namespace and package.is_dir() else []
 
 
-def _imports_of(path: Path) -> list[str]:
+def _list_imports(path: Path) -> list[str]:
     """Return the top-level modules that a Python file imports, or none if the file is invalid."""
     try:
         tree = ast.parse(path.read_bytes())
@@ -161,12 +161,12 @@ def fingerprint(
     """
     if files := sources(call, folders):
         own = {Path(name).parts[0].removesuffix(".py") for name in files}
-        imported = {name for path in files.values() for name in _imports_of(path)}
+        imported = {name for path in files.values() for name in _list_imports(path)}
         others = sorted(imported - own - RECORDED - sys.stdlib_module_names)
-        versions = {name: _version_of(name) for name in others}
+        versions = {name: _find_version(name) for name in others}
         text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         return {"sha256": digest_of(files), "version": text or None}
-    version, beside = _version_of(top_of(call)), [f"{p} {_version_of(p)}" for p in packages]
+    version, beside = _find_version(top_of(call)), [f"{p} {_find_version(p)}" for p in packages]
     return {"sha256": None, "version": ", ".join([str(version), *beside]) if beside else version}
 
 
@@ -192,7 +192,7 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
     # Jobs also search the working directory.
     folders = [*folders, Path.cwd()]
     file = next((f for f in (folder / f"{top}.py" for folder in folders) if f.is_file()), None)
-    if fault := fault_of_names(call, folders):
+    if fault := shadowing_reason(call, folders):
         return fault
     if file is None or any((folder / top / "__init__.py").is_file() for folder in folders):
         if sources(call, folders) or util.find_spec(top) is not None:
@@ -207,7 +207,7 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
     except ValueError as e:
         return f"{file.name}: {e}"
     name = re.split(r"[.:]", call)[1]
-    if _bound(tree) & {name, "*", "__getattr__", "globals"}:
+    if _list_bound_names(tree) & {name, "*", "__getattr__", "globals"}:
         return None
     defined = [n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
     return (
@@ -215,15 +215,15 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
     )
 
 
-def fault_of_names(call: str, folders: Iterable[Path]) -> str | None:
+def shadowing_reason(call: str, folders: Iterable[Path]) -> str | None:
     """Return a message if a file of a call has the name of an installed module, else None."""
     for name in dict.fromkeys(path.partition("/")[0] for path in sources(call, folders)):
-        if _is_installed(name.removesuffix(".py")):
+        if _is_installed_module(name.removesuffix(".py")):
             return f"{name} hides the installed module of the same name; rename it"
     return None
 
 
-def _is_installed(name: str) -> bool:
+def _is_installed_module(name: str) -> bool:
     """Return whether Python or an installed package has a module with a name."""
     if name in sys.stdlib_module_names:
         return True
@@ -232,7 +232,7 @@ def _is_installed(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _bound(tree: ast.Module) -> set[str]:
+def _list_bound_names(tree: ast.Module) -> set[str]:
     """Return all names that a file binds or uses, and `*` for a star import."""
     names = set()
     for node in ast.walk(tree):
@@ -246,7 +246,7 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 @cache
-def _version_of(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     from importlib import metadata  # takes as long as all other imports of this file
 
     try:
@@ -293,12 +293,12 @@ def import_name(own: Called, path: str) -> Any:
             sys.path.insert(0, str(folder))
     module, colon, name = path.partition(":")
     known, names = (module, name.split(".")) if colon else (top_of(path), path.split(".")[1:])
-    target: Any = _imported_module(own, known)
+    target: Any = _import_module(own, known)
     for name in names:
         if not hasattr(target, name) and isinstance(target, ModuleType):
             inner = f"{target.__name__}.{name}"
             if hasattr(target, "__path__") and util.find_spec(inner) is not None:
-                target = _imported_module(own, inner)
+                target = _import_module(own, inner)
                 continue
         if not hasattr(target, name):
             raise ModelError(
@@ -308,7 +308,7 @@ def import_name(own: Called, path: str) -> Any:
     return target
 
 
-def _imported_module(own: Called, name: str) -> ModuleType:
+def _import_module(own: Called, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as e:
@@ -336,10 +336,10 @@ def error_text(e: BaseException) -> str:
     """Return an exception as one line of text, with its place in the user's code."""
     lines = str(e).strip().splitlines()
     text = f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
-    return text + _place_of(e)
+    return text + _describe_place(e)
 
 
-def _place_of(e: BaseException) -> str:
+def _describe_place(e: BaseException) -> str:
     """Return the last file and line of the user's code in a traceback, as text.
 
     Without such a line, it is that of an installed package other than PyTorch.

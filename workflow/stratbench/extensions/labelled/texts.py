@@ -16,9 +16,9 @@ from stratbench.workload.data.own_files import (
     Labelled,
     divided,
     open_tokenizer,
+    read_tokens,
     split_text,
     text_of,
-    tokens_of_files,
 )
 from stratbench.workload.data.sources import DataError, Source, Split
 
@@ -36,7 +36,7 @@ FILLS, HIDES = ("[PAD]", "<pad>"), ("[MASK]", "<mask>")
 _CHUNK = 1024
 
 
-def masked_text_files(
+def read_masked_text_files(
     name: str,
     files: Sequence[Path],
     tokenizer: Path | None,
@@ -56,9 +56,9 @@ def masked_text_files(
         test_share: Fraction of the tokens, at the end, for the test set.
         seed: Seed of the places of hidden tokens.
     """
-    tokens, size = tokens_of_files(name, files, tokenizer)
+    tokens, size = read_tokens(name, files, tokenizer)
     opened = open_tokenizer(name, tokenizer) if tokenizer else None
-    hides = special_token(opened, HIDES, size)
+    hides = find_special_token(opened, HIDES, size)
     parts = split_text(name, tokens, size, sequence, test_share)
 
     def split(part: np.ndarray, stream: int) -> Split:
@@ -75,7 +75,7 @@ def masked_text_files(
     return Source(split(parts[0], 1), split(parts[1], 2), []), max(size, hides + 1)
 
 
-def special_token(tokenizer: Any, names: Sequence[str], size: int) -> int:
+def find_special_token(tokenizer: Any, names: Sequence[str], size: int) -> int:
     """Return a tokenizer's token with one of some names, or `size`, a new token, if it has none."""
     known = (tokenizer.token_to_id(name) for name in names) if tokenizer else ()
     return next((number for number in known if number is not None), size)
@@ -110,14 +110,14 @@ def labelled_texts(
         seed: Seed of the division.
     """
     columns = (text_column, label_column)
-    of_test = _texts_by_label(name, [test], columns) if test else None
-    by_label = _texts_by_label(name, files, columns), of_test
+    of_test = _read_texts_by_label(name, [test], columns) if test else None
+    by_label = _read_texts_by_label(name, files, columns), of_test
     train, test_set, classes = divided(name, by_label, TEXTS, test_share, seed)
     opened = open_tokenizer(name, tokenizer) if tokenizer else None
     tokens = BYTES
     if opened:
         size = opened.get_vocab_size()
-        fills = special_token(opened, FILLS, size)
+        fills = find_special_token(opened, FILLS, size)
         tokens = max(size, fills + 1)
         opened.enable_truncation(sequence)
         opened.enable_padding(length=sequence, pad_id=fills)
@@ -128,12 +128,12 @@ def labelled_texts(
         )
 
     def split(texts: Labelled) -> Split:
-        return Split(len(texts), _text_chunks(opened, texts, sequence))
+        return Split(len(texts), _iter_text_chunks(opened, texts, sequence))
 
     return Source(split(train), split(test_set), []), classes
 
 
-def _text_chunks(
+def _iter_text_chunks(
     tokenizer: Any, texts: Labelled, sequence: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     import numpy as np
@@ -148,7 +148,7 @@ def _text_chunks(
         yield np.array(rows, np.int64), np.array(labels)
 
 
-def _texts_by_label(name: str, files: Sequence[Path], columns: tuple[str, str]) -> ByClass:
+def _read_texts_by_label(name: str, files: Sequence[Path], columns: tuple[str, str]) -> ByClass:
     by_label: ByClass = {}
     for path in files:
         for text, label in rows_of(name, path, columns):
@@ -167,7 +167,7 @@ def rows_of(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ..
     Raises:
         DataError: If the file is neither CSV nor JSON Lines, or if a column or a value is missing.
     """
-    read = _json_rows if path.suffix in (".jsonl", ".ndjson") else _csv_rows
+    read = _iter_json_rows if path.suffix in (".jsonl", ".ndjson") else _iter_csv_rows
     rows = []
     for line, row in read(name, path):
         for column in columns:
@@ -189,14 +189,14 @@ def rows_of(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ..
     return rows
 
 
-def _lines_of(name: str, path: Path) -> io.StringIO:
+def _open_lines(name: str, path: Path) -> io.StringIO:
     """Return a table file's lines, without the byte-order mark that spreadsheets write."""
     return io.StringIO(text_of(name, path).removeprefix("\ufeff"), newline="")
 
 
-def _csv_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _iter_csv_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     csv.field_size_limit(1 << 30)  # a text may be longer than the default limit of 128 KiB
-    reader = csv.DictReader(_lines_of(name, path), strict=True)
+    reader = csv.DictReader(_open_lines(name, path), strict=True)
     try:
         for row in reader:
             yield reader.line_num, row
@@ -206,8 +206,8 @@ def _csv_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         ) from error
 
 
-def _json_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for line, text in enumerate(_lines_of(name, path), 1):
+def _iter_json_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line, text in enumerate(_open_lines(name, path), 1):
         if not text.strip():
             continue
         try:
@@ -230,7 +230,7 @@ def _find_fault(values: Mapping[str, Any]) -> str | None:
 
 
 MASKED = FileKind(
-    masked_text_files,
+    read_masked_text_files,
     {"sequence": 64, "test_share": 0.1, "seed": 0},
     more_files=("tokenizer",),
     task="masked-token",

@@ -12,9 +12,9 @@ from stratbench.workload.data.kinds import FileKind, Samples
 from stratbench.workload.data.own_files import (
     ByClass,
     Labelled,
-    class_folders,
     divided,
     files_of,
+    list_class_folders,
 )
 from stratbench.workload.data.sources import DataError, Source, Split
 
@@ -27,7 +27,7 @@ COLUMNS = ("file", "label")
 _CHUNK = 64
 
 
-def waveform_folder(
+def read_waveform_folder(
     name: str, folder: Path, labels: Path | None, length: int, test_share: float, seed: int
 ) -> tuple[Source, int]:
     """Return the waveforms of a folder, and the number of classes.
@@ -43,11 +43,11 @@ def waveform_folder(
         test_share: Share of each class for the test set, if there is none.
         seed: Seed of the division.
     """
-    by_label = (_by_label(name, folder, labels), None) if labels else None
-    by_class = by_label or class_folders(name, folder, WAVEFORMS)
+    by_label = (_list_files_by_label(name, folder, labels), None) if labels else None
+    by_class = by_label or list_class_folders(name, folder, WAVEFORMS)
     train, test, classes = divided(name, by_class, WAVEFORMS, test_share, seed)
     first = train[0][0]
-    with _opened(name, first) as file:
+    with _open_wave(name, first) as file:
         rate = file.getframerate()
 
     def chunks(files: Labelled) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -55,14 +55,14 @@ def waveform_folder(
 
         for start in range(0, len(files), _CHUNK):
             part = files[start : start + _CHUNK]
-            values = [_values(name, path, length, rate, first) for path, _ in part]
+            values = [_read_values(name, path, length, rate, first) for path, _ in part]
             yield np.stack(values)[:, None], np.array([label for _, label in part])
 
     splits = Split(len(train), chunks(train)), Split(len(test), chunks(test))
     return Source(*splits, []), classes
 
 
-def _by_label(name: str, folder: Path, labels: Path) -> ByClass:
+def _list_files_by_label(name: str, folder: Path, labels: Path) -> ByClass:
     """Return the files of each label, as a table states them."""
     files: dict[str, Path] = dict(files_of([folder], WAVEFORMS))
     by_label: ByClass = {}
@@ -76,7 +76,7 @@ def _by_label(name: str, folder: Path, labels: Path) -> ByClass:
     return by_label
 
 
-def _opened(name: str, path: Path) -> wave.Wave_read:
+def _open_wave(name: str, path: Path) -> wave.Wave_read:
     try:
         return wave.open(str(path), "rb")
     except (OSError, wave.Error, EOFError) as error:
@@ -86,7 +86,7 @@ def _opened(name: str, path: Path) -> wave.Wave_read:
         ) from error
 
 
-def _values(name: str, path: Path, length: int, rate: int, first: Path) -> np.ndarray:
+def _read_values(name: str, path: Path, length: int, rate: int, first: Path) -> np.ndarray:
     """Return the first values of a waveform, from -1 to 1, as float32 [length].
 
     Args:
@@ -98,7 +98,7 @@ def _values(name: str, path: Path, length: int, rate: int, first: Path) -> np.nd
     """
     import numpy as np
 
-    with _opened(name, path) as file:
+    with _open_wave(name, path) as file:
         channels, width, own_rate, frames, *_ = file.getparams()
         if width != 2:
             raise DataError(
@@ -122,7 +122,7 @@ def _values(name: str, path: Path, length: int, rate: int, first: Path) -> np.nd
 
 
 KIND = FileKind(
-    waveform_folder,
+    read_waveform_folder,
     {"length": 16000, "test_share": 0.1, "seed": 0},
     more_files=("labels",),
     samples=WAVEFORMS,

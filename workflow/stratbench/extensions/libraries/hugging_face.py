@@ -89,7 +89,7 @@ def network(
             number = values.get(key, getattr(kind, key, None))
             if type(number) is int and number >= tokens:
                 values[key] = None
-    if labels := _labels(cls, vocab_size, num_classes):
+    if labels := _count_labels(cls, vocab_size, num_classes):
         values = {"num_labels": labels} | values
     if image_size is not None:
         values = {"image_size": image_size, "num_channels": in_channels} | values
@@ -99,9 +99,9 @@ def network(
         {key: v for key, v in values.items() if key not in ("dtype", "torch_dtype")}
     )
     data = "texts" if vocab_size else "images" if image_size else "waveforms"
-    _check_kind(kind, data)
+    _check_data_kind(kind, data)
     if vocab_size is not None:
-        _suit_text(made, values, vocab_size, sequence)
+        _adapt_to_text(made, values, vocab_size, sequence)
     if not issubclass(cls, PreTrainedModel):
         if kind not in cls._model_mapping:
             raise Unsuitable(
@@ -114,7 +114,7 @@ def network(
             f"the data set has {data}, but {cls.__name__} takes {wanted or 'other data'}; use another class"
         )
     made.use_cache = False  # the cache is for generation, which a training does not need
-    drawn = cls(made) if weights is None else _with_weights(cls, made, weights)
+    drawn = cls(made) if weights is None else _load_weights(cls, made, weights)
     if lora is not None:
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -131,12 +131,12 @@ _INPUTS = {
 }
 
 
-def _labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
+def _count_labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
     """Return the number of labels that the head scores per sample, or None if it scores tokens."""
     return num_classes if vocab_size is None or "ForSequence" in cls.__name__ else None
 
 
-def _check_kind(kind: type[PreTrainedConfig], data: str) -> None:
+def _check_data_kind(kind: type[PreTrainedConfig], data: str) -> None:
     """Raise Unsuitable if the data are texts or images, but the config is for other data."""
     for key, wanted in (("vocab_size", "texts"), ("image_size", "images")):
         if data == wanted and not hasattr(kind, key):
@@ -145,7 +145,7 @@ def _check_kind(kind: type[PreTrainedConfig], data: str) -> None:
             )
 
 
-def _suit_text(
+def _adapt_to_text(
     config: PreTrainedConfig, values: Mapping[str, Any], vocab_size: int, sequence: int
 ) -> None:
     """Adapt the config's longest sequence to the text, or raise Unsuitable if the user has set less."""
@@ -164,7 +164,7 @@ def _suit_text(
         setattr(config, key, sequence)
 
 
-def _with_weights(
+def _load_weights(
     cls: type[PreTrainedModel], config: PreTrainedConfig, folder: str
 ) -> PreTrainedModel:
     model, report = cls.from_pretrained(
@@ -235,13 +235,13 @@ def pipeline_modules(built: Scores) -> Plan:
         path, part = f"network.{model.base_model_prefix}.{key}", getattr(base, key)
         if isinstance(part, nn.ModuleList):
             after = tuple(body)[i + 1 :]
-            chain += [(_Layer(key, j, after), (f"{path}.{j}",)) for j in range(len(part))]
+            chain += [(_SingleLayer(key, j, after), (f"{path}.{j}",)) for j in range(len(part))]
         else:
             chain.append(path)
     return (*chain, *(f"network.{key}" for key in head))
 
 
-class _Layer:
+class _SingleLayer:
     """The forward of a model without head and with a single layer, as a piece of a pipeline.
 
     It calls the model itself, which creates masks and positions for its layers.
@@ -255,16 +255,16 @@ class _Layer:
         base = built.network.base_model
         children = get_children(base)
         modules = {key: children[key] for key in (self._layers, *self._after)}
-        layers = [_Same() for _ in modules[self._layers]]
+        layers = [_Identity() for _ in modules[self._layers]]
         layers[self._number] = modules[self._layers][self._number]
-        children |= dict.fromkeys(self._after, _Same()) | {self._layers: nn.ModuleList(layers)}
+        children |= dict.fromkeys(self._after, _Identity()) | {self._layers: nn.ModuleList(layers)}
         try:
             return base(inputs_embeds=x).last_hidden_state
         finally:
             children |= modules
 
 
-class _Same(nn.Module):
+class _Identity(nn.Module):
     """A layer that returns its input, in place of the layers that a piece does not compute."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -133,7 +133,7 @@ class FSDP(Sharded):
             )
         if trial.sparse:
             yield base.sparse_gradient(trial.sparse, "FSDP cannot divide")
-        for label, dtypes in self._dtypes(model, worker):
+        for label, dtypes in self._iter_group_dtypes(model, worker):
             if len(dtypes) > 1:
                 yield (
                     f"{label} has parameters of several dtypes ({', '.join(dtypes)}), which FSDP "
@@ -157,7 +157,7 @@ class FSDP(Sharded):
                 f"out of place, or set reshard_after_forward to never {help_address('gives a view')}"
             )
         if trial.at_times and worker.settings.gradient_accumulation_steps > 1:
-            yield from self._refusals_of_parts(trial.at_times, worker)
+            yield from self._accumulation_refusals(trial.at_times, worker)
         if worker.world_size > 1 and trial.by_chance:
             yield base.by_chance(trial.by_chance)
         elif worker.world_size > 1 and trial.by_data:
@@ -169,7 +169,7 @@ class FSDP(Sharded):
                 "groups; call all modules, and choose with torch.where or a factor of 0 or 1"
             )
 
-    def _refusals_of_parts(self, names: list[str], worker: base.Worker) -> Iterator[str]:
+    def _accumulation_refusals(self, names: list[str], worker: base.Worker) -> Iterator[str]:
         """Yield reasons why gradients cannot be accumulated if `names` get one in some parts only."""
         s, size = worker.settings, worker.world_size
         may_lack = f"{names_text(names)} may get no gradient in some parts of a batch"
@@ -190,7 +190,9 @@ class FSDP(Sharded):
                 "last-part, shard_group_size to all, or gradient_accumulation_steps to 1"
             )
 
-    def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, list[str]]]:
+    def _iter_group_dtypes(
+        self, model: nn.Module, worker: base.Worker
+    ) -> Iterator[tuple[str, list[str]]]:
         """Yield the dtypes of each shard group's parameters, and of parameters in no shard group."""
         left = set(model.parameters())
         for label, modules in worker.wrap_groups:
@@ -245,7 +247,7 @@ class FSDP(Sharded):
         fully_shard(model, **arguments)
         return model
 
-    def _gathered_again(self) -> set[int]:
+    def _regathered_parameter_ids(self) -> set[int]:
         """Return the `id` of each grouped parameter that FSDP2 gathers again for backward.
 
         FSDP2 gathers a group when backward reaches it, and the preceding group at the same time. The trial
@@ -286,7 +288,7 @@ class FSDP(Sharded):
         in_16_bits = self.policy is not None
         norms = [m for m in self.model.modules() if in_16_bits and isinstance(m, BatchNorm)]
         full = {id(p) for m in norms for p in m.parameters()}
-        again = self._gathered_again()
+        again = self._regathered_parameter_ids()
         w, s = self.worker.world_size, self.group_size
         frees = self.options.reshard_after_forward == "always"
         parts = self.worker.settings.gradient_accumulation_steps

@@ -39,9 +39,9 @@ class GroupCalls:
         for i, (_, modules) in enumerate(groups, 1):
             for module in modules:
                 # The call is noted before the group is gathered, which may hang.
-                module.register_forward_pre_hook(partial(self._note, i), prepend=True)
+                module.register_forward_pre_hook(partial(self._note_call, i), prepend=True)
 
-    def _note(self, group: int, _module: nn.Module, _inputs: Any) -> None:
+    def _note_call(self, group: int, _module: nn.Module, _inputs: Any) -> None:
         self._now = (self._now * 1_000_003 + group) % (2**61 - 1)
         if self._heartbeat is not None:
             self._heartbeat.call(group)
@@ -50,9 +50,9 @@ class GroupCalls:
         self.steps.append(self._now)
         self._now = 0
         if self._heartbeat is not None:
-            self._heartbeat.end_calls()
+            self._heartbeat.forget_calls()
 
-    def first_difference(self, device: torch.device) -> int | None:
+    def find_first_difference(self, device: torch.device) -> int | None:
         """Return the first step in which two workers called different groups, or None if there is none.
 
         Steps count from 1, beginning after the last use of this method. Calls after the last step count as
@@ -108,14 +108,14 @@ class Sharded(base.Collective):
         if self.calls is None:
             return
         steps = len(self.calls.steps)
-        step = self.calls.first_difference(self.worker.device)
+        step = self.calls.find_first_difference(self.worker.device)
         if step is None:
             return
         where = f"step {step}" if step <= steps else "the evaluation"
         s = self.worker.settings
         raise Refused(calls_differ(s.model, s.strategy, where))
 
-    def local_tensors(self) -> list[Tensor]:
+    def updated_tensors(self) -> list[Tensor]:
         import torch
 
         from stratbench.telemetry.shards import local_part

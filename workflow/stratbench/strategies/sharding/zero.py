@@ -96,7 +96,7 @@ class ZeRO1(base.Collective):
         if trial.sparse:
             yield base.sparse_gradient(trial.sparse, "has no place in a flat bucket")
         if trial.parted and worker.world_size > 1:
-            yield base.parted(trial.parted)
+            yield base.diverging_replicas_reason(trial.parted)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from stratbench.workload.torch_internals import assign_buckets
@@ -110,10 +110,10 @@ class ZeRO1(base.Collective):
         ]
         for bucket in self.buckets:
             for p in bucket.views:
-                p.register_post_accumulate_grad_hook(partial(self._take_gradient, bucket))
+                p.register_post_accumulate_grad_hook(partial(self._move_gradient_to_bucket, bucket))
         return model
 
-    def local_tensors(self) -> list[Tensor]:
+    def updated_tensors(self) -> list[Tensor]:
         return [bucket.own_weights for bucket in self.buckets]
 
     def kept_tensors(self) -> dict[str, list[Tensor]]:
@@ -125,9 +125,9 @@ class ZeRO1(base.Collective):
 
     def reset(self) -> None:
         super().reset()
-        self._begin_gradients()
+        self._reset_gradients()
 
-    def _begin_gradients(self) -> None:
+    def _reset_gradients(self) -> None:
         self._filled: set[nn.Parameter] = set()
         self._reductions: list[torch.distributed.Work] = []
         self._reduced, self._is_last = 0, not self.adds_again
@@ -138,7 +138,7 @@ class ZeRO1(base.Collective):
         self._is_last = last and not self.adds_again
         return nullcontext()
 
-    def _take_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+    def _move_gradient_to_bucket(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """Add what backward has made to the bucket.
 
         It needs no memory of its own any longer.
@@ -160,13 +160,13 @@ class ZeRO1(base.Collective):
             bucket.missing.discard(parameter)
             # Buckets are reduced in one order, since workers must call the same collectives in one order.
             while self._reduced < len(self.buckets) and not self._next.missing:
-                self._reduce_next()
+                self._reduce_next_bucket()
 
     @property
     def _next(self) -> Bucket:
         return self.buckets[self._reduced]
 
-    def _reduce_next(self) -> None:
+    def _reduce_next_bucket(self) -> None:
         import torch.distributed as dist
 
         bucket, workers = self._next, self.worker.world_size
@@ -182,10 +182,10 @@ class ZeRO1(base.Collective):
         while self._reduced < len(self.buckets):
             for parameter in self._next.missing - self._filled:  # no gradient in this step
                 self._next.views[parameter].zero_()
-            self._reduce_next()
+            self._reduce_next_bucket()
         for reduction in self._reductions:
             reduction.wait()
-        self._begin_gradients()
+        self._reset_gradients()
         for bucket in self.buckets:
             bucket.own_weights.grad = bucket.own_grads
 
@@ -193,7 +193,7 @@ class ZeRO1(base.Collective):
         return base.norm_of_parts(super().gradient_norm(), self.worker.world_size)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        self._share_buffers()
+        self._broadcast_buffers()
         loss = super().step(x, y)
         self._gather_weights()
         return loss
@@ -207,7 +207,7 @@ class ZeRO1(base.Collective):
         for bucket in self.buckets:  # one bucket at a time, since gloo copies the gathered tensor
             gather(bucket.weights, bucket.own_weights)
 
-    def _share_buffers(self) -> None:
+    def _broadcast_buffers(self) -> None:
         """Set the buffers of all workers to those of rank 0, by one broadcast per dtype."""
         import torch
         import torch.distributed as dist
@@ -234,7 +234,7 @@ class ZeRO1(base.Collective):
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         # This overwrites the other ranks' statistics, as the next step would.
-        self._share_buffers()
+        self._broadcast_buffers()
         with super().evaluating() as model:
             yield model
 

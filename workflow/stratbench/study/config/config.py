@@ -23,7 +23,7 @@ from stratbench.strategies import (
 from stratbench.study.config.consistency import check_experiment
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import extension_values
+from stratbench.study.config.schema import collect_extension_values
 from stratbench.study.config.validation import validate
 from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.workload import tasks, users_code
@@ -58,7 +58,7 @@ class Study:
         self._data = DataSets(config)
         self.experiments = {}
         for key, values in self._study["experiments"].items():
-            matrix = self._matrix(key, values)
+            matrix = self._build_expand_arguments(key, values)
             self.experiments[key] = Experiment(key, values, matrix, tuple(expand(**matrix)))
 
     @property
@@ -93,21 +93,21 @@ class Study:
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]
         options = resolved_options(base, set_options, cell.gpus) | self.own_files(cell.strategy)
-        data = self._data.by_identity(cell.dataset)
+        data = self._data.describe_by_identity(cell.dataset)
         return Settings(
             strategy=base,
             options=options,
             model=cell.model,
             dataset=cell.dataset,
             gpus=cell.gpus,
-            seed=cell_seed(self.seed, cell.model, cell.repeat),
-            own_model=self._own_model_on(cell.model, data),
+            seed=compute_cell_seed(self.seed, cell.model, cell.repeat),
+            own_model=self._own_model_for(cell.model, data),
             task=data.task,
             data_spec=self._data.identity(cell.dataset),
             own_task=self.own_task(values["task"]),
             global_batch=batch,
             per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
-            more=extension_values("experiment", values, values),
+            more=collect_extension_values("experiment", values, values),
             **{key: values[key] for key in GIVEN},
         )
 
@@ -134,9 +134,9 @@ class Study:
 
         It has the model's call, its sharding and the fingerprint of its code.
         """
-        return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
+        return self._add_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
 
-    def _own_model_on(self, name: str, data: Dataset) -> dict[str, Any] | None:
+    def _own_model_for(self, name: str, data: Dataset) -> dict[str, Any] | None:
         """Return the specification of a user's model, with the size of the data set's vocabulary.
 
         The vocabulary is added only where it differs from the number of classes.
@@ -151,7 +151,7 @@ class Study:
         """
         if name is None or name in tasks.TASKS:
             return None
-        return self._with_fingerprint(f"task {name}", {"call": name})
+        return self._add_fingerprint(f"task {name}", {"call": name})
 
     def own_files(self, strategy: str) -> dict[str, Any]:
         """Return `{"sha256": ...}` of the user's files that a strategy's options name.
@@ -165,7 +165,7 @@ class Study:
             self._own_code[key] = {"sha256": users_code.digest_of(files)} if files else None
         return self._own_code[key] or {}
 
-    def _with_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _add_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         if key not in self._own_code:
             self._own_code[key] = spec and spec | users_code.fingerprint(
                 spec["call"], self._folders, library_of(spec["call"]).packages_beside(spec)
@@ -230,7 +230,11 @@ class Study:
         `Study` can read it.
         """
         experiments = {
-            name: {key: e.values[key] for key in e.values if key not in self._apart(e.values)}
+            name: {
+                key: e.values[key]
+                for key in e.values
+                if key not in self._list_keys_without_effect(e.values)
+            }
             for name, e in self.experiments.items()
         }
         study = {key: value for key, value in self._study.items() if key != "description"}
@@ -238,13 +242,13 @@ class Study:
         return trained | self._own if self.own_code() or self.own_data() else trained
 
     @staticmethod
-    def _apart(values: Mapping[str, Any]) -> set[str]:
+    def _list_keys_without_effect(values: Mapping[str, Any]) -> set[str]:
         """Return the keys of an experiment that do not affect its training.
 
         `target_score` is one of them, unless an extension's keys make a training end at this score.
         """
         without = {**values, "target_score": None}
-        own, other = (extension_values("experiment", v, v) for v in (values, without))
+        own, other = (collect_extension_values("experiment", v, v) for v in (values, without))
         return {"time_limit_s"} | ({"target_score"} if own == other else set())
 
     def target_scores(self) -> dict[str, float]:
@@ -252,7 +256,7 @@ class Study:
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}
 
-    def _matrix(self, experiment: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _build_expand_arguments(self, experiment: str, values: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "study": self.name,
             "experiment": experiment,
@@ -267,7 +271,7 @@ class Study:
         }
 
 
-def cell_seed(study_seed: int, model: str, repeat: int) -> int:
+def compute_cell_seed(study_seed: int, model: str, repeat: int) -> int:
     """Return the random seed of a cell, which is the same for every strategy and worker count.
 
     Args:

@@ -16,7 +16,7 @@ from stratbench.cell.text.words import counted, repr_of
 from stratbench.strategies import REGISTRY, mesh_of, strategy_class
 from stratbench.strategies.mesh import Mesh
 from stratbench.study.config.messages import ConfigError, did_you_mean, wrong_value_message
-from stratbench.study.config.schema import read_as
+from stratbench.study.config.schema import parse_text_as
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.datasets import DATASETS
@@ -45,7 +45,7 @@ def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
         kinds = get_type_hints(options)
         for key in variant.keys() & set(allowed):
             if isinstance(variant[key], str):
-                variant[key] = read_as(variant[key], {*json_types(kinds[key])} - {"string"})
+                variant[key] = parse_text_as(variant[key], {*json_types(kinds[key])} - {"string"})
         set_options = {k: v for k, v in variant.items() if k not in ("strategy", "settings")}
         for key in (unknown := [key for key in set_options if key not in allowed]):
             yield (
@@ -113,7 +113,7 @@ def check_models(config: Mapping[str, Any]) -> None:
             )
     folders = [Path(folder).expanduser() for folder in config["code"]]
     for name, spec in config["models"].items():
-        if fault := users_code.fault_of_names(spec["call"], folders):
+        if fault := users_code.shadowing_reason(spec["call"], folders):
             raise ConfigError(f"config: models.{name}.call = {repr_of(spec['call'])}: {fault}")
 
 
@@ -180,26 +180,31 @@ def check_experiment(
         dataset = facts(block["dataset"])
     except DataError as e:
         raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
-    for changed, each in _by_own_settings(block, study):
+    for changed, each in _iter_settings_groups(block, study):
         # The chain is lazy: a check may rely on the earlier checks having found nothing.
         faults = chain(
-            _task_faults(each, dataset),
-            _optimizer_faults(each),
-            _batch_faults(each, study, dataset),
-            _all_at_once(
+            _iter_task_faults(each, dataset),
+            _iter_optimizer_faults(each),
+            _iter_batch_faults(each, study, dataset),
+            _join_independent_faults(
                 where,
-                _strategy_faults(each, study, config["models"], config["cluster"]["gpus_per_node"]),
+                _iter_strategy_faults(
+                    each, study, config["models"], config["cluster"]["gpus_per_node"]
+                ),
             ),
-            _model_faults(each, dataset, config["models"]),
-            _slowdown_faults(each),
-            *(_all_at_once(where, keys.faults(each, study)) for _, keys in keys_of("experiment")),
+            _iter_model_faults(each, dataset, config["models"]),
+            _iter_slowdown_faults(each),
+            *(
+                _join_independent_faults(where, keys.faults(each, study))
+                for _, keys in keys_of("experiment")
+            ),
         )
         for fault in faults:
             source = f" (with the settings of {', '.join(each['strategies'])})" if changed else ""
             raise ConfigError(f"config: {where}{fault}{source}")
 
 
-def _by_own_settings(
+def _iter_settings_groups(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield each set of settings that variants change, and the experiment with these variants alone."""
@@ -212,7 +217,7 @@ def _by_own_settings(
         yield changed, {**block, **changed, "strategies": each}
 
 
-def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
+def _iter_task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
     name, target = block["task"], block["target_score"]
     natural = dataset.shape and (dataset.task or tasks.natural_task(dataset.shape))
     if name is not None and (fault := tasks.fault_of_task(name, natural)):
@@ -222,7 +227,7 @@ def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
     if (block["epochs"] is None) == (block["steps"] is None):
         yield (
             ": give either epochs or steps (which measures time and memory, without a score), and not both; "
-            f"given: {_given(block, 'epochs', 'steps')}"
+            f"given: {_format_given_keys(block, 'epochs', 'steps')}"
         )
     if target is None:
         return
@@ -250,13 +255,13 @@ def check_tolerances(config: Mapping[str, Any]) -> None:
             )
 
 
-def _all_at_once(where: str, faults: Iterator[str]) -> Iterator[str]:
+def _join_independent_faults(where: str, faults: Iterator[str]) -> Iterator[str]:
     """Yield independent messages as one, so that all unsupported strategies are reported together."""
     if each := list(dict.fromkeys(faults)):
         yield f"\nconfig: {where}".join(each)
 
 
-def settle_optimizer(block: dict[str, Any]) -> None:
+def fill_adamw_defaults(block: dict[str, Any]) -> None:
     """Set AdamW's momentum to 0, and its betas and eps to torch's defaults, where they are not set.
 
     It must run before the config's defaults are filled in.
@@ -267,7 +272,7 @@ def settle_optimizer(block: dict[str, Any]) -> None:
                 block[key] = value
 
 
-def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
+def _iter_optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
     if block["optimizer"] == "adamw":
         for key in ("momentum", "nesterov"):
             if block[key]:
@@ -296,7 +301,7 @@ def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
         yield ".nesterov = true: needs momentum > 0; set momentum, or remove nesterov"
 
 
-def _given(block: Mapping[str, Any], *keys: str) -> str:
+def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
     """Return those of `keys` that have a value, as `key = value`, or `neither`."""
     values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
     return ", ".join(values) or "neither"
@@ -312,30 +317,30 @@ def strategies_of(
         yield name, base, asdict(strategy_class(base).Options(**variant))
 
 
-def _meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
+def _list_meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
     """Return the meshes of the experiment's strategies with `n` workers.
 
     Strategies that cannot use `n` workers are left out.
     """
     meshes = set()
     for _, base, options in strategies_of(block, study):
-        with suppress(ValueError):  # reported by `_strategy_faults`
+        with suppress(ValueError):  # reported by `_iter_strategy_faults`
             meshes.add(mesh_of(base, options, n))
     return meshes
 
 
-def _batch_faults(
+def _iter_batch_faults(
     block: Mapping[str, Any], study: Mapping[str, Any], dataset: Dataset
 ) -> Iterator[str]:
     batch, weak = block.get("global_batch"), block.get("per_worker_batch")
     if (batch is None) == (weak is None):
         yield (
             ": give either global_batch (split over the workers) or per_worker_batch, and not both; "
-            f"given: {_given(block, 'global_batch', 'per_worker_batch')}"
+            f"given: {_format_given_keys(block, 'global_batch', 'per_worker_batch')}"
         )
         return
     key, value = ("global_batch", batch) if batch else ("per_worker_batch", weak)
-    divided = {(n, mesh.replicas) for n in block["gpus"] for mesh in _meshes(block, study, n)}
+    divided = {(n, mesh.replicas) for n in block["gpus"] for mesh in _list_meshes(block, study, n)}
     for n, copies in sorted(divided, key=lambda pair: (block["gpus"].index(pair[0]), -pair[1])):
         workers = counted(n, "worker")
         if copies < n:
@@ -378,7 +383,7 @@ def _batch_faults(
             )
 
 
-def _strategy_faults(
+def _iter_strategy_faults(
     block: Mapping[str, Any],
     study: Mapping[str, Any],
     set_options: Mapping[str, Any],
@@ -412,7 +417,7 @@ def _strategy_faults(
             yield f"{reason}; remove {name} from strategies, or give it an experiment of its own"
 
 
-def _model_faults(
+def _iter_model_faults(
     block: Mapping[str, Any], dataset: Dataset, entry: Mapping[str, Any]
 ) -> Iterator[str]:
     for name in block["models"]:
@@ -423,7 +428,7 @@ def _model_faults(
                 "label; use a model for text-classification"
             )
             continue
-        if spec and (fault := _head_fault(spec["call"], block, dataset)):
+        if spec and (fault := _wrong_head_reason(spec["call"], block, dataset)):
             yield f".models = {name!r}: {fault}"
             continue
         try:
@@ -433,9 +438,9 @@ def _model_faults(
                 continue
             shape = models.input_shape(model, dataset.shape)
             if spec:
-                facts = own.facts_of_data(dataset.classes, shape, dataset.vocabulary)
+                facts = own.compute_data_values(dataset.classes, shape, dataset.vocabulary)
                 try:
-                    own.with_facts(spec["kwargs"], facts)
+                    own.fill_data_values(spec["kwargs"], facts)
                 except ValueError as e:
                     raise ValueError(f"models.{name}.kwargs: {e}") from e
         except ValueError as e:
@@ -458,7 +463,7 @@ def _model_faults(
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 
 
-def _head_fault(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | None:
+def _wrong_head_reason(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | None:
     """Return a message if the head of a transformers class is for another task, else None.
 
     Args:
@@ -476,7 +481,7 @@ def _head_fault(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | 
     )
 
 
-def _slowdown_faults(block: Mapping[str, Any]) -> Iterator[str]:
+def _iter_slowdown_faults(block: Mapping[str, Any]) -> Iterator[str]:
     slowdown = block["slowdown"]
     if slowdown is None:
         return

@@ -40,11 +40,11 @@ class DataSets:
             self._identities[name] = identity
         return self._identities[name]
 
-    def as_configured(self, name: str) -> Dataset:
+    def describe_by_config(self, name: str) -> Dataset:
         """Return the metadata of a data set that follows from the config alone."""
         return describe(name, self._specs.get(name))
 
-    def by_identity(self, name: str) -> Dataset:
+    def describe_by_identity(self, name: str) -> Dataset:
         """Return the metadata of a data set that follows from its identity alone."""
         return describe(name, self.identity(name))
 
@@ -53,6 +53,6 @@ class DataSets:
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
             if is_own(spec):
-                meta = own_data.prepared_facts(self._folder / name, self.identity(name))
+                meta = own_data.read_prepared_meta(self._folder / name, self.identity(name))
             self._facts[name] = describe(name, spec, meta)
         return self._facts[name]

@@ -27,7 +27,7 @@ def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str
     return f"config: {where} = {repr_of(value)}: {what}.{did_you_mean(value, allowed)} {listed}"
 
 
-def told_at_once(messages: Iterable[str]) -> str:
+def join_messages(messages: Iterable[str]) -> str:
     """Join messages about independent mistakes, one line each, without repeated lists of allowed values."""
     lines = list(dict.fromkeys(messages))
     lists = [line.partition(" Allowed: ")[2] for line in lines]

@@ -17,8 +17,8 @@ from stratbench.cell.text.words import repr_of
 from stratbench.study.config.messages import (
     ConfigError,
     did_you_mean,
+    join_messages,
     place_of,
-    told_at_once,
     wrong_value_message,
 )
 from stratbench.study.config.removed_keys import removed_key_reason
@@ -83,11 +83,11 @@ def typed(value: Any, rule: Mapping[str, Any]) -> Any:
         return next((allowed for allowed in rule["enum"] if str(allowed) == value), value)
     if isinstance(value, str) and "type" in rule:
         types = [rule["type"]] if isinstance(rule["type"], str) else rule["type"]
-        return read_as(value, types)
+        return parse_text_as(value, types)
     return value
 
 
-def read_as(text: str, types: Iterable[str]) -> Any:
+def parse_text_as(text: str, types: Iterable[str]) -> Any:
     """Parse a text as one of the JSON types `types`; return it unchanged if that fails."""
     if "null" in types and text in ("null", "~"):
         return None
@@ -108,7 +108,7 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 @cache
-def _validator():
+def _make_validator():
     import jsonschema
 
     # The standard takes 2.0 for an integer and infinity for a number.
@@ -119,21 +119,21 @@ def _validator():
 
 def check_structure(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for all values that the schema does not allow, sorted by nesting depth."""
-    _refuse(_validator().iter_errors(config))
+    _raise_for_errors(_make_validator().iter_errors(config))
 
 
-def _refuse(faults: Iterable[Any]) -> None:
+def _raise_for_errors(faults: Iterable[Any]) -> None:
     """Raise ConfigError with a line for each unknown or missing key and each wrong value."""
     lines: dict[Any, str] = {}
     for fault in sorted(faults, key=lambda e: (len(e.path), str(e.path))):
-        for key in _keys_of(fault):
+        for key in _list_wrong_keys(fault):
             # The first of several errors on one value is enough.
-            lines.setdefault((*fault.absolute_path, key), _explain(fault, key))
+            lines.setdefault((*fault.absolute_path, key), _explain_schema_error(fault, key))
     if lines:
-        raise ConfigError(told_at_once(lines.values()))
+        raise ConfigError(join_messages(lines.values()))
 
 
-def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Fill in the schema's defaults of missing keys, in place, and return the config."""
 
     def fill(block: dict[str, Any], properties: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def extension_values(
+def collect_extension_values(
     place: str, block: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Return the values of extensions' keys in a block that differ from their defaults, by extension.
@@ -185,7 +185,7 @@ def constraints_of(config: Mapping[str, Any]) -> dict[str, Any]:
     constraints = {key: value for key, value in decide.items() if key not in added}
     # A peak fits with the same reserve as in the plan.
     constraints["memory_margin"] = config["cluster"]["memory_margin"]
-    return constraints | {"more": extension_values("decide", decide, config)}
+    return constraints | {"more": collect_extension_values("decide", decide, config)}
 
 
 def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -201,7 +201,7 @@ def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) 
         f"config: {where}{f}" for _, keys in keys_of(place) for f in keys.faults(block, config)
     ]
     if faults:
-        raise ConfigError(told_at_once(faults))
+        raise ConfigError(join_messages(faults))
 
 
 def checked_block(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,8 +211,10 @@ def checked_block(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: If the block has a mistake.
     """
     alone = typed({name: block}, schema())
-    faults = [e for e in _validator().iter_errors(alone) if list(e.absolute_path)[:1] == [name]]
-    _refuse(faults)
+    faults = [
+        e for e in _make_validator().iter_errors(alone) if list(e.absolute_path)[:1] == [name]
+    ]
+    _raise_for_errors(faults)
     properties = schema()["properties"][name].get("properties", {})
     defaults = {key: rule["default"] for key, rule in properties.items() if "default" in rule}
     return defaults | alone[name]
@@ -226,7 +228,7 @@ _BOUNDS = {
 }
 
 
-def _keys_of(fault: Any) -> list[str | None]:
+def _list_wrong_keys(fault: Any) -> list[str | None]:
     """Return the unknown or missing keys of a schema error, or `[None]` for a wrong value."""
     value, rule = fault.instance, fault.validator_value
     match fault.validator:
@@ -237,7 +239,7 @@ def _keys_of(fault: Any) -> list[str | None]:
     return [None]
 
 
-def _explain(fault: Any, key: str | None) -> str:
+def _explain_schema_error(fault: Any, key: str | None) -> str:
     """Return a sentence that explains a schema error.
 
     `key` is the unknown or missing key, if that is the error.

@@ -15,20 +15,20 @@ from stratbench.study.config.consistency import (
     check_models,
     check_name_lengths,
     check_tolerances,
+    fill_adamw_defaults,
     iter_name_faults,
     iter_variant_faults,
-    settle_optimizer,
 )
 from stratbench.study.config.data_sets import DataSets
-from stratbench.study.config.messages import ConfigError, told_at_once, wrong_value_message
+from stratbench.study.config.messages import ConfigError, join_messages, wrong_value_message
 from stratbench.study.config.schema import (
     check_keys,
     check_structure,
+    fill_schema_defaults,
     schema,
     typed,
-    with_defaults,
 )
-from stratbench.study.config.yaml_traps import check_plain
+from stratbench.study.config.yaml_traps import check_value_types
 from stratbench.workload.data.datasets import DATASETS, describe
 
 
@@ -40,16 +40,16 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             are none, for the first contradiction in each experiment.
     """
     raw = typed(raw, schema())
-    check_plain(raw, ())
+    check_value_types(raw, ())
     check_structure(raw)
     config = json.loads(json.dumps(raw))
     for values in config["studies"].values():
         for block in values["experiments"].values():
-            settle_optimizer(block)
-    with_defaults(config)
-    config["results"] = _folder("results", config["results"])
+            fill_adamw_defaults(block)
+    fill_schema_defaults(config)
+    config["results"] = _normalise_folder("results", config["results"])
     if unknown := list(_iter_unknown_names(config)):
-        raise ConfigError(told_at_once(unknown))
+        raise ConfigError(join_messages(unknown))
     if config["cluster"]["skip_infeasible"] and config["cluster"]["gpu"] is None:
         raise ConfigError(
             "config: cluster.skip_infeasible = true: needs cluster.gpu, the GPU whose memory cells must fit; "
@@ -79,14 +79,14 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
         for experiment, block in values["experiments"].items():
             where = f"studies.{study}.experiments.{experiment}"
             # The data files of studies that do not run now are not read.
-            facts = known.facts if study == config["study"] else known.as_configured
+            facts = known.facts if study == config["study"] else known.describe_by_config
             try:
                 check_experiment(where, block, values, config, facts)
                 check_name_lengths(study, experiment, block)
             except ConfigError as e:
                 wrong.append(str(e))
     if wrong:
-        raise ConfigError(told_at_once(wrong))
+        raise ConfigError(join_messages(wrong))
     return config
 
 
@@ -101,7 +101,7 @@ def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
             yield from iter_name_faults(where, block, values, config)
 
 
-def _folder(key: str, path: str) -> str:
+def _normalise_folder(key: str, path: str) -> str:
     """Return a folder's path as all rules write it: without `~`, `./`, `//` and a final slash.
 
     Raises:

@@ -60,7 +60,7 @@ def check_duplicate_keys(path: str | Path) -> None:
         walk(root, "")
 
 
-def check_plain(value: Any, path: tuple[str | int, ...]) -> None:
+def check_value_types(value: Any, path: tuple[str | int, ...]) -> None:
     """Raise ConfigError for values that the schema cannot reject: NaN, dates, keys that are not text."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -71,10 +71,10 @@ def check_plain(value: Any, path: tuple[str | int, ...]) -> None:
                     f"{at}: the key {shown} is not text; write it in quotes: '{shown}'"
                 )
             _check_characters(key, path)
-            check_plain(inner, (*path, key))
+            check_value_types(inner, (*path, key))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
-            check_plain(inner, (*path, i))
+            check_value_types(inner, (*path, i))
     elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"config: {place_of(path)} = {value}: must be a finite number")
     elif isinstance(value, str):

@@ -2,7 +2,7 @@
 
 Snakemake's SLURM plugin loses all jobs when one request for their states fails. It fails a cell at once when
 SLURM is busy, waits forever for a preempted job, and reports a cell that ran out of memory as a crash.
-`FollowsJobs` overrides methods that Snakemake's executor interface documents; the plugin does the rest.
+`JobFollower` overrides methods that Snakemake's executor interface documents; the plugin does the rest.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from stratbench.cell.text.help_page import help_address
 from stratbench.cell.text.words import counted
 from stratbench.study.slurm import job_states, submission
 from stratbench.study.slurm.commands import ask_slurm, printed_by
-from stratbench.study.slurm.followed import ENDS, FollowedJob, first_output, signatures_of
+from stratbench.study.slurm.followed import ENDS, FollowedRun, get_first_output, read_signatures
 from stratbench.study.slurm.job_states import JobState
-from stratbench.study.slurm.live_jobs import comment_of, tell
-from stratbench.study.slurm.unstarted_jobs import describe_unstarted
+from stratbench.study.slurm.live_jobs import make_job_comment, tell
+from stratbench.study.slurm.unstarted_jobs import unstarted_reason
 from stratbench.study.slurm.waiting import describe_progress
 from stratbench.study.snakemake_internals import avoid_nodes, extend_executor, fail_silently
 
@@ -39,10 +39,10 @@ PROGRESS_S = 600.0
 OMITTED_S = 30.0
 
 
-class FollowsJobs(RemoteExecutor):
+class JobFollower(RemoteExecutor):
     """Overrides methods of the SLURM plugin's executor, as the first base class of its class."""
 
-    followed: FollowedJob
+    followed: FollowedRun
 
     # ------------------------------------------------------------ submission
 
@@ -52,7 +52,7 @@ class FollowsJobs(RemoteExecutor):
         if f.ends.is_set():
             return
         with f.lock:
-            f.before[job] = signatures_of(job.output)
+            f.before[job] = read_signatures(job.output)
             f.failed.discard(job)
             if f.postponed.waits(now):
                 f.postponed.jobs.append(job)
@@ -63,27 +63,29 @@ class FollowsJobs(RemoteExecutor):
         f = self.followed
         with f.lock:
             f.submitted.add(job_info.external_jobid)
-            f.waiting.cells[job_info.external_jobid] = first_output(job_info.job)
-            f.before.setdefault(job_info.job, signatures_of(job_info.job.output))
-            f.told_at = time.monotonic()
+            f.waiting.cells[job_info.external_jobid] = get_first_output(job_info.job)
+            f.before.setdefault(job_info.job, read_signatures(job_info.job.output))
+            f.told_at_s = time.monotonic()
             if not (job_info.aux or {}).get("adopted"):
                 f.postponed.hurry()
         super().report_job_submission(job_info, register_job=register_job)
 
     def report_job_success(self, job_info: Any) -> None:
-        self._ended(job_info)
+        self._note_end(job_info)
         self.followed.done += 1
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: Any, msg: str | None = None, **kwargs: Any) -> None:
         """Report a failed job, or postpone it if SLURM has rejected it for a temporary reason."""
         f = self.followed
-        if job_info.external_jobid is None and (reason := submission.refusal_by_sbatch(msg or "")):
-            if self._postpone(job_info.job, reason):
+        if job_info.external_jobid is None and (
+            reason := submission.parse_sbatch_refusal(msg or "")
+        ):
+            if self._postpone_if_temporary(job_info.job, reason):
                 return
-            self._ended(job_info)
+            self._note_end(job_info)
             f.failed.add(job_info.job)
-            first = first_output(job_info.job)
+            first = get_first_output(job_info.job)
             known = reason in f.refusals
             f.refusals.add(reason)
             f.tell(
@@ -95,18 +97,18 @@ class FollowsJobs(RemoteExecutor):
             # Snakemake's own report would print a page of command line.
             fail_silently(self.workflow, job_info.job)
             return
-        self._ended(job_info)
+        self._note_end(job_info)
         f.failed.add(job_info.job)
         super().report_job_error(job_info, msg=msg, **kwargs)
 
-    def _ended(self, job_info: Any) -> None:
+    def _note_end(self, job_info: Any) -> None:
         f = self.followed
         with f.lock:
-            f.told_at = time.monotonic()
+            f.told_at_s = time.monotonic()
             f.waiting.cells.pop(job_info.external_jobid, None)
             f.postponed.not_before = 0.0  # a limit on the number of jobs now allows one more
 
-    def _postpone(self, job: Any, reason: str) -> bool:
+    def _postpone_if_temporary(self, job: Any, reason: str) -> bool:
         """Postpone a job that SLURM has rejected for `reason`, if this reason can pass.
 
         Returns:
@@ -120,10 +122,10 @@ class FollowsJobs(RemoteExecutor):
             f.postponed.add(job, kind, now)
             if kind not in f.postponed.told:
                 f.postponed.told.add(kind)
-                f.tell(self._sentence_on(kind, reason))
+                f.tell(self._describe_postponement(kind, reason))
         return True
 
-    def _sentence_on(self, kind: submission.Kind, reason: str) -> str:
+    def _describe_postponement(self, kind: submission.Kind, reason: str) -> str:
         if kind == "silence":
             return (
                 f"sbatch fails for now ({reason}); the remaining jobs are submitted later, and sbatch is "
@@ -150,21 +152,21 @@ class FollowsJobs(RemoteExecutor):
                     break
                 job = f.postponed.jobs.pop(0)
             # sbatch may have reported a failure although SLURM has taken the job.
-            states = job_states.states_of_run(self.run_uuid, self._clusters([job]))
+            states = job_states.read_job_states(self.run_uuid, self._list_clusters([job]))
             if states is None:
                 with f.lock:
                     f.postponed.add(job, "silence", now)
                 return
-            if not self._adopt(job, states):
+            if not self._adopt_submitted_job(job, states):
                 super().run_job(job)
-                self._until_reported(job)
+                self._wait_until_reported(job)
         else:
             return
         for job in given_up:
             reason = f"SLURM has taken no job for {submission.SILENCE_S / 60:.0f} minutes"
             self.report_job_error(SubmittedJobInfo(job), msg=f"{reason}: each sbatch failed. ")
 
-    def _until_reported(self, job: Any) -> None:
+    def _wait_until_reported(self, job: Any) -> None:
         """Wait until the plugin's other thread has reported the submission of a job."""
         until = time.monotonic() + 1.0
         while time.monotonic() < until and not self.followed.ends.is_set():
@@ -174,13 +176,13 @@ class FollowsJobs(RemoteExecutor):
                     return
             time.sleep(0.01)
 
-    def _adopt(self, job: Any, states: Mapping[str, JobState]) -> bool:
+    def _adopt_submitted_job(self, job: Any, states: Mapping[str, JobState]) -> bool:
         """Follow the SLURM job that an earlier, unanswered sbatch has created for `job`, if any.
 
         Returns:
             Whether SLURM has such a job.
         """
-        comment = self._comment(job)
+        comment = self._make_comment(job)
         for id_, state in states.items():
             if state.comment == comment and id_ not in self.followed.submitted:
                 shown = printed_by(["scontrol", "--oneliner", "show", "job", id_]) or ""
@@ -199,11 +201,11 @@ class FollowsJobs(RemoteExecutor):
         if not active_jobs and not f.postponed.jobs:
             self.next_seconds_between_status_checks = FIRST_LOOK_S
             return
-        clusters = self._clusters([info.job for info in active_jobs])
-        states = await asyncio.to_thread(job_states.states_of_run, self.run_uuid, clusters)
+        clusters = self._list_clusters([info.job for info in active_jobs])
+        states = await asyncio.to_thread(job_states.read_job_states, self.run_uuid, clusters)
         now = time.monotonic()
         if states is None:
-            self._tell_silence(now, len(active_jobs))
+            self._warn_of_no_answer(now, len(active_jobs))
             for info in active_jobs:
                 yield info
             self.next_seconds_between_status_checks = FIRST_LOOK_S
@@ -212,7 +214,7 @@ class FollowsJobs(RemoteExecutor):
         has_ended, live = False, {}
         for info in active_jobs:
             state = states.get(info.external_jobid)
-            reason = self._failure(info, state)
+            reason = self._failure_reason(info, state)
             if reason is None:
                 live[info.external_jobid] = state or JobState("RUNNING")
                 yield info
@@ -226,11 +228,11 @@ class FollowsJobs(RemoteExecutor):
                 self._remove_log(info)
         for sentence in f.waiting.sentences(live, now):
             f.tell(sentence)
-        if now - f.told_at >= PROGRESS_S:
-            f.tell(self._progress(live))
-        self._look_again(has_ended)
+        if now - f.told_at_s >= PROGRESS_S:
+            f.tell(self._describe_progress(live))
+        self._schedule_next_check(has_ended)
 
-    def _look_again(self, has_ended: bool) -> None:
+    def _schedule_next_check(self, has_ended: bool) -> None:
         looked_s = self.next_seconds_between_status_checks
         pause_s = FIRST_LOOK_S if has_ended else min(looked_s + 10, MAX_LOOK_S)
         with self.followed.lock:
@@ -239,7 +241,7 @@ class FollowsJobs(RemoteExecutor):
                 pause_s = min(pause_s, max(until_s, 1.0))
         self.next_seconds_between_status_checks = pause_s
 
-    def _failure(self, info: Any, state: JobState | None) -> str | None:
+    def _failure_reason(self, info: Any, state: JobState | None) -> str | None:
         """Return why a job has failed, an empty text if it succeeded, or None if it has not ended."""
         job, word = info.external_jobid, state.word if state else ""
         if state:
@@ -248,12 +250,12 @@ class FollowsJobs(RemoteExecutor):
             now = time.monotonic()
             if now - self.followed.omitted.setdefault(job, now) < OMITTED_S:
                 return None
-            word = job_states.accounted_state(job) or ""
+            word = job_states.read_accounted_state(job) or ""
         if word == job_states.COMPLETED:
             return ""
         if state and word not in job_states.FAILED:
             return None
-        if self._has_left_all(info.job):
+        if self._has_written_outputs(info.job):
             return ""  # the job has its result, even if SLURM killed it afterwards
         settings = self.workflow.executor_settings
         if word in ("NODE_FAIL", "PREEMPTED") and state and getattr(settings, "requeue", False):
@@ -268,16 +270,16 @@ class FollowsJobs(RemoteExecutor):
             text = f"{word}{where}" + (f": {ENDS[word]}" if word in ENDS else "")
         log = info.aux.get("slurm_logfile") if info.aux else None
         own = [Path(path) for path in getattr(info.job, "log", None) or ()]
-        unstarted = describe_unstarted([*own, Path(log)]) if log else None
+        unstarted = unstarted_reason([*own, Path(log)]) if log else None
         return f"SLURM job {job} failed: {text}. " + (f"{unstarted}. " if unstarted else "")
 
-    def _has_left_all(self, job: Any) -> bool:
+    def _has_written_outputs(self, job: Any) -> bool:
         """Return whether all files of a job exist, and are newer than its submission."""
         before = self.followed.before.get(job) or {}
-        now = signatures_of(job.output)
+        now = read_signatures(job.output)
         return bool(now) and all(s is not None and s != before.get(p) for p, s in now.items())
 
-    def _tell_silence(self, now: float, jobs: int) -> None:
+    def _warn_of_no_answer(self, now: float, jobs: int) -> None:
         f = self.followed
         f.silent_since = f.silent_since or now
         if now - f.silent_since >= UNANSWERED_S and not f.silence_told:
@@ -287,7 +289,7 @@ class FollowsJobs(RemoteExecutor):
                 f"{counted(jobs, 'job')}, which may still train {help_address('SLURM has not answered')}"
             )
 
-    def _progress(self, live: Mapping[str, JobState]) -> str:
+    def _describe_progress(self, live: Mapping[str, JobState]) -> str:
         f = self.followed
         with f.lock:
             n = len(f.postponed.jobs)
@@ -320,19 +322,19 @@ class FollowsJobs(RemoteExecutor):
     def cancel_jobs(self, active_jobs: list[Any]) -> None:
         """Cancel all jobs of the run, including those that Snakemake does not know yet."""
         self.followed.ends.set()
-        self._cancel()
+        self._cancel_run()
 
     def shutdown(self) -> None:
         super().shutdown()
         # A submission may have been in progress when all jobs were cancelled.
-        if self.followed.ends.is_set() and not self._cancel():
+        if self.followed.ends.is_set() and not self._cancel_run():
             tell(
                 "SLURM did not answer, so this run's jobs may still train; cancel them later by scancel "
                 f"--name={self.run_uuid}"
             )
 
-    def _cancel(self) -> bool:
-        names = ",".join(sorted(self._clusters(self.followed.before)))
+    def _cancel_run(self) -> bool:
+        names = ",".join(sorted(self._list_clusters(self.followed.before)))
         where = [f"--clusters={names}"] if names else []
         done = ask_slurm(["scancel", "--quiet", f"--name={self.run_uuid}", *where])
         return done is not None and done.returncode == 0
@@ -340,20 +342,20 @@ class FollowsJobs(RemoteExecutor):
     # ------------------------------------------------------------ Snakemake's jobs
 
     @staticmethod
-    def _comment(job: Any) -> str:
-        return comment_of(job.name, list(getattr(job, "wildcards", ())))
+    def _make_comment(job: Any) -> str:
+        return make_job_comment(job.name, list(getattr(job, "wildcards", ())))
 
     @staticmethod
-    def _clusters(jobs: Iterable[Any]) -> set[str]:
+    def _list_clusters(jobs: Iterable[Any]) -> set[str]:
         keys = ("cluster", "clusters", "slurm_cluster")
         return {str(j.resources[k]) for j in jobs for k in keys if j.resources.get(k)}
 
 
-def follow(workflow: Any, followed: FollowedJob) -> None:
+def follow(workflow: Any, followed: FollowedRun) -> None:
     """Make Snakemake's executor follow its jobs on SLURM. It must be called before the first submission.
 
     Args:
         workflow: Snakemake's workflow, which submits to SLURM.
         followed: State of the run's jobs.
     """
-    extend_executor(workflow, FollowsJobs).followed = followed
+    extend_executor(workflow, JobFollower).followed = followed

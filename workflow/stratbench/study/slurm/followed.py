@@ -31,7 +31,7 @@ ENDS = {
 
 
 @dataclass
-class FollowedJob:
+class FollowedRun:
     """The state of a run's jobs on SLURM.
 
     Attributes:
@@ -50,7 +50,7 @@ class FollowedJob:
         failed: Snakemake's jobs that have failed.
         silent_since: Monotonic time in seconds since which SLURM has not answered, or None.
         silence_told: Whether the user was told that SLURM does not answer.
-        told_at: Monotonic time in seconds of the last message to the user.
+        told_at_s: Monotonic time in seconds of the last message to the user.
     """
 
     asks: Mapping[str, str] = field(default_factory=dict)
@@ -68,19 +68,19 @@ class FollowedJob:
     failed: set[Any] = field(default_factory=set)
     silent_since: float | None = None
     silence_told: bool = False
-    told_at: float = field(default_factory=time.monotonic)
+    told_at_s: float = field(default_factory=time.monotonic)
 
     def tell(self, text: str) -> None:
-        self.told_at = time.monotonic()
+        self.told_at_s = time.monotonic()
         tell(text)
 
 
-def first_output(job: Any) -> str:
+def get_first_output(job: Any) -> str:
     """Return the path of the first output file of a job, or an empty text."""
     return str(next(iter(job.output), ""))
 
 
-def signatures_of(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | None]:
+def read_signatures(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | None]:
     """Return a signature of each file by its path, or None for a missing file.
 
     The signature differs if the file was replaced.

@@ -11,7 +11,7 @@ from stratbench.cell.settings import Settings
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import nodes
 from stratbench.study.slurm.executor import follow
-from stratbench.study.slurm.followed import FollowedJob
+from stratbench.study.slurm.followed import FollowedRun
 from stratbench.study.slurm.live_jobs import tell
 
 
@@ -68,7 +68,7 @@ def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[s
     firsts = [str(s.job.output[0]) for s in submissions]
     asks = map(nodes.describe_request, (s.cell for s in submissions), requests)
     times = {f: s.longest_s for f, s in zip(firsts, submissions, strict=True) if s.longest_s}
-    follow(workflow, FollowedJob(dict(zip(firsts, asks, strict=True)), times, len(submissions)))
+    follow(workflow, FollowedRun(dict(zip(firsts, asks, strict=True)), times, len(submissions)))
     return []
 
 
@@ -87,7 +87,7 @@ def refusals(
         resources, cell, settings, from_config = s.job.resources, s.cell, s.settings, s.asked
         request = submitted_request(resources)
         partition = "*" if anywhere else resources.get("slurm_partition")
-        in_profile = _plain(request) != _plain(from_config)
+        in_profile = _comparable_values(request) != _comparable_values(from_config)
         sentence = nodes.refusal(
             cell,
             settings,
@@ -102,6 +102,6 @@ def refusals(
     return reasons
 
 
-def _plain(request: JobRequest) -> tuple[Any, ...]:
+def _comparable_values(request: JobRequest) -> tuple[Any, ...]:
     gpus = request.gpus, request.gpu_type
     return request.nodes, *gpus, request.cpus, request.mem_mib, request.runtime_min

@@ -49,7 +49,7 @@ class JobState:
     start: str = "N/A"
 
 
-def states_of_run(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState] | None:
+def read_job_states(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState] | None:
     """Return the states of a run's jobs by SLURM's id, or None if SLURM does not answer.
 
     Args:
@@ -75,7 +75,7 @@ def states_of_run(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState]
     return states
 
 
-def accounted_state(job: str) -> str | None:
+def read_accounted_state(job: str) -> str | None:
     """Return sacct's state of a job that squeue no longer shows, or None without accounting."""
     shown = printed_by(
         ["sacct", "--allocations", "--noheader", f"--jobs={job}", "--format=State%30"]

@@ -19,7 +19,7 @@ from stratbench.study.snakemake_internals import restart
 POLL_S = 15
 
 
-def comment_of(rule: str, wildcards: list[str]) -> str:
+def make_job_comment(rule: str, wildcards: list[str]) -> str:
     """Return the comment that Snakemake's SLURM plugin sets on a job of a rule and wildcards."""
     return f"rule_{rule}_wildcards_{'_'.join(wildcards).replace('/', '_')}"
 
@@ -45,12 +45,14 @@ def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
     The restarted Snakemake does not plan jobs that have ended meanwhile. If no planned job is live, the
     function returns at once. `workflow` and the jobs are Snakemake's.
     """
-    cells = {comment_of(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned}
-    if wait_for_live(cells, Path.cwd()):
+    cells = {
+        make_job_comment(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned
+    }
+    if wait_for_live_jobs(cells, Path.cwd()):
         restart(workflow)
 
 
-def wait_for_live(cells: Mapping[str, str], directory: Path) -> bool:
+def wait_for_live_jobs(cells: Mapping[str, str], directory: Path) -> bool:
     """Wait until no job of an earlier run that makes one of `cells` is queued or running.
 
     If SLURM does not answer at first, the user gets a message. During the wait SLURM is asked again.

@@ -31,7 +31,7 @@ class Node:
         cpus: Number of CPU cores.
         mem_mib: Memory in MiB.
         gpus: Number of GPUs.
-        limit_min: The partition's time limit in minutes, or None without one.
+        time_limit_minutes: The partition's time limit in minutes, or None without one.
         gpu_types: Number of GPUs of each type that SLURM has a name for.
     """
 
@@ -41,7 +41,7 @@ class Node:
     cpus: int
     mem_mib: int
     gpus: int
-    limit_min: int | None
+    time_limit_minutes: int | None
     gpu_types: Mapping[str, int] = field(default_factory=dict)
 
     def gpus_of(self, gpu_type: str | None) -> int:
@@ -54,7 +54,8 @@ class Node:
             "gpus": self.gpus_of(request.gpu_type) < request.gpus,
             "cpus": self.cpus < request.cpus,
             "memory": self.mem_mib < request.mem_mib,
-            "time": self.limit_min is not None and self.limit_min < request.runtime_min,
+            "time": self.time_limit_minutes is not None
+            and self.time_limit_minutes < request.runtime_min,
         }
         return [what for what, is_short in short.items() if is_short]
 
@@ -85,7 +86,7 @@ def parse_sinfo(text: str) -> list[Node]:
                 cpus=int(cpus.rstrip("+")),
                 mem_mib=int(mem_mib.rstrip("+")),
                 gpus=count_gpus(gres),
-                limit_min=_minutes(limit),
+                time_limit_minutes=_parse_minutes(limit),
                 gpu_types=gpu_types(gres),
             )
         )
@@ -122,7 +123,7 @@ def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> s
     )
 
 
-def _minutes(limit: str) -> int | None:
+def _parse_minutes(limit: str) -> int | None:
     """Return the minutes of sinfo's time limit, such as `2-00:00:00` or `30:00`, or None for no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
     if match is None:
@@ -188,7 +189,9 @@ def refusal(
     lacks = largest.lacks(request)
     able = {n.name for n in by_partition[largest.partition] if not n.lacks(request)}
     gpus = largest.gpus_of(request.gpu_type)
-    has = _quantities(gpus, largest.cpus, largest.mem_mib, largest.limit_min, request)
+    has = _format_quantities(
+        gpus, largest.cpus, largest.mem_mib, largest.time_limit_minutes, request
+    )
     if lacks:
         has = f"the largest node of partition {largest.partition} has {has}"
     else:
@@ -197,20 +200,20 @@ def refusal(
     if in_profile:
         remedy = "lower it in the profile (set-resources, default-resources)"
     else:
-        remedy = "; ".join(_remedies(lacks, cell, settings, request, largest))
+        remedy = "; ".join(_iter_remedies(lacks, cell, settings, request, largest))
     return f"{describe_request(cell, request)}, but {has}: {remedy}"
 
 
 def describe_request(cell: Cell, request: JobRequest) -> str:
     """Return a sentence on what a cell requests from SLURM."""
     count = "a node" if request.nodes == 1 else f"{request.nodes} nodes, each"
-    quantities = _quantities(
+    quantities = _format_quantities(
         request.gpus, request.cpus, request.mem_mib, request.runtime_min, request
     )
     return f"{cell} asks for {count} with {quantities}"
 
 
-def _quantities(
+def _format_quantities(
     gpus: int, cpus: int, mem_mib: int, minutes: int | None, request: JobRequest
 ) -> str:
     of_type = f" of type {request.gpu_type}" if request.gpu_type else ""
@@ -220,7 +223,7 @@ def _quantities(
     return f"{', '.join(parts)} and {time}"
 
 
-def _remedies(
+def _iter_remedies(
     lacks: Iterable[str], cell: Cell, settings: Settings, request: JobRequest, largest: Node
 ) -> Iterator[str]:
     """Yield the key to change for each resource that is missing."""

@@ -34,7 +34,7 @@ _REPORT = re.compile(
 Kind = Literal["limit", "silence"]
 
 
-def refusal_by_sbatch(message: str) -> str | None:
+def parse_sbatch_refusal(message: str) -> str | None:
     """Return sbatch's reason from the SLURM plugin's report of a rejected job, else None."""
     match = _REPORT.match(message)
     return reason_of(match[1]) if match else None
@@ -68,7 +68,7 @@ class Postponed:
     silent_since: float | None = None
     not_before: float = 0.0
     told: set[Kind] = field(default_factory=set)
-    _pause_s: float = SHORTEST_PAUSE_S
+    _pause_seconds: float = SHORTEST_PAUSE_S
 
     def waits(self, now: float) -> bool:
         """Return whether no job may be submitted now, because SLURM has just rejected one."""
@@ -88,8 +88,8 @@ class Postponed:
         elif self.silent_since is None:
             self.silent_since = now
         if now >= self.not_before:
-            self.not_before = now + self._pause_s
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self.not_before = now + self._pause_seconds
+            self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_S)
 
     def is_over(self, now: float) -> bool:
         """Return whether SLURM has not answered for so long that the postponed jobs fail."""
@@ -97,5 +97,5 @@ class Postponed:
 
     def hurry(self) -> None:
         """Allow the next submission at once, because SLURM has just taken a job."""
-        self.not_before, self.silent_since, self._pause_s = 0.0, None, SHORTEST_PAUSE_S
+        self.not_before, self.silent_since, self._pause_seconds = 0.0, None, SHORTEST_PAUSE_S
         self.told.discard("silence")

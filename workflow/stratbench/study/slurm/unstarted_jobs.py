@@ -14,7 +14,7 @@ _MISSING = re.compile(
 )
 
 
-def describe_unstarted(logs: Sequence[Path]) -> str | None:
+def unstarted_reason(logs: Sequence[Path]) -> str | None:
     """Return why a SLURM job ended before its rule began, or None if the rule began.
 
     The text names the node and the missing path.

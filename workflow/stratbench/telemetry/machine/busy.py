@@ -23,12 +23,12 @@ def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any
         than a tenth of a core, the busiest first. `other_gpu_processes`: NVML's numbers of the processes on
         each GPU of the node, if any; they may differ in a container.
     """
-    ours = _family()
-    before, total_before = _cpu_times(), _busy_s()
+    ours = _list_own_processes()
+    before, total_before = _read_cpu_times(), _read_busy_seconds()
     begun_s = time.monotonic()
     time.sleep(window_s)
-    after, total_after = _cpu_times(), _busy_s()
-    ours |= _family()  # this process may have started others meanwhile
+    after, total_after = _read_cpu_times(), _read_busy_seconds()
+    ours |= _list_own_processes()  # this process may have started others meanwhile
     elapsed_s = time.monotonic() - begun_s
     cores = {pid: (after[pid] - before.get(pid, 0.0)) / elapsed_s for pid in after}
     own_cores = sum(used for pid, used in cores.items() if pid in ours)
@@ -37,7 +37,7 @@ def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any
         "other_cpu_cores": round(max(0.0, (total_after - total_before) / elapsed_s - own_cores), 3),
         "load_1m": os.getloadavg()[0],
         "other_processes": [
-            {"pid": pid, "name": _name(pid), "cores": round(cores[pid], 3)}
+            {"pid": pid, "name": _get_process_name(pid), "cores": round(cores[pid], 3)}
             for pid in busiest[:5]
             if cores[pid] > 0.1
         ],
@@ -53,13 +53,13 @@ def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any
     return facts
 
 
-def _family() -> set[int]:
+def _list_own_processes() -> set[int]:
     here = psutil.Process()
     relatives = [here, *here.parents(), *here.children(recursive=True)]
     return {process.pid for process in relatives}
 
 
-def _cpu_times() -> dict[int, float]:
+def _read_cpu_times() -> dict[int, float]:
     """Return the CPU seconds of every visible process, by its id."""
     seconds = {}
     for process in psutil.process_iter():
@@ -71,7 +71,7 @@ def _cpu_times() -> dict[int, float]:
     return seconds
 
 
-def _busy_s() -> float:
+def _read_busy_seconds() -> float:
     """Return the CPU seconds for which all cores together have been busy since boot."""
     times = psutil.cpu_times()
     # User and nice time already include guests; this machine does not use the time a hypervisor steals.
@@ -79,7 +79,7 @@ def _busy_s() -> float:
     return sum(value for name, value in times._asdict().items() if name not in idle)
 
 
-def _name(pid: int) -> str:
+def _get_process_name(pid: int) -> str:
     try:
         return psutil.Process(pid).name()
     except psutil.Error:

@@ -43,12 +43,12 @@ _LONG_MIX = re.compile(
 
 def of_training(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that affect training, by an allow-list and without secrets."""
-    return _without_secrets(environment, _ENVIRONMENT)
+    return _select_without_secrets(environment, _ENVIRONMENT)
 
 
 def of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """Return SLURM's environment variables on the job and node, by an allow-list and without secrets."""
-    return _without_secrets(environment, _SLURM)
+    return _select_without_secrets(environment, _SLURM)
 
 
 def names_secret(name: str) -> bool:
@@ -69,7 +69,9 @@ def tells_secret(text: str) -> bool:
     return _SURE_SECRET.search(text) is not None
 
 
-def _without_secrets(environment: Mapping[str, str], pattern: re.Pattern[str]) -> dict[str, str]:
+def _select_without_secrets(
+    environment: Mapping[str, str], pattern: re.Pattern[str]
+) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())

@@ -25,14 +25,14 @@ _BROKERS = ("nvidia-cuda-mps-server",)
 
 def gpu_place(nvml: Nvml, name: str) -> dict[str, Any]:
     """Return `index` and `uuid` of a GPU by CUDA's name of it, or `name` if NVML does not know it."""
-    gpu = nvml.gpu_named(name)
+    gpu = nvml.find_named_gpu(name)
     known = {} if gpu is None else gpu.static()
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
 
 
 def gpu_at(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
     """Return a worker's GPU, or None if NVML does not know it."""
-    return nvml.gpu_named(str(gpu.get("uuid", gpu.get("index", ""))))
+    return nvml.find_named_gpu(str(gpu.get("uuid", gpu.get("index", ""))))
 
 
 def describe_gpu(gpu: dict[str, Any]) -> str:
@@ -136,7 +136,7 @@ def others_on(
     foreign_processes = {}
     if allocated_bytes is None or own_pid in held_bytes:  # else NVML uses other process numbers
         foreign_processes = {p: n for p, n in held_bytes.items() if is_foreign(p, ancestor_pid)}
-    used_bytes = gpu.memory_used_bytes()
+    used_bytes = gpu.read_used_bytes()
     if own_bytes is None:
         own_bytes = 0 if allocated_bytes is None else allocated_bytes + OTHERS_BYTES
     others_bytes = None if used_bytes is None else max(0, used_bytes - own_bytes)

@@ -19,19 +19,19 @@ def facts_of_node() -> dict[str, Any]:
     cores = {
         "cores_logical": os.cpu_count(),
         "cores_physical": psutil.cpu_count(logical=False),
-        "cpu_quota_cores": _cgroup_cpu_quota_cores(),
+        "cpu_quota_cores": _read_cpu_quota_cores(),
     }
     return {
         "name": socket.gethostname(),
         "os": platform.platform(),
-        "cpu_model": _cpu_model(),
+        "cpu_model": _read_cpu_model(),
         **{name: value for name, value in cores.items() if value is not None},
         "affinity": sorted(usable_cores()),
         "memory_bytes": psutil.virtual_memory().total,
     }
 
 
-def _cpu_model() -> str:
+def _read_cpu_model() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -40,7 +40,7 @@ def _cpu_model() -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def _cgroup_cpu_quota_cores() -> float | None:
+def _read_cpu_quota_cores() -> float | None:
     """Return the container's CPU quota (cgroup v2) as a number of cores, or None without a quota."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()

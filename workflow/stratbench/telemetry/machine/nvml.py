@@ -97,15 +97,15 @@ class Nvml:
         fitting = [uuid for uuid in uuids if uuid.startswith(name)]
         return fitting[0] if len(fitting) == 1 else None
 
-    def gpu_named(self, name: str) -> Gpu | None:
+    def find_named_gpu(self, name: str) -> Gpu | None:
         """Return the GPU or MIG instance that an entry of CUDA_VISIBLE_DEVICES names, or None."""
         return self.gpu_of(self.uuid_named(name))
 
     def driver(self) -> dict[str, str]:
         """Return `driver_version`, and `cuda_driver_version` as major.minor."""
         cuda = self.ask("nvmlSystemGetCudaDriverVersion_v2")
-        return _present(
-            driver_version=_text(self.ask("nvmlSystemGetDriverVersion")),
+        return _drop_missing(
+            driver_version=_decode(self.ask("nvmlSystemGetDriverVersion")),
             cuda_driver_version=cuda and f"{cuda // 1000}.{cuda % 1000 // 10}",
         )
 
@@ -149,34 +149,34 @@ class Gpu:
         (averaged by the driver over about a second on recent GPUs), `energy_j` (cumulative since the driver
         was loaded), `temperature_c`, `sm_clock_mhz`, `mem_clock_mhz`, `throttle` (names joined by `;`, empty
         if nothing limits the clocks), `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes`
-        (cumulative; present if they are 64-bit counters, otherwise see `pcie_snapshot`).
+        (cumulative; present if they are 64-bit counters, otherwise see `measure_pcie_rates`).
         """
         whole = self.index is not None  # for an instance, a driver may return its GPU's power
         energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption") if whole else None
         power_mw = self._ask("nvmlDeviceGetPowerUsage") if whole else None
         utilisation = self._ask("nvmlDeviceGetUtilizationRates")
-        return self._traffic() | _present(
+        return self._read_traffic() | _drop_missing(
             gpu_util_pct=getattr(utilisation, "gpu", None),
             mem_bus_util_pct=getattr(utilisation, "memory", None),
-            mem_used_bytes=self.memory_used_bytes(),
-            power_w=_scaled(power_mw, 1e-3),
-            energy_j=_scaled(energy_mj, 1e-3),
+            mem_used_bytes=self.read_used_bytes(),
+            power_w=_scale(power_mw, 1e-3),
+            energy_j=_scale(energy_mj, 1e-3),
             temperature_c=self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
             sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
             mem_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
-            throttle=self._throttle(),
+            throttle=self._list_throttle_reasons(),
         )
 
-    def pcie_snapshot(self) -> dict[str, int]:
+    def measure_pcie_rates(self) -> dict[str, int]:
         """Measure `pcie_tx_bytes_per_s` and `pcie_rx_bytes_per_s` for 20 ms each, and return both."""
-        return _present(
-            pcie_tx_bytes_per_s=_scaled(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000),
-            pcie_rx_bytes_per_s=_scaled(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_RX), 1000),
+        return _drop_missing(
+            pcie_tx_bytes_per_s=_scale(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000),
+            pcie_rx_bytes_per_s=_scale(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_RX), 1000),
         )
 
     def uuid(self) -> str | None:
         """Return the UUID, `GPU-...` or, for a MIG instance, `MIG-...`."""
-        return _text(self._ask("nvmlDeviceGetUUID"))
+        return _decode(self._ask("nvmlDeviceGetUUID"))
 
     def instances(self) -> list[Gpu]:
         """Return the MIG instances into which the GPU is divided."""
@@ -188,27 +188,27 @@ class Gpu:
 
     def static(self) -> dict[str, Any]:
         """Return the GPU's identity and settings, for a record's provenance."""
-        memory = self._memory_info()
-        return _present(
+        memory = self._read_memory_info()
+        return _drop_missing(
             index=self.index,
-            name=_text(self._ask("nvmlDeviceGetName")),
+            name=_decode(self._ask("nvmlDeviceGetName")),
             uuid=self.uuid(),
-            pci_bus_id=_text(getattr(self._ask("nvmlDeviceGetPciInfo"), "busId", None)),
+            pci_bus_id=_decode(getattr(self._ask("nvmlDeviceGetPciInfo"), "busId", None)),
             memory_bytes=getattr(memory, "total", None),
-            power_limit_w=_scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+            power_limit_w=_scale(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
             max_sm_clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", _CLOCK_SM),
             max_mem_clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", _CLOCK_MEMORY),
             application_sm_clock_mhz=self._ask("nvmlDeviceGetApplicationsClock", _CLOCK_SM),
             pcie_generation=self._ask("nvmlDeviceGetCurrPcieLinkGeneration"),
             pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth"),
-            nvlinks_active=self._active_links(),
+            nvlinks_active=self._count_active_nvlinks(),
         )
 
-    def memory_used_bytes(self) -> int | None:
+    def read_used_bytes(self) -> int | None:
         """Return the memory in use on the whole device by all processes, in bytes."""
-        return getattr(self._memory_info(), "used", None)
+        return getattr(self._read_memory_info(), "used", None)
 
-    def process_used_bytes(self) -> int | None:
+    def read_process_used_bytes(self) -> int | None:
         """Return the bytes that this process uses on the GPU, or None if NVML does not know its id.
 
         NVML does not know the process ids within a container.
@@ -232,13 +232,13 @@ class Gpu:
     def _ask(self, function: str, *arguments: Any) -> Any | None:
         return self._nvml.ask(function, self.handle, *arguments)
 
-    def _memory_info(self) -> Any | None:
+    def _read_memory_info(self) -> Any | None:
         # Version 1 of the function counts the driver's own reserve as used; version 2 does not.
         version_2 = 0x02000000 | 40
         info = self._ask("nvmlDeviceGetMemoryInfo", version_2)
         return self._ask("nvmlDeviceGetMemoryInfo") if info is None else info
 
-    def _throttle(self) -> str | None:
+    def _list_throttle_reasons(self) -> str | None:
         bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:  # drivers before R535 have the function's older name only
             bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
@@ -246,7 +246,7 @@ class Gpu:
             return None
         return ";".join(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
 
-    def _traffic(self) -> dict[str, int]:
+    def _read_traffic(self) -> dict[str, int]:
         fields = [
             (_FIELD_NVLINK_TX_KIB, _ALL_LINKS),
             (_FIELD_NVLINK_RX_KIB, _ALL_LINKS),
@@ -261,14 +261,14 @@ class Gpu:
             int(a.value.ullVal) if a.nvmlReturn == 0 and a.valueType == _VALUE_TYPE_UINT64 else None
             for a in answers
         )
-        return _present(
-            nvlink_tx_bytes=_scaled(nv_tx, 1024),
-            nvlink_rx_bytes=_scaled(nv_rx, 1024),
+        return _drop_missing(
+            nvlink_tx_bytes=_scale(nv_tx, 1024),
+            nvlink_rx_bytes=_scale(nv_rx, 1024),
             pcie_tx_bytes=pcie_tx,
             pcie_rx_bytes=pcie_rx,
         )
 
-    def _active_links(self) -> int | None:
+    def _count_active_nvlinks(self) -> int | None:
         states = []
         for link in range(_MAX_LINKS):
             state = self._ask("nvmlDeviceGetNvLinkState", link)
@@ -278,13 +278,13 @@ class Gpu:
         return sum(states) if states else None
 
 
-def _present(**figures: Any) -> dict[str, Any]:
+def _drop_missing(**figures: Any) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def _scaled(value: float | None, factor: float) -> float | None:
+def _scale(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def _text(value: str | bytes | None) -> str | None:
+def _decode(value: str | bytes | None) -> str | None:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -60,8 +60,8 @@ def describe(
             f"data set {name!r}: is built in and takes no specification; choose another name for yours"
         )
     if is_own(spec):
-        return _own(name, spec, prepared or {})
-    source, values = _spec_values(name, spec)
+        return _describe_own(name, spec, prepared or {})
+    source, values = _read_spec(name, spec)
     return _describe(source, values)
 
 
@@ -78,11 +78,11 @@ def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, A
     spec = {"source": name} if spec is None else spec
     if spec["source"] not in SPECS:
         return None
-    source, values = _spec_values(name, spec)
+    source, values = _read_spec(name, spec)
     return {"source": source} | values
 
 
-def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
+def _describe_own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
     own = own_data(name, spec)
     values = own.values
     return Dataset(
@@ -99,7 +99,7 @@ def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset
     )
 
 
-def _spec_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
+def _read_spec(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
     """Return the source that a specification names, and its values with the defaults.
 
     Raises:
@@ -123,7 +123,7 @@ def _spec_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int
     return source, {**SPECS[source], **values}
 
 
-def _tinyshakespeare(values: Mapping[str, int]) -> Dataset:
+def _describe_tinyshakespeare(values: Mapping[str, int]) -> Dataset:
     length = values["sequence"]
     shortest = min(sources.SHAKESPEARE_TOKENS)
     if length >= shortest:
@@ -142,7 +142,11 @@ def _tinyshakespeare(values: Mapping[str, int]) -> Dataset:
 
 
 def _describe(source: str, values: Mapping[str, int]) -> Dataset:
-    return GENERATORS[source].describe(values) if source in GENERATORS else _tinyshakespeare(values)
+    return (
+        GENERATORS[source].describe(values)
+        if source in GENERATORS
+        else _describe_tinyshakespeare(values)
+    )
 
 
 DATASETS: dict[str, Dataset] = {

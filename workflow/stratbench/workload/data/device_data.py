@@ -67,7 +67,7 @@ def packed_bytes(data: Dataset, augment: bool) -> int:
     return data.train_samples * (4 + 3 * augmented)
 
 
-def generator_of(purpose: str, seed: int, epoch: int) -> torch.Generator:
+def make_generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
     """Return a CPU generator whose random numbers are the same on every worker and kind of device.
 
     Args:
@@ -91,7 +91,7 @@ def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """
     import torch
 
-    return torch.randperm(samples, generator=generator_of("order", seed, epoch))
+    return torch.randperm(samples, generator=make_generator("order", seed, epoch))
 
 
 def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -270,9 +270,9 @@ class DeviceData(ABC):
             augmentation: The epoch's augmentation of all samples, if any.
         """
         if self._rows is not None:
-            return self._batch_of(*self._rows.take(indices, augmentation))
+            return self._make_batch(*self._rows.take(indices, augmentation))
         drawn = augmentation and [table[indices] for table in augmentation]
-        return self._batch_of(self.train_inputs[indices], self.train_targets[indices], drawn)
+        return self._make_batch(self.train_inputs[indices], self.train_targets[indices], drawn)
 
     def practice_batches(
         self, samples: int, s: Settings
@@ -300,10 +300,10 @@ class DeviceData(ABC):
     def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the test samples from `start` to `stop` (exclusive), without augmentation."""
         rows = (a[start:stop].to(self.device) for a in (self.test_inputs, self.test_targets))
-        return self._batch_of(*rows)
+        return self._make_batch(*rows)
 
     @abstractmethod
-    def _batch_of(
+    def _make_batch(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -321,7 +321,7 @@ class DeviceData(ABC):
 class Texts(DeviceData):
     """A data set of texts: batches of tokens [b, length], targets [b, length] or labels [b], all int64."""
 
-    def _batch_of(
+    def _make_batch(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -348,7 +348,7 @@ class Waveforms(DeviceData):
             values[:, None].to(self.device, dtype) for values in (1 / std, -mean / std)
         )
 
-    def _batch_of(
+    def _make_batch(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -410,7 +410,7 @@ class Images(DeviceData):
 
         if not self._padding and not self._flip:
             return None
-        generator = generator_of("augmentation", seed, epoch)
+        generator = make_generator("augmentation", seed, epoch)
         draw = (self.train_samples,)
         return Augmentation(
             torch.randint(2 * self._padding + 1, draw, generator=generator),
@@ -418,7 +418,7 @@ class Images(DeviceData):
             torch.randint(2 if self._flip else 1, draw, generator=generator),
         )
 
-    def _batch_of(
+    def _make_batch(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,

@@ -120,7 +120,7 @@ class MarkovChain:
 
     def entropy(self) -> float:
         """Return the entropy of a token given the previous one, in nats (Shannon, 1948)."""
-        return float(self.share @ _entropies(self.odds))
+        return float(self.share @ _compute_entropies(self.odds))
 
     def draw(self, rng: np.random.Generator, count: int, length: int) -> np.ndarray:
         """Draw texts, int64 [count, length].
@@ -142,7 +142,7 @@ class MarkovChain:
         return text
 
 
-def _entropies(odds: np.ndarray) -> np.ndarray:
+def _compute_entropies(odds: np.ndarray) -> np.ndarray:
     """Return the entropy of each row of probabilities, in nats."""
     import numpy as np
 

@@ -52,15 +52,15 @@ def open_arrays(label: str, returned: Any, sequence: int | None) -> Opened:
     Raises:
         DataError: If the arrays are of another form.
     """
-    arrays = _arrays_by_name(label, returned)
+    arrays = _name_arrays(label, returned)
     if "train" in arrays:
-        return _text(label, arrays, sequence)
+        return _open_text(label, arrays, sequence)
     if sequence is not None:
         raise DataError(f"{label}: returned images, which `sequence` is not for; remove this key")
-    return _images(label, arrays)
+    return _open_images(label, arrays)
 
 
-def _arrays_by_name(label: str, returned: Any) -> dict[str, np.ndarray]:
+def _name_arrays(label: str, returned: Any) -> dict[str, np.ndarray]:
     import numpy as np
 
     arrays: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def _arrays_by_name(label: str, returned: Any) -> dict[str, np.ndarray]:
 # ---------------------------------------------------------------- images
 
 
-def _images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
+def _open_images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
     import numpy as np
 
     shapes = {}
@@ -111,7 +111,7 @@ def _images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
                 f"{label}: {split}_x has {len(x):,} images, but {split}_y has {len(y):,} labels; return one "
                 "label per image"
             )
-        shapes[split] = channels_first(x[:1]).shape[1:]
+        shapes[split] = move_channels_first(x[:1]).shape[1:]
     kinds = {split: arrays[f"{split}_x"].dtype for split in shapes}
     if shapes["train"] != shapes["test"] or kinds["train"] != kinds["test"]:
         raise DataError(
@@ -121,21 +121,21 @@ def _images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
     targets = {split: arrays[f"{split}_y"] for split in shapes}
     values = any(y.dtype.kind == "f" for y in targets.values())
     if values:
-        targets = _values(label, targets)
+        targets = _flatten_values(label, targets)
         classes = targets["train"].shape[1]
     else:
-        classes = _classes(label, targets["train"], targets["test"])
+        classes = _count_classes(label, targets["train"], targets["test"])
 
-    def split_of(split: str) -> Split:
+    def make_split(split: str) -> Split:
         x, y = arrays[f"{split}_x"], targets[split]
-        return Split(len(y), _image_chunks(f"{label}: {split}_x", x, y))
+        return Split(len(y), _iter_image_chunks(f"{label}: {split}_x", x, y))
 
-    source = Source(split_of("train"), split_of("test"), [])
+    source = Source(make_split("train"), make_split("test"), [])
     of_floats = kinds["train"] == np.float32
     return Opened(source, tuple(shapes["train"]), classes, of_floats, values)
 
 
-def channels_first(x: np.ndarray) -> np.ndarray:
+def move_channels_first(x: np.ndarray) -> np.ndarray:
     """Return images as [N, C, H, W].
 
     The last axis is that of the channels if it has 1 to 4 entries and the second axis more.
@@ -146,7 +146,7 @@ def channels_first(x: np.ndarray) -> np.ndarray:
     return x.transpose(0, 3, 1, 2) if last else x
 
 
-def _classes(who: str, train: np.ndarray, test: np.ndarray) -> int:
+def _count_classes(who: str, train: np.ndarray, test: np.ndarray) -> int:
     import numpy as np
 
     for y, name in ((train, "train_y"), (test, "test_y")):
@@ -170,7 +170,7 @@ def _classes(who: str, train: np.ndarray, test: np.ndarray) -> int:
     return classes
 
 
-def _values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _flatten_values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the targets of both splits, which are values, as [N, values]."""
     import numpy as np
 
@@ -191,14 +191,14 @@ def _values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
     return flat
 
 
-def _image_chunks(
+def _iter_image_chunks(
     what: str, x: np.ndarray, y: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     import numpy as np
 
     step = max(1, _CHUNK_BYTES // max(1, x[0].nbytes))
     for start in range(0, len(x), step):
-        images = np.ascontiguousarray(channels_first(x[start : start + step]))
+        images = np.ascontiguousarray(move_channels_first(x[start : start + step]))
         if images.dtype.kind == "f" and not np.isfinite(images).all():
             place = start + int(np.flatnonzero(~np.isfinite(images).all(axis=(1, 2, 3)))[0])
             raise DataError(f"{what}[{place}] has NaN or infinity; every value must be finite")
@@ -208,7 +208,7 @@ def _image_chunks(
 # ---------------------------------------------------------------- text
 
 
-def _text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | None) -> Opened:
+def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | None) -> Opened:
     if sequence is None:
         raise DataError(
             f"{label}: returned tokens; give `sequence`, the number of tokens per sample"
@@ -223,10 +223,10 @@ def _text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | None) ->
                 f"{label}: {name} has {len(tokens):,} tokens, but a sample with sequence = {sequence} needs "
                 f"{sequence + 1}; return more tokens, or lower sequence"
             )
-    lowest = min(int(_over_parts(tokens, min)) for tokens in arrays.values())
+    lowest = min(int(_reduce_parts(tokens, min)) for tokens in arrays.values())
     if lowest < 0:
         raise DataError(f"{label}: has the token {lowest}; tokens must begin at 0")
-    vocabulary = max(int(_over_parts(tokens, max)) for tokens in arrays.values()) + 1
+    vocabulary = max(int(_reduce_parts(tokens, max)) for tokens in arrays.values()) + 1
     if not 2 <= vocabulary <= 1 << 31:
         raise DataError(
             f"{label}: the largest token is {vocabulary - 1}; it must be from 1 to 2^31 - 1"
@@ -235,7 +235,7 @@ def _text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | None) ->
     return Opened(Source(splits[0], splits[1], []), (sequence,), vocabulary)
 
 
-def _over_parts(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
+def _reduce_parts(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
     """Return the minimum or maximum of tokens, read part by part since they may be mapped from a file."""
     name = of.__name__
     step = _CHUNK_BYTES // tokens.itemsize

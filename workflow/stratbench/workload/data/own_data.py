@@ -31,14 +31,14 @@ OF_CALL: Mapping[str, Any] = {"kwargs": {}, "sequence": None, **AUGMENTATION}
 #: Kinds of data sets in files, by the key that names these.
 KINDS: dict[str, FileKind] = {
     "images": FileKind(
-        own_files.image_folder,
+        own_files.read_image_folder,
         {"size": 64, "channels": 3, "test_share": 0.1, "seed": 0, **AUGMENTATION},
         samples=own_files.IMAGES,
         shape=("channels", "size", "size"),
         find_fault=own_files.find_fault_of_images,
     ),
     "text": FileKind(
-        own_files.text_files, {"sequence": 64, "test_share": 0.1}, more_files=("tokenizer",)
+        own_files.read_text_files, {"sequence": 64, "test_share": 0.1}, more_files=("tokenizer",)
     ),
     **resolve_all("file_kinds"),
 }
@@ -104,9 +104,7 @@ class OwnData:
     def open_samples(self) -> Opened:
         """Open the data set, and return its samples with their shape and number of classes."""
         if self.call:
-            return own_arrays.open_arrays(
-                str(self), self._returned_arrays(), self.values["sequence"]
-            )
+            return own_arrays.open_arrays(str(self), self._call_function(), self.values["sequence"])
         kind, files = KINDS[self.kind], self.places[self.kind]
         first = files[0] if kind.samples else files
         others = (next(iter(self.places.get(key, [])), None) for key in kind.more_files)
@@ -114,7 +112,7 @@ class OwnData:
         source, classes = kind.read(self.name, first, *others, **options)
         return Opened(source, self.shape or (), classes, floats=kind.floats)
 
-    def _returned_arrays(self) -> Any:
+    def _call_function(self) -> Any:
         try:
             function = users_code.callable_of(self)
         except users_code.ModelError as error:
@@ -174,7 +172,7 @@ def own_data(
                 f"{', '.join(allowed)}"
             )
     values = {key: value for key, value in {**defaults, **keys}.items() if key not in files}
-    locations = _places(name, files, keys if places is None else places)
+    locations = _find_files(name, files, keys if places is None else places)
     if kind == "call":
         if fault := users_code.fault_of_call(values["call"]):
             raise DataError(f"data set {name!r}: call = {values['call']!r} {fault}")
@@ -190,13 +188,13 @@ def own_data(
     return OwnData(name, kind, values, locations)
 
 
-def _places(name: str, files: Iterable[str], spec: Mapping[str, Any]) -> dict[str, list[Path]]:
+def _find_files(name: str, files: Iterable[str], spec: Mapping[str, Any]) -> dict[str, list[Path]]:
     locations = {}
     for key in files:
         value = spec.get(key)
         if value is None:
             continue
-        locations[key] = [Path(p).expanduser() for p in _each(value)]
+        locations[key] = [Path(p).expanduser() for p in _as_list(value)]
         for place in locations[key]:
             is_there, what = (
                 (place.is_dir(), "folder")
@@ -210,16 +208,16 @@ def _places(name: str, files: Iterable[str], spec: Mapping[str, Any]) -> dict[st
     return locations
 
 
-def _each(paths: str | list[str]) -> list[str]:
+def _as_list(paths: str | list[str]) -> list[str]:
     return [paths] if isinstance(paths, str) else paths
 
 
-def places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
+def format_places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the paths of all data sets of the config, as JSON for PLACES_VARIABLE."""
     locations = {}
     for name, spec in datasets.items():
         places = {
-            key: [str(Path(p).expanduser().absolute()) for p in _each(spec[key])]
+            key: [str(Path(p).expanduser().absolute()) for p in _as_list(spec[key])]
             for key in PLACES
             if spec.get(key)
         }
@@ -235,7 +233,7 @@ def of_job(name: str, spec: Mapping[str, Any]) -> OwnData:
     return own_data(name, spec, json.loads(os.environ.get(PLACES_VARIABLE, "{}")).get(name, {}))
 
 
-def prepared_facts(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_prepared_meta(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the metadata of the data set that was prepared in a folder for an identity, or None."""
     try:
         return read_json(folder / prepared.meta_name(identity))

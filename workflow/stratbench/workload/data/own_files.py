@@ -46,7 +46,7 @@ def files_of(places: Sequence[Path], samples: Samples) -> list[tuple[str, Path]]
     files: list[tuple[str, Path]] = []
     for place in places:
         if place.is_dir():
-            below = sorted(_files_below(place, samples))
+            below = sorted(_iter_files_below(place, samples))
             if not below:
                 raise DataError(
                     f"{place}: has no {samples} in class folders; add some, or correct the path"
@@ -57,7 +57,7 @@ def files_of(places: Sequence[Path], samples: Samples) -> list[tuple[str, Path]]
     return files
 
 
-def _files_below(folder: Path, samples: Samples) -> Iterator[Path]:
+def _iter_files_below(folder: Path, samples: Samples) -> Iterator[Path]:
     for at, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
@@ -95,7 +95,7 @@ def content_sha256(places: Sequence[Path], samples: Samples, known: Path | None 
     digest = hashlib.sha256()
     with progress_bar(len(files), " files", f"hashing {places[0].name}") as bar:
         for name, path in files:
-            digest.update(f"{name}\0".encode() + _file_sha256(path))
+            digest.update(f"{name}\0".encode() + _hash_file(path))
             bar.update(1)
     if known is not None:
         with suppress(OSError):  # without the cache, the files are only hashed again
@@ -105,7 +105,7 @@ def content_sha256(places: Sequence[Path], samples: Samples, known: Path | None 
     return digest.hexdigest()
 
 
-def _file_sha256(path: Path) -> bytes:
+def _hash_file(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
@@ -120,7 +120,7 @@ ByClass = dict[str, list[Any]]
 Labelled = list[tuple[Any, int]]
 
 
-def class_folders(name: str, folder: Path, samples: Samples) -> tuple[ByClass, ByClass | None]:
+def list_class_folders(name: str, folder: Path, samples: Samples) -> tuple[ByClass, ByClass | None]:
     """Return the files by class of FOLDER/train/CLASS, and those of FOLDER/test/CLASS (or val).
 
     Without a test folder, the second is None, and the class folders may be in FOLDER itself.
@@ -131,15 +131,15 @@ def class_folders(name: str, folder: Path, samples: Samples) -> tuple[ByClass, B
         raise DataError(
             f"data set {name!r}: {folder} has a folder {apart.name!r}, but no folder {TRAIN!r}; add it"
         )
-    test = _by_class(name, apart, samples) if apart else None
-    return _by_class(name, top, samples), test
+    test = _list_files_by_class(name, apart, samples) if apart else None
+    return _list_files_by_class(name, top, samples), test
 
 
-def _by_class(name: str, folder: Path, samples: Samples) -> ByClass:
+def _list_files_by_class(name: str, folder: Path, samples: Samples) -> ByClass:
     """Return the sorted files of each class folder; raise DataError if a class folder has none."""
     by_class = {}
     for place in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
-        by_class[place.name] = sorted(_files_below(place, samples))
+        by_class[place.name] = sorted(_iter_files_below(place, samples))
         if not by_class[place.name]:
             raise DataError(
                 f"data set {name!r}: the class folder {place} has no {samples}; add some, or remove it"
@@ -203,7 +203,7 @@ def divided(
 # ---------------------------------------------------------------- images
 
 
-def image_folder(
+def read_image_folder(
     name: str, folder: Path, size: int, channels: int, test_share: float, seed: int
 ) -> tuple[Source, int]:
     """Return the images of a folder of class folders, and the number of classes.
@@ -219,11 +219,11 @@ def image_folder(
         test_share: Fraction of each class for the test set, but one image at least.
         seed: Seed of the division.
     """
-    by_class = class_folders(name, folder, IMAGES)
+    by_class = list_class_folders(name, folder, IMAGES)
     train, test, classes = divided(name, by_class, IMAGES, test_share, seed)
 
     def split(images: Labelled) -> Split:
-        return Split(len(images), _image_chunks(name, images, size, channels))
+        return Split(len(images), _iter_image_chunks(name, images, size, channels))
 
     return Source(split(train), split(test), []), classes
 
@@ -235,7 +235,7 @@ def find_fault_of_images(values: Mapping[str, Any]) -> str | None:
     return f"channels = {values['channels']}: images become grey (1) or RGB (3)"
 
 
-def _image_chunks(
+def _iter_image_chunks(
     name: str, images: Sequence[tuple[Path, int]], size: int, channels: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     import numpy as np
@@ -243,11 +243,11 @@ def _image_chunks(
     with ThreadPoolExecutor(_READERS) as readers:
         for start in range(0, len(images), _CHUNK):
             chunk = images[start : start + _CHUNK]
-            pixels = readers.map(lambda one: _pixels(name, one[0], size, channels), chunk)
+            pixels = readers.map(lambda one: _read_pixels(name, one[0], size, channels), chunk)
             yield np.stack(list(pixels)), np.array([label for _, label in chunk])
 
 
-def _pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
+def _read_pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
     """Return an image as uint8 [channels, size, size]."""
     import numpy as np
     from PIL import Image
@@ -271,7 +271,7 @@ def _pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
 # ---------------------------------------------------------------- text
 
 
-def text_files(
+def read_text_files(
     name: str, files: Sequence[Path], tokenizer: Path | None, sequence: int, test_share: float
 ) -> tuple[Source, int]:
     """Return a text of concatenated files, cut into pieces of `sequence`, and its number of different tokens.
@@ -285,14 +285,12 @@ def text_files(
         sequence: Tokens per sample.
         test_share: Fraction of the tokens, at the end, for the test set.
     """
-    tokens, vocabulary = tokens_of_files(name, files, tokenizer)
+    tokens, vocabulary = read_tokens(name, files, tokenizer)
     train, test = split_text(name, tokens, vocabulary, sequence, test_share)
     return Source(pieces(train, sequence), pieces(test, sequence), []), vocabulary
 
 
-def tokens_of_files(
-    name: str, files: Sequence[Path], tokenizer: Path | None
-) -> tuple[np.ndarray, int]:
+def read_tokens(name: str, files: Sequence[Path], tokenizer: Path | None) -> tuple[np.ndarray, int]:
     """Return the tokens of concatenated text files, and the size of the vocabulary."""
     import numpy as np
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 BUFFERED_BATCHES = 2
 
 
-class _Slot:
+class _BatchBuffers:
     """The buffers of one batch, and the events after which they may be used again.
 
     `staged` are in pinned host memory, `arrived` on the device. `used` is recorded when the device has used
@@ -27,7 +27,7 @@ class _Slot:
         self.copied: torch.cuda.Event | None = None
 
 
-class _Coming(NamedTuple):
+class _FetchedBatch(NamedTuple):
     """A batch that is being fetched.
 
     Attributes:
@@ -39,7 +39,7 @@ class _Coming(NamedTuple):
 
     indices: torch.Tensor
     tables: Sequence[torch.Tensor] | None
-    slot: _Slot
+    slot: _BatchBuffers
     done: Future[None]
 
 
@@ -65,9 +65,9 @@ class HostRows:
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_cuda else None
-        self._slots = [_Slot() for _ in range(BUFFERED_BATCHES)]
+        self._slots = [_BatchBuffers() for _ in range(BUFFERED_BATCHES)]
         self._turn = 0
-        self._coming: _Coming | None = None
+        self._coming: _FetchedBatch | None = None
         # Gathering uses one thread on one core, so that it does not take cores from the training.
         self._thread = ThreadPoolExecutor(
             1, "stratbench-rows", initializer=torch.set_num_threads, initargs=(1,)
@@ -88,12 +88,12 @@ class HostRows:
         self._turn = (self._turn + 1) % BUFFERED_BATCHES
         sources = [*self._arrays, *(tables or ())]
         if len(slot.staged) != len(sources) or len(slot.staged[0]) != len(indices):
-            self._make_room(slot, sources, len(indices))
+            self._allocate_buffers(slot, sources, len(indices))
         if self._on_cuda:
             slot.used = torch.cuda.Event()
             slot.used.record(torch.cuda.current_stream(self._device))
-        done = self._thread.submit(self._gather, slot, sources, indices)
-        self._coming = _Coming(indices, tables, slot, done)
+        done = self._thread.submit(self._gather_rows, slot, sources, indices)
+        self._coming = _FetchedBatch(indices, tables, slot, done)
 
     def take(
         self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None
@@ -123,7 +123,9 @@ class HostRows:
         inputs, targets, *drawn = coming.slot.arrived
         return inputs, targets, drawn or None
 
-    def _make_room(self, slot: _Slot, sources: Sequence[torch.Tensor], samples: int) -> None:
+    def _allocate_buffers(
+        self, slot: _BatchBuffers, sources: Sequence[torch.Tensor], samples: int
+    ) -> None:
         """Allocate buffers for batches of another size, which is rare: a training has one batch size."""
         import torch
 
@@ -140,7 +142,9 @@ class HostRows:
             slot.arrived = [torch.empty_like(t, device=self._device) for t in slot.staged]
         slot.copied = None
 
-    def _gather(self, slot: _Slot, sources: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
+    def _gather_rows(
+        self, slot: _BatchBuffers, sources: Sequence[torch.Tensor], indices: torch.Tensor
+    ) -> None:
         """Gather the rows of a batch into its buffers and start the copy; it runs in the thread."""
         import torch
 

@@ -62,7 +62,7 @@ def prepare(
         folder = Path(root).expanduser() if root else None
         return facts.open_source(folder, scratch if download else None), facts
 
-    return _prepared_for(request, Path(out_dir), open_source)
+    return _prepare_unless_intact(request, Path(out_dir), open_source)
 
 
 def _prepare_own(own: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def _prepare_own(own: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) 
         of_texts = own.task, own.values.get("vocabulary")
         return source, Dataset(shape, classes, *samples, None, 0, False, *kinds, *of_texts)
 
-    return _prepared_for(request, out_dir, open_source)
+    return _prepare_unless_intact(request, out_dir, open_source)
 
 
-def _prepared_for(
+def _prepare_unless_intact(
     request: Mapping[str, Any],
     out_dir: Path,
     open_source: Callable[[Path], tuple[Source, Dataset]],
@@ -106,7 +106,7 @@ def _prepared_for(
         out_dir: Folder to write.
         open_source: Opens the samples, given a folder for downloads.
     """
-    if (intact := prepared.intact(out_dir, request)) is not None:
+    if (intact := prepared.read_intact_meta(out_dir, request)) is not None:
         return intact
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with held_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
@@ -118,7 +118,7 @@ def _prepared_for(
         return prepared.install(built, out_dir, request)
 
 
-def _spec(text: str) -> dict[str, Any] | None:
+def _parse_spec(text: str) -> dict[str, Any] | None:
     try:
         spec = json.loads(text)
     except ValueError as error:
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-download", action="store_true", help="do not download missing files")
     parser.add_argument(
         "--spec",
-        type=_spec,
+        type=_parse_spec,
         help="specification of the data set as JSON; null: a built-in data set",
     )
     options = parser.parse_args(arguments)

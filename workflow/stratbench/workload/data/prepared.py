@@ -69,7 +69,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
     shape = facts.shape or ()
     what = kind_of(shape)
     value = np.float32 if facts.floats else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
-    moments = None if facts.is_text else (_Sums if facts.floats else _Counts)(shape[0])
+    moments = None if facts.is_text else (_FloatMoments if facts.floats else _ByteMoments)(shape[0])
     for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
         inputs, targets = (
             np.lib.format.open_memmap(folder / f"{split}_{name}.npy", "w+", dtype, (samples, *one))
@@ -109,15 +109,15 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
         **({"vocabulary": facts.vocabulary} if facts.vocabulary else {}),
         "generated": source.generated,
         "sources": source.files,
-        "sha256": _sha256(folder),
-        "arrays": {array: _size_and_time(folder, array) for array in ARRAYS},
+        "sha256": _hash_arrays(folder),
+        "arrays": {array: _get_size_and_time(folder, array) for array in ARRAYS},
     }
     path = folder / meta_name(request["spec"])
     path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
 
 
-class _Counts:
+class _ByteMoments:
     """Computes mean and standard deviation of each channel of bytes, by a histogram of the 256 values."""
 
     def __init__(self, channels: int) -> None:
@@ -142,7 +142,7 @@ class _Counts:
         }
 
 
-class _Sums:
+class _FloatMoments:
     """Computes mean and standard deviation of each channel of floats, part by part.
 
     See Chan, Golub and LeVeque, 1979.
@@ -169,7 +169,7 @@ class _Sums:
         return {"mean": self._mean.tolist(), "std": np.sqrt(self._squares / self._n).tolist()}
 
 
-def _size_and_time(folder: Path, array: str) -> list[int]:
+def _get_size_and_time(folder: Path, array: str) -> list[int]:
     """Return the bytes of an array's file, and its modification time in ns.
 
     Raises:
@@ -182,23 +182,23 @@ def _size_and_time(folder: Path, array: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _sha256(folder: Path) -> str:
+def _hash_arrays(folder: Path) -> str:
     """Return the SHA-256 over the files of the four arrays, including headers, in the order of ARRAYS."""
     digest = hashlib.sha256()
     for array in ARRAYS:
-        _size_and_time(folder, array)  # raises for a FIFO, whose reader would wait forever
+        _get_size_and_time(folder, array)  # raises for a FIFO, whose reader would wait forever
         with (folder / f"{array}.npy").open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
 
 
-def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the metadata of a folder if it has the requested data set undamaged, else None."""
     try:
-        meta = _meta(folder)
+        meta = _read_meta_file(folder)
         same = all(meta[key] == value for key, value in request.items())
-        return meta if same and meta["sha256"] == _sha256(folder) else None
+        return meta if same and meta["sha256"] == _hash_arrays(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -220,11 +220,11 @@ def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, 
     while True:
         try:
             os.replace(built, folder)
-            return _meta(folder)
+            return _read_meta_file(folder)
         except OSError as error:
             if not folder.exists():
                 raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
-        if (other := intact(folder, request)) is not None:
+        if (other := read_intact_meta(folder, request)) is not None:
             return other
         _move_aside(folder, built.parent)
 
@@ -244,7 +244,7 @@ def _move_aside(folder: Path, where: Path) -> None:
         return  # another process has moved the folder in the meantime
 
 
-def _meta(folder: Path) -> dict[str, Any]:
+def _read_meta_file(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's metadata file.
 
     Raises:
@@ -264,9 +264,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
         DataError: If the metadata are missing or unreadable.
     """
     try:
-        return _meta(folder)
+        return _read_meta_file(folder)
     except (OSError, ValueError) as error:
-        raise _not_whole(folder, error) from error
+        raise _incomplete_error(folder, error) from error
 
 
 def verified_meta(folder: Path) -> dict[str, Any]:
@@ -278,22 +278,22 @@ def verified_meta(folder: Path) -> dict[str, Any]:
         DataError: If a file is missing, or the arrays have another SHA-256.
     """
     try:
-        meta = _meta(folder)
-        now = {array: _size_and_time(folder, array) for array in ARRAYS}
+        meta = _read_meta_file(folder)
+        now = {array: _get_size_and_time(folder, array) for array in ARRAYS}
         recorded = meta.get("arrays", {})
         changed = [array for array in ARRAYS if now[array] != recorded.get(array)]
-        if changed and _sha256(folder) != meta["sha256"]:
+        if changed and _hash_arrays(folder) != meta["sha256"]:
             raise DataError(
                 f"the arrays {', '.join(changed)} have changed since the data set was prepared"
             )
     except OSError as error:
-        raise _not_whole(folder, error.strerror or error) from error
+        raise _incomplete_error(folder, error.strerror or error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _not_whole(folder, error) from error
+        raise _incomplete_error(folder, error) from error
     return meta
 
 
-def _not_whole(folder: Path, reason: object) -> DataError:
+def _incomplete_error(folder: Path, reason: object) -> DataError:
     return DataError(
         f"{folder} is not a complete prepared data set ({reason}); delete it, and the next run prepares it "
         f"again, as `python -m stratbench.workload.data.prepare NAME --out {folder}` does"
@@ -309,9 +309,9 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     import numpy as np
 
     try:
-        meta = _meta(folder)
+        meta = _read_meta_file(folder)
         for array in ARRAYS:
-            _size_and_time(folder, array)
+            _get_size_and_time(folder, array)
         # The arrays are mapped copy-on-write: torch needs writable arrays, and the files must not change.
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         for split in ("train", "test"):
@@ -327,8 +327,8 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
                 raise ValueError(
                     f"the shape of {split}_targets.npy does not match {split}_inputs.npy"
                 )
-        if _meta(folder) != meta:  # the arrays may be those of either folder
+        if _read_meta_file(folder) != meta:  # the arrays may be those of either folder
             raise ValueError("the folder was replaced while it was read")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _not_whole(folder, error) from error
+        raise _incomplete_error(folder, error) from error
     return meta, arrays

@@ -154,7 +154,7 @@ def fetch(
     try:
         if scratch is not None:
             for filename, md5 in files.items():
-                _fetch_one(mirrors, filename, md5, scratch)
+                _fetch_from_mirrors(mirrors, filename, md5, scratch)
             return scratch
     except DataError as error:
         failure = str(error)
@@ -171,14 +171,14 @@ def fetch(
     )
 
 
-def _fetch_one(mirrors: Sequence[str], filename: str, md5: str, folder: Path) -> None:
+def _fetch_from_mirrors(mirrors: Sequence[str], filename: str, md5: str, folder: Path) -> None:
     # Network modules are imported inside functions, since launchers import this module without downloading.
     from http.client import HTTPException
 
     failures = []
     for mirror in mirrors:
         try:
-            _fetch(mirror + filename, folder / filename)
+            _download(mirror + filename, folder / filename)
             read_verified(folder / filename, md5)
             return
         except (OSError, ValueError, HTTPException) as error:
@@ -187,7 +187,7 @@ def _fetch_one(mirrors: Sequence[str], filename: str, md5: str, folder: Path) ->
     raise DataError("Downloading failed:" + "".join(failures))
 
 
-def _fetch(url: str, target: Path) -> None:
+def _download(url: str, target: Path) -> None:
     import urllib.request
 
     with (
@@ -202,7 +202,7 @@ def _fetch(url: str, target: Path) -> None:
             bar.update(len(block))
 
 
-def _file_fact(path: Path, md5: str) -> dict[str, Any]:
+def _describe_file(path: Path, md5: str) -> dict[str, Any]:
     return {"file": path.name, "md5": md5, "bytes": path.stat().st_size}
 
 
@@ -220,13 +220,13 @@ def mnist(root: Path | None, scratch: Path | None) -> Source:
     if folder and all(
         (folder / name).exists() or (folder / f"{name}.gz").exists() for name in MNIST_FILES
     ):
-        return mnist_from_folder(folder)
+        return read_mnist_folder(folder)
     compressed = {f"{name}.gz": gz_md5 for name, (gz_md5, _) in MNIST_FILES.items()}
     looked_for = f"Not all in {folder}: {', '.join(MNIST_FILES)} (or .gz)." if folder else NO_ROOT
-    return mnist_from_folder(fetch("mnist", MNIST_MIRRORS, compressed, scratch, looked_for))
+    return read_mnist_folder(fetch("mnist", MNIST_MIRRORS, compressed, scratch, looked_for))
 
 
-def mnist_from_folder(folder: Path) -> Source:
+def read_mnist_folder(folder: Path) -> Source:
     """Return MNIST from a folder that has, for each of the four files, the file, its .gz, or both."""
     arrays, files = {}, []
     for name, (gz_md5, raw_md5) in MNIST_FILES.items():
@@ -234,10 +234,10 @@ def mnist_from_folder(folder: Path) -> Source:
         content = b""
         if compressed.exists():
             content = gzip.decompress(read_verified(compressed, gz_md5))
-            files.append(_file_fact(compressed, gz_md5))
+            files.append(_describe_file(compressed, gz_md5))
         if plain.exists():
             content = read_verified(plain, raw_md5)
-            files.append(_file_fact(plain, raw_md5))
+            files.append(_describe_file(plain, raw_md5))
         arrays[name] = _parse_idx(content, name)
     (train_images, train_labels, test_images, test_labels) = arrays.values()
     return Source(
@@ -271,9 +271,9 @@ def cifar10(root: Path | None, scratch: Path | None) -> Source:
     name, md5 = CIFAR10_ARCHIVE
     folder = root / CIFAR10_FOLDER if root else None
     if folder and all((folder / batch).exists() for batch in CIFAR10_FILES):
-        return _cifar10_source(
+        return _make_cifar10_source(
             {batch: read_verified(folder / batch, md5) for batch, md5 in CIFAR10_FILES.items()},
-            [_file_fact(folder / batch, md5) for batch, md5 in CIFAR10_FILES.items()],
+            [_describe_file(folder / batch, md5) for batch, md5 in CIFAR10_FILES.items()],
         )
     if root and (root / name).exists():
         archive = root / name
@@ -284,7 +284,9 @@ def cifar10(root: Path | None, scratch: Path | None) -> Source:
             else NO_ROOT
         )
         archive = fetch("cifar10", CIFAR10_MIRRORS, {name: md5}, scratch, looked_for) / name
-    return _cifar10_source(_unpack_cifar10(read_verified(archive, md5)), [_file_fact(archive, md5)])
+    return _make_cifar10_source(
+        _unpack_cifar10(read_verified(archive, md5)), [_describe_file(archive, md5)]
+    )
 
 
 def _unpack_cifar10(archive: bytes) -> dict[str, bytes]:
@@ -297,7 +299,7 @@ def _unpack_cifar10(archive: bytes) -> dict[str, bytes]:
         }
 
 
-def _cifar10_source(contents: Mapping[str, bytes], files: list[dict[str, Any]]) -> Source:
+def _make_cifar10_source(contents: Mapping[str, bytes], files: list[dict[str, Any]]) -> Source:
     batches = [_parse_cifar10_batch(content, name) for name, content in contents.items()]
     *train, test = batches
     return Source(
@@ -354,7 +356,7 @@ def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> S
     content = np.frombuffer(read_verified(folder / name, md5), np.uint8)
     _, tokens = np.unique(content, return_inverse=True)
     train, test = np.split(tokens.astype(np.uint8), [SHAKESPEARE_TOKENS[0]])
-    files = [_file_fact(folder / name, md5)]
+    files = [_describe_file(folder / name, md5)]
     return Source(pieces(train, sequence), pieces(test, sequence), files)
 
 

@@ -16,8 +16,8 @@ from stratbench.workload.torch_internals import (
     get_buffers,
     get_storage_key,
     get_version,
+    has_mutable_argument,
     tree_leaves,
-    writes_arguments,
 )
 
 #: Attributes that every nn.Module has; all others are the user's.
@@ -32,49 +32,56 @@ class Attributes:
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
         self._names = None if names is None else frozenset(names)
-        self._modules = {prefix: (m, _of_user(m)) for prefix, m in model.named_modules()}
+        self._modules = {
+            prefix: (m, _list_user_attributes(m)) for prefix, m in model.named_modules()
+        }
         self._kept = {
-            (prefix, key): _Kept(value)
+            (prefix, key): _SavedValue(value)
             for prefix, (_, own) in self._modules.items()
             for key, value in own.items()
-            if self._counts(prefix, key)
+            if self._is_included(prefix, key)
         }
 
-    def _counts(self, prefix: str, key: str) -> bool:
-        return self._names is None or _path(prefix, key) in self._names
+    def _is_included(self, prefix: str, key: str) -> bool:
+        return self._names is None or _join_path(prefix, key) in self._names
 
     def changed(self) -> list[str]:
         """Return the paths of attributes that were changed, added or removed since the copy."""
         return [
-            _path(prefix, key)
+            _join_path(prefix, key)
             for prefix, (module, own) in self._modules.items()
-            for key in dict.fromkeys((*own, *_of_user(module)))
-            if self._counts(prefix, key) and self._differs(prefix, key, _of_user(module))
+            for key in dict.fromkeys((*own, *_list_user_attributes(module)))
+            if self._is_included(prefix, key)
+            and self._has_changed(prefix, key, _list_user_attributes(module))
         ]
 
-    def _differs(self, prefix: str, key: str, now: Mapping[str, Any]) -> bool:
+    def _has_changed(self, prefix: str, key: str, now: Mapping[str, Any]) -> bool:
         saved = self._kept.get((prefix, key))
         return saved is None or key not in now or saved.differs_from(now[key])
 
     def put_back(self) -> None:
         """Restore the attributes: each is the same object as before, with the same content."""
         for prefix, (module, own) in self._modules.items():
-            for key in [k for k in _of_user(module) if k not in own and self._counts(prefix, k)]:
+            for key in [
+                k
+                for k in _list_user_attributes(module)
+                if k not in own and self._is_included(prefix, k)
+            ]:
                 del vars(module)[key]
         for (prefix, key), saved in self._kept.items():
             vars(self._modules[prefix][0])[key] = saved.put_back()
 
 
-def _of_user(module: nn.Module) -> dict[str, Any]:
+def _list_user_attributes(module: nn.Module) -> dict[str, Any]:
     """Return a module's attributes that are neither PyTorch's own nor submodules."""
     return {k: v for k, v in vars(module).items() if k not in _OWN and not isinstance(v, nn.Module)}
 
 
-def _path(prefix: str, key: str) -> str:
+def _join_path(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-class _Kept:
+class _SavedValue:
     """A value and a copy of its content, so that the content of the same object can be restored."""
 
     def __init__(self, value: Any) -> None:
@@ -85,9 +92,9 @@ class _Kept:
         elif isinstance(value, np.ndarray):
             self._content = value.copy()
         elif isinstance(value, list | deque):
-            self._content = [_Kept(v) for v in value]
+            self._content = [_SavedValue(v) for v in value]
         elif isinstance(value, dict):
-            self._content = {k: _Kept(v) for k, v in value.items()}
+            self._content = {k: _SavedValue(v) for k, v in value.items()}
         elif isinstance(value, set):
             self._content = set(value)
 
@@ -151,7 +158,7 @@ class Changes(TorchDispatchMode):
             self._by_storage.setdefault(get_storage_key(p.untyped_storage()), []).append((name, p))
         self._parameters: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._buffers = [
-            (module, key, _path(prefix, key), b, b.detach().clone(), get_version(b))
+            (module, key, _join_path(prefix, key), b, b.detach().clone(), get_version(b))
             for prefix, module in model.named_modules()
             for key, b in module.named_buffers(recurse=False)
         ]
@@ -188,8 +195,8 @@ class Changes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws = self.draws or _draws(func, args, kwargs)
-        for t in _written_by(func, args, kwargs):
+            self.draws = self.draws or _draws_numbers(func, args, kwargs)
+        for t in _iter_written_tensors(func, args, kwargs):
             for name, p in self._by_storage.get(get_storage_key(t.untyped_storage()), ()):
                 if name not in self._parameters:
                     self._parameters[name] = p, p.detach().clone()
@@ -222,9 +229,9 @@ class Changes(TorchDispatchMode):
             self._attributes.put_back()
 
 
-def _written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def _iter_written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors to which an operator writes, by its schema."""
-    if not writes_arguments(func):
+    if not has_mutable_argument(func):
         return
     for i, argument in enumerate(get_arguments(func)):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -232,7 +239,7 @@ def _written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Ten
             yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
-def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _draws_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of an operator draws random numbers, as attention without dropout does not."""
     for i, argument in enumerate(get_arguments(func)):
         if argument.name in ("dropout_p", "p"):

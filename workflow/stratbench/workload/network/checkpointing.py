@@ -41,7 +41,7 @@ def blocks_of(groups: Groups) -> list[nn.Module]:
     return [m for _, modules in groups for m in modules if any(m.children())]
 
 
-def checkpointed(blocks: list[nn.Module], mode: bool | str) -> list[nn.Module]:
+def select_checkpointed(blocks: list[nn.Module], mode: bool | str) -> list[nn.Module]:
     """Return the blocks that a mode of `activation_checkpointing` checkpoints: all, or each N-th."""
     every = str(mode).partition("every-")[2]
     return blocks[int(every) - 1 :: int(every)] if every else blocks
@@ -57,20 +57,20 @@ def checkpoint_blocks(groups: Groups, mode: bool | str = True) -> int:
         groups: The model's sharding groups.
         mode: The setting `activation_checkpointing`, other than false.
     """
-    blocks = checkpointed(blocks_of(groups), mode)
+    blocks = select_checkpointed(blocks_of(groups), mode)
     for block in blocks:
         norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
-        block.forward = partial(_forward, block.forward, norms, mode == "selective")
+        block.forward = partial(_forward_checkpointed, block.forward, norms, mode == "selective")
     return len(blocks)
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function with some arguments, such that backward recomputes its activations."""
-    contexts = partial(_contexts, [], False)
+    contexts = partial(_make_contexts, [], False)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
-def _forward(
+def _forward_checkpointed(
     forward: Callable[..., Any],
     norms: list[BatchNorm],
     selective: bool,
@@ -79,36 +79,36 @@ def _forward(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    contexts = partial(_contexts, norms, selective)
+    contexts = partial(_make_contexts, norms, selective)
     if torch.compiler.is_compiling():
         # Compiled code recomputes values without changes of buffers, and supports no other contexts.
         if not selective:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        contexts = _selective_contexts
+        contexts = _make_selective_contexts
     elif selective:
         # Without this, a weight that another block has cast would be cast in the recomputation only.
         torch.clear_autocast_cache()
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _contexts(
+def _make_contexts(
     norms: list[BatchNorm], selective: bool
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the contexts of a block's forward and of its recomputation."""
-    first, again = _selective_contexts() if selective else (nullcontext(), nullcontext())
+    first, again = _make_selective_contexts() if selective else (nullcontext(), nullcontext())
     return first, _Recomputing(again, norms)
 
 
-def _selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    return create_selective_checkpoint_contexts(_keep_by_count())
+def _make_selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    return create_selective_checkpoint_contexts(_make_selective_policy())
 
 
-def _keep_by_count() -> Callable[..., CheckpointPolicy]:
+def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
     """Return a policy for one call of a block, which stores attention and every second product."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = op in KEPT_BY_SELECTIVE and not _draws(op, args, kwargs)
+        keeps = op in KEPT_BY_SELECTIVE and not _draws_numbers(op, args, kwargs)
         if op in PRODUCTS:
             products[context.is_recompute] += 1
             keeps = products[context.is_recompute] % 2 == 1
@@ -117,7 +117,7 @@ def _keep_by_count() -> Callable[..., CheckpointPolicy]:
     return policy
 
 
-def _draws(op: Any, args: Any, kwargs: Any) -> bool:
+def _draws_numbers(op: Any, args: Any, kwargs: Any) -> bool:
     """Return whether attention has dropout.
 
     Its result must not be stored, since the recomputation would then draw other random numbers.
@@ -141,7 +141,7 @@ class _Recomputing:
     def __enter__(self) -> None:
         global _under_way
         with ExitStack() as stack:
-            stack.enter_context(_without_statistics(self._norms))
+            stack.enter_context(_freezing_statistics(self._norms))
             stack.enter_context(self._selected)
             self._entered.append(stack.pop_all())
         _under_way += 1
@@ -159,7 +159,7 @@ class _Recomputing:
 
 
 @contextmanager
-def _without_statistics(norms: list[BatchNorm]) -> Iterator[None]:
+def _freezing_statistics(norms: list[BatchNorm]) -> Iterator[None]:
     """Prevent changes of running statistics within the block, since forward has already updated them.
 
     With a momentum of 0 a statistic becomes 1 x old + 0 x new, which is bit for bit the old one.

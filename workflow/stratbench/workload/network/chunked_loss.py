@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from stratbench.workload.generators import generators_put_back
+from stratbench.workload.generators import restoring_generators
 from stratbench.workload.network.changes import Changes
 from stratbench.workload.network.checkpointing import recompute
 from stratbench.workload.users_code import Refused
@@ -47,7 +47,7 @@ class ChunkedLoss:
         head = find_head(model, tokens)
         self._chunks, self._loss, self._scores = chunks, loss, head.forward
         self._targets: Tensor | None = None
-        head.forward = self._forward
+        head.forward = self._forward_loss
 
     @contextmanager
     def against(self, targets: Tensor) -> Iterator[None]:
@@ -58,14 +58,14 @@ class ChunkedLoss:
         finally:
             self._targets = None
 
-    def _forward(self, h: Tensor) -> Tensor:
+    def _forward_loss(self, h: Tensor) -> Tensor:
         if self._targets is None:
             return self._scores(h)
         targets = self._targets
         parts = zip(h.chunk(self._chunks, 1), targets.chunk(self._chunks, 1), strict=True)
-        return sum(recompute(self._sum, part, own) for part, own in parts) / targets.numel()
+        return sum(recompute(self._sum_loss, part, own) for part, own in parts) / targets.numel()
 
-    def _sum(self, h: Tensor, targets: Tensor) -> Tensor:
+    def _sum_loss(self, h: Tensor, targets: Tensor) -> Tensor:
         scores = self._scores(h)
         # The loss is computed in float32, since 16 bits would round it.
         scores = scores.float() if scores.element_size() == 2 else scores
@@ -80,7 +80,7 @@ def find_head(model: nn.Module, tokens: Tensor) -> nn.Linear:
         for module in model.modules()
         if isinstance(module, nn.Linear)
     ]
-    with generators_put_back(tokens.device), Changes(model) as changes:
+    with restoring_generators(tokens.device), Changes(model) as changes:
         try:
             with torch.no_grad():
                 scores = model.eval()(tokens)

@@ -41,7 +41,7 @@ def _import_name(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _name(model: str | Model) -> str:
+def _get_name(model: str | Model) -> str:
     return model if isinstance(model, str) else model.own.name
 
 
@@ -92,7 +92,7 @@ def check_reads(name: str | Model, kind: str) -> None:
     reads = "texts" if reads_text else "images"
     if reads_text is not None and reads != kind:
         raise ValueError(
-            f"{_name(name)} takes {reads}, but the data set has {kind}; use another model"
+            f"{_get_name(name)} takes {reads}, but the data set has {kind}; use another model"
         )
 
 
@@ -105,7 +105,7 @@ def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
         ValueError: If the model does not take such samples.
     """
     check_reads(name, kind_of(shape))
-    model, name = facts_of(name), _name(name)
+    model, name = facts_of(name), _get_name(name)
     if model.reads_text is None:
         return tuple(shape)
     if model.reads_text:
@@ -164,21 +164,21 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
     from stratbench.workload.torch_internals import unset_fake_temporarily
 
     try:
-        with _undrawn():
+        with _skipping_draws():
             return build(model, classes, shape)
     except users_code.ModelError:
-        with unset_fake_temporarily(), _undrawn():
+        with unset_fake_temporarily(), _skipping_draws():
             made = build(model, classes, shape)
         replace_tensors(made, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
         return made
 
 
 @contextmanager
-def _undrawn() -> Iterator[None]:
+def _skipping_draws() -> Iterator[None]:
     """Skip the drawing of random weights within the block, since unwritten memory takes no space or time."""
     from torch.overrides import TorchFunctionMode
 
-    from stratbench.workload.torch_internals import no_truncated_normals
+    from stratbench.workload.torch_internals import skipping_truncated_normals
 
     class Undrawn(TorchFunctionMode):
         def __torch_function__(
@@ -189,7 +189,7 @@ def _undrawn() -> Iterator[None]:
                 return args[0] if args else kwargs["tensor"]
             return func(*args, **kwargs)
 
-    with no_truncated_normals(), Undrawn():
+    with skipping_truncated_normals(), Undrawn():
         yield
 
 
@@ -225,7 +225,7 @@ def for_training(
 
     seed_generators(seed)
     model = build(name, classes, shape)
-    _made_in[model] = _formats_of(model)
+    _made_in[model] = _list_formats(model)
     place_tensors(model, device, dtype)
     model.train()
     if checkpointing:
@@ -246,7 +246,7 @@ def for_training(
 _made_in: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 
-def _formats_of(model: nn.Module) -> tuple[str, ...]:
+def _list_formats(model: nn.Module) -> tuple[str, ...]:
     real = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return tuple(sorted(str(dtype).removeprefix("torch.") for dtype in real))
 
@@ -256,12 +256,12 @@ def changed_formats(model: nn.Module) -> str | None:
 
     Return None for the usual float32, which the user's code need not have chosen.
     """
-    others = [f for f in _made_in.get(model, ()) if f not in ("float32", *_formats_of(model))]
+    others = [f for f in _made_in.get(model, ()) if f not in ("float32", *_list_formats(model))]
     if not others:
         return None
     return (
         f"its code creates parameters in {', '.join(others)}, but all strategies train them in "
-        f"{', '.join(_formats_of(model))} (`precision`)"
+        f"{', '.join(_list_formats(model))} (`precision`)"
     )
 
 
@@ -324,7 +324,7 @@ def has_name_alone(name: str | Model) -> bool:
 def in_words(name: str | Model) -> str:
     """Return the text that names a model in a sentence."""
     own = facts_of(name).own
-    return str(own) if own is not None else f"model {_name(name)!r}"
+    return str(own) if own is not None else f"model {_get_name(name)!r}"
 
 
 def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -378,17 +378,17 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     if (own := facts_of(name).own) is not None:
         from stratbench.workload.network import sharding
 
-        if shard := own.wrap_classes or sharding.stated_classes(model):
-            return sharding.groups_by_class(model, shard, own)
-        return sharding.groups_by_size(model)
+        if shard := own.wrap_classes or sharding.find_stated_classes(model):
+            return sharding.group_by_class(model, shard, own)
+        return sharding.group_by_size(model)
     family = facts_of(name).family
     if family == "vgg":
-        return _vgg_groups(model)
+        return _group_vgg_layers(model)
     blocks = tuple(_import_name(path) for path in FAMILIES[family].blocks)
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 
-def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
+def _get_declaration(network: str | Model, key: str, built: nn.Module) -> Any:
     """Return a model's declaration for a key, such as `tensor_plan`, or None.
 
     A user may give it as `module:NAME`, the name of a declaration or of a function of the model.
@@ -403,7 +403,7 @@ def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
     return declared(built) if callable(declared) else declared
 
 
-def _states(network: str | Model, key: str) -> bool:
+def _has_declaration(network: str | Model, key: str) -> bool:
     """Return whether a model has a declaration for a key, without importing anything."""
     model = facts_of(network)
     return getattr(model.own or FAMILIES[model.family], key) is not None
@@ -411,7 +411,7 @@ def _states(network: str | Model, key: str) -> bool:
 
 def has_tensor_plan(network: str | Model) -> bool:
     """Return whether the model has a tensor plan."""
-    return _states(network, "tensor_plan")
+    return _has_declaration(network, "tensor_plan")
 
 
 def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
@@ -420,7 +420,7 @@ def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
     Raises:
         ValueError: If the model has no such plan.
     """
-    return _statement(network, "tensor_plan", model)
+    return _get_declaration(network, "tensor_plan", model)
 
 
 def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
@@ -437,14 +437,14 @@ def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
 
 def has_pieces(network: str | Model) -> bool:
     """Return whether the model declares its forward as a chain of pieces."""
-    return _states(network, "pipeline_modules")
+    return _has_declaration(network, "pipeline_modules")
 
 
 def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
     """Return a model's forward as a chain of pieces; raise ValueError if a declared piece is missing."""
     from stratbench.workload.network import pieces
 
-    return pieces.pieces_of(model, _statement(network, "pipeline_modules", model))
+    return pieces.pieces_of(model, _get_declaration(network, "pipeline_modules", model))
 
 
 def sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
@@ -459,13 +459,13 @@ def sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
         from stratbench.workload.network import sharding
 
         return sharding.rule_of(
-            model.own.wrap_classes or (built and sharding.stated_classes(built))
+            model.own.wrap_classes or (built and sharding.find_stated_classes(built))
         )
     blocks = [path.partition(":")[2] for path in FAMILIES[model.family].blocks]
     return f"instances of {', '.join(blocks)}" if blocks else "stages and linear layers"
 
 
-def _vgg_groups(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+def _group_vgg_layers(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     from torch import nn
 
     stages: list[list[nn.Module]] = [[]]

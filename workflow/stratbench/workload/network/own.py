@@ -89,7 +89,7 @@ def torchvision_names() -> frozenset[str]:
 # --- the arguments -------------------------------------------------------------------------------
 
 
-def facts_of_data(
+def compute_data_values(
     classes: int, shape: Sequence[int], vocabulary: int | None = None
 ) -> dict[str, Any]:
     """Return the values that follow from a data set, such as the number of classes, by role (ROLES).
@@ -108,16 +108,16 @@ def facts_of_data(
     return {"classes": classes, "channels": channels, "size": size}
 
 
-def with_facts(value: Any, facts: Mapping[str, Any]) -> Any:
+def fill_data_values(value: Any, facts: Mapping[str, Any]) -> Any:
     """Return a value in which each `$role` is replaced by the data set's value.
 
     Raises:
         ValueError: If the data set has no value for a role.
     """
     if isinstance(value, dict):
-        return {key: with_facts(inner, facts) for key, inner in value.items()}
+        return {key: fill_data_values(inner, facts) for key, inner in value.items()}
     if isinstance(value, list):
-        return [with_facts(inner, facts) for inner in value]
+        return [fill_data_values(inner, facts) for inner in value]
     if isinstance(value, str) and value.startswith("$"):
         if value[1:] not in facts:
             known = ", ".join(f"${role}" for role in facts)
@@ -137,9 +137,9 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
         classes: Number of classes or tokens.
         shape: Shape of the input.
     """
-    function = _maker(own)
-    facts = facts_of_data(classes, shape, own.vocabulary)
-    kwargs = with_facts(own.kwargs, facts)
+    function = _get_builder(own)
+    facts = compute_data_values(classes, shape, own.vocabulary)
+    kwargs = fill_data_values(own.kwargs, facts)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function in C may have no signature
@@ -160,10 +160,10 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
         if not takes.intersection(ROLES["classes"] + ROLES["vocabulary"]):
             filled.setdefault("num_classes", classes)
         filled |= library_of(own.call).more_arguments(kwargs, facts)
-    return filled | _for_torchvision(own, shape) | kwargs
+    return filled | _torchvision_arguments(own, shape) | kwargs
 
 
-def _maker(own: OwnModel) -> Callable[..., Any]:
+def _get_builder(own: OwnModel) -> Callable[..., Any]:
     """Return the function that builds the model, to which a library may add the config.
 
     Raises:
@@ -175,7 +175,7 @@ def _maker(own: OwnModel) -> Callable[..., Any]:
     return library.find_builder(callable_of(own))
 
 
-def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
+def _torchvision_arguments(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
     """Return further arguments that some torchvision models need, for their image size or single output."""
     name = own.torchvision_name or ""
     if name.startswith("vit_"):
@@ -206,25 +206,25 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     kwargs: dict[str, Any] = {}
     try:
         kwargs = arguments(own, classes, shape)
-        made = _maker(own)(**kwargs)
+        made = _get_builder(own)(**kwargs)
     except (MemoryError, ModelError):
         raise
     except Unsuitable as e:
         raise ModelError(f"{own}: {e}") from e
     except Exception as e:
-        _raise_out_of_memory(e)
+        _reraise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ModelError(
-            f"{own}: called with ({called}), raised {error_text(e)}{_not_of_data(shape, e)}"
+            f"{own}: called with ({called}), raised {error_text(e)}{_describe_missing_values(shape, e)}"
         ) from e
     if not isinstance(made, nn.Module):
-        raise ModelError(f"{own}: returned {_kind(made)}; return a torch.nn.Module")
+        raise ModelError(f"{own}: returned {_describe_type(made)}; return a torch.nn.Module")
     for name, p in made.named_parameters():
         if nn.parameter.is_lazy(p):
             raise ModelError(f"{own}: {name} has no shape yet; use a layer that is not lazy")
     if not any(p.requires_grad for p in made.parameters()):
         raise ModelError(f"{own}: has no parameter to train; set requires_grad of some parameters")
-    if both := _in_one_memory(made):
+    if both := _find_shared_memory(made):
         raise ModelError(
             f"{own}: {both[0]} and {both[1]} are two tensors in the same memory, which strategies would "
             "separate; tie them by assigning the parameter (again.weight = first.weight)"
@@ -232,7 +232,7 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     return made
 
 
-def _in_one_memory(model: nn.Module) -> tuple[str, str] | None:
+def _find_shared_memory(model: nn.Module) -> tuple[str, str] | None:
     """Return the names of a parameter and of another parameter or buffer in the same memory, or None."""
     from stratbench.workload.torch_internals import get_storage_key
 
@@ -279,11 +279,11 @@ def _overlap(t: Tensor, u: Tensor) -> bool:
         return bool(taken.as_strided(u.shape, u.stride(), u.storage_offset()).any())
 
 
-def _not_of_data(shape: Sequence[int], e: Exception) -> str:
+def _describe_missing_values(shape: Sequence[int], e: Exception) -> str:
     """Return a clause on arguments that a failed call lacks because the data have no such values, or ""."""
     wanted = [
         key
-        for role in ROLES.keys() - facts_of_data(0, shape).keys()
+        for role in ROLES.keys() - compute_data_values(0, shape).keys()
         for key in ROLES[role]
         if f"'{key}'" in str(e)
     ]
@@ -292,7 +292,7 @@ def _not_of_data(shape: Sequence[int], e: Exception) -> str:
     return f"; the data set has {kind_of(shape)}, which have no {' and no '.join(sorted(wanted))}"
 
 
-def _raise_out_of_memory(e: Exception) -> None:
+def _reraise_out_of_memory(e: Exception) -> None:
     """Raise an out-of-memory error again, unchanged, since it is no fault of the model."""
     import torch
 
@@ -300,5 +300,5 @@ def _raise_out_of_memory(e: Exception) -> None:
         raise e
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return f"a {type(value).__name__}"

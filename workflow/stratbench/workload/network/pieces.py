@@ -63,7 +63,7 @@ def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
             raise ValueError(
                 f"its pieces name {entry!r}, but the model has no module with this path; correct the path"
             )
-        pieces += [Piece(name, _calling(name), (name,)) for name in names]
+        pieces += [Piece(name, _make_module_call(name), (name,)) for name in names]
     return pieces
 
 
@@ -77,7 +77,7 @@ def faults_of(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
         )
 
 
-def _calling(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
+def _make_module_call(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
     return lambda model, x: attrgetter(path)(model)(x)
 
 

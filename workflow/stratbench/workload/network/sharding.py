@@ -35,13 +35,13 @@ def rule_of(wrap_classes: Sequence[str] | None) -> str:
     return f"by size: groups of about 1/{GROUPS} of the parameters"
 
 
-def stated_classes(model: nn.Module) -> list[str]:
+def find_stated_classes(model: nn.Module) -> list[str]:
     """Return the module classes that a model itself names to be sharded, as transformers' models do."""
     names = {type(m).__name__ for m in model.modules()}
     return sorted(names.intersection(getattr(model, "_no_split_modules", None) or ()))
 
 
-def groups_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -> Groups:
+def group_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -> Groups:
     """Return a group (label, modules) per instance of the named classes, in the order of registration.
 
     Of nested instances, only the outermost is a group. Modules that share a parameter with a module outside
@@ -67,10 +67,10 @@ def groups_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) 
                 f"{who}: wrap_classes names {name!r}, but the model has no such module; its classes are "
                 f"{', '.join(sorted(classes))}"
             )
-    return [(label, modules) for label, modules in groups if _stands_alone(modules, model)]
+    return [(label, modules) for label, modules in groups if _shares_no_parameter(modules, model)]
 
 
-def groups_by_size(model: nn.Module) -> Groups:
+def group_by_size(model: nn.Module) -> Groups:
     """Return groups (label, modules) of about 1/GROUPS of the parameters each, in registration order.
 
     From the root down, a larger module is divided into its children, and smaller neighbours are combined. A
@@ -78,7 +78,7 @@ def groups_by_size(model: nn.Module) -> Groups:
     weights (MultiheadAttention) is never divided. Modules that share a parameter with a module outside are
     sharded with the root. So is a module whose weights its parent's code reads (`self.head.weight`).
     """
-    limit = _size([model]) / GROUPS
+    limit = _count_parameters([model]) / GROUPS
     groups: Groups = []
 
     def flush(waiting: list[tuple[str, nn.Module]]) -> None:
@@ -88,20 +88,26 @@ def groups_by_size(model: nn.Module) -> Groups:
 
     def divide(prefix: str, parent: nn.Module) -> None:
         waiting: list[tuple[str, nn.Module]] = []
-        read = _read_by(type(parent))
+        read = _find_read_children(type(parent))
         for name, module in parent.named_children():
             label = prefix + name
-            if id(module) in seen or not _size([module]) or isinstance(module, _PARAMETERS):
+            if (
+                id(module) in seen
+                or not _count_parameters([module])
+                or isinstance(module, _PARAMETERS)
+            ):
                 continue
             if name in read:  # it is sharded with the root, which stays gathered
                 seen.update(id(m) for m in module.modules())
                 continue
-            if isinstance(module, _HOLDERS) or (_size([module]) > limit and _may_divide(module)):
+            if isinstance(module, _HOLDERS) or (
+                _count_parameters([module]) > limit and _may_divide(module)
+            ):
                 flush(waiting)
                 divide(f"{label}.", module)
-            elif _stands_alone([module], model):
+            elif _shares_no_parameter([module], model):
                 waiting.append((label, module))
-                if _size([m for _, m in waiting]) >= limit:
+                if _count_parameters([m for _, m in waiting]) >= limit:
                     flush(waiting)
             seen.update(id(m) for m in module.modules())
         flush(waiting)
@@ -118,7 +124,7 @@ def _may_divide(module: nn.Module) -> bool:
 
 
 @cache
-def _read_by(kind: type[nn.Module]) -> frozenset[str]:
+def _find_read_children(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of children whose weights the code of a class reads."""
     names: set[str] = set()
     for name, method in inspect.getmembers(kind, inspect.isfunction):
@@ -132,19 +138,19 @@ def _read_by(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _size(modules: list[nn.Module]) -> int:
+def _count_parameters(modules: list[nn.Module]) -> int:
     """Return the number of parameter elements of some modules, counting each parameter once."""
     return sum(p.numel() for p in {p for m in modules for p in m.parameters()})
 
 
-def _stands_alone(modules: list[nn.Module], model: nn.Module) -> bool:
+def _shares_no_parameter(modules: list[nn.Module], model: nn.Module) -> bool:
     """Return whether some modules have parameters, and share none of them with modules outside."""
     inside = {m for module in modules for m in module.modules()}
     own = {p for module in modules for p in module.parameters()}
-    return bool(own) and own.isdisjoint(_parameters_outside(inside, model))
+    return bool(own) and own.isdisjoint(_iter_parameters_outside(inside, model))
 
 
-def _parameters_outside(inside: set[nn.Module], model: nn.Module) -> Iterator[nn.Parameter]:
+def _iter_parameters_outside(inside: set[nn.Module], model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if module not in inside:
             yield from module.parameters(recurse=False)

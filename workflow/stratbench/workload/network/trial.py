@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stratbench.workload.generators import Generators, generators_put_back, seed_generators
+from stratbench.workload.generators import Generators, restoring_generators, seed_generators
 from stratbench.workload.network.changes import Changes
 from stratbench.workload.tasks import Classification
 from stratbench.workload.torch_internals import (
@@ -146,14 +146,14 @@ def take_trial(
     Raises:
         ModelError: If the model does not return a tensor of this shape, or if forward or backward fails.
     """
-    with generators_put_back(x.device), Changes(model) as changes:
+    with restoring_generators(x.device), Changes(model) as changes:
         try:
-            return _Trying(label, model, x, y, list(outputs), groups, classes, changes).trial()
+            return _TrialRun(label, model, x, y, list(outputs), groups, classes, changes).trial()
         finally:
             changes.put_back()
 
 
-class _Trying:
+class _TrialRun:
     """A trial in progress. Each method tests one property, and restores the model afterwards."""
 
     def __init__(
@@ -229,7 +229,7 @@ class _Trying:
 
     def backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
         """Run backward of a loss of the scores, and return the parameters that got a gradient."""
-        with _gradients_dropped(self.names) as reached:
+        with _freeing_gradients(self.names) as reached:
             try:
                 # A user's own task is not called here, so that its errors are not taken for the model's.
                 are_scores = _are_scores(self.outputs, self.y)
@@ -244,7 +244,7 @@ class _Trying:
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
         try:
-            with generators_put_back(self.x.device), torch.no_grad():
+            with restoring_generators(self.x.device), torch.no_grad():
                 seed_generators(0)
                 return self.forward(self.x)
         finally:
@@ -282,13 +282,13 @@ class _Trying:
         others = [n for n in changed_names["written"] if not buffers[n].is_floating_point()]
         others += changed_names["replaced"] + changed_names["attributes"]
         self.changes.put_back(others=False)
-        if not others or _alike(self.evaluated(), evaluated):
+        if not others or _are_equal(self.evaluated(), evaluated):
             others = []
         self.changes.put_back()
         self.forward(self.x)
         self.changes.put_back(floats=False, others=False)
         counted = changed_names["written"] + changed_names["replaced"] + changed_names["attributes"]
-        if not counted or _alike(self.seeded(), trained):
+        if not counted or _are_equal(self.seeded(), trained):
             counted = []
         return tuple(frozen + others), tuple(counted)
 
@@ -301,16 +301,16 @@ class _Trying:
         reached: list[set[str]] = []
         values: list[dict[str, Tensor]] = []
         for seed in range(BATCHES):
-            x = _batch_like(self.x, self.classes, seed)
+            x = _make_batch_like(self.x, self.classes, seed)
             seed_generators(0)
-            with _called(self.model) as called:
+            with _recording_calls(self.model) as called:
                 scores = self.forward(x)
             values.append(self.changes.values_of(overwritten))
             trained = self.backward(scores)
             reached.append(called | {self.names[p] for p in trained})
             self.changes.put_back()
         parted = [n for n in overwritten if any(not v[n].equal(values[0][n]) for v in values)]
-        return _sometimes(reached), tuple(parted)
+        return _names_in_some(reached), tuple(parted)
 
     def elsewhere(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return `Trial.elsewhere` and `Trial.remade`, by a forward with copied parameters, as in FSDP."""
@@ -329,11 +329,11 @@ class _Trying:
         return tuple(reading.read), () if is_equal else tuple(sorted(more))
 
 
-def _alike(scores: Tensor, others: Tensor) -> bool:
+def _are_equal(scores: Tensor, others: Tensor) -> bool:
     return torch.allclose(scores, others, rtol=1e-5, atol=1e-8, equal_nan=True)
 
 
-def _batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
+def _make_batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
     """Return a batch with the shape of `x`, of random numbers or random tokens."""
     generator = torch.Generator().manual_seed(seed)
     if not x.is_floating_point():
@@ -359,17 +359,17 @@ def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[st
         for seed in range(8):
             seed_generators(seed)
             before = Generators.now()
-            with _called(model) as now:
+            with _recording_calls(model) as now:
                 model(x)
             called.append(now)
             changes.put_back()
             if isinstance(x, FakeTensor) and not before.differ_outside_torch(Generators.now()):
                 break
-    return _sometimes(called)
+    return _names_in_some(called)
 
 
 @contextmanager
-def _called(model: nn.Module) -> Iterator[set[str]]:
+def _recording_calls(model: nn.Module) -> Iterator[set[str]]:
     """Collect the names of the modules that are called within the block."""
     called: set[str] = set()
     handles = [
@@ -383,7 +383,7 @@ def _called(model: nn.Module) -> Iterator[set[str]]:
             handle.remove()
 
 
-def _sometimes(reached: Sequence[set[str]]) -> tuple[str, ...]:
+def _names_in_some(reached: Sequence[set[str]]) -> tuple[str, ...]:
     """Return names in some but not all sets, without those of submodules of other such names."""
     some = set.union(*reached) - set.intersection(*reached)
     return tuple(sorted(n for n in some if not any(n.startswith(f"{other}.") for other in some)))
@@ -400,14 +400,14 @@ def _copied_parameters(model: nn.Module) -> Iterator[None]:
     copies = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in originals}
     try:
         for module, key, p in originals:
-            _put_parameter(module, key, copies[p])
+            _set_parameter(module, key, copies[p])
         yield
     finally:
         for module, key, p in originals:
-            _put_parameter(module, key, p)
+            _set_parameter(module, key, p)
 
 
-def _put_parameter(module: nn.Module, key: str, p: nn.Parameter) -> None:
+def _set_parameter(module: nn.Module, key: str, p: nn.Parameter) -> None:
     """Set a parameter as FSDP does: directly, unless the module's class has its own `__setattr__`."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         get_parameters(module)[key] = p
@@ -461,7 +461,7 @@ class _Gradient:
 
 
 @contextmanager
-def _gradients_dropped(
+def _freeing_gradients(
     parameters: Iterable[nn.Parameter],
 ) -> Iterator[dict[nn.Parameter, _Gradient]]:
     """Free each gradient as soon as it is accumulated, and yield the parameters that got a gradient."""
@@ -497,7 +497,7 @@ class _Reading(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for p in _parameters_read(result, args, kwargs):
+        for p in _iter_read_parameters(result, args, kwargs):
             if p in self._names:
                 self.read[self._names[p]] = None
         return result
@@ -566,7 +566,7 @@ class _Gathering(TorchFunctionMode):
     ) -> Any:
         self.reads_values = self.reads_values or _reads_values(func, args)
         result = func(*args, **(kwargs or {}))
-        for p in _parameters_read(result, args, kwargs):
+        for p in _iter_read_parameters(result, args, kwargs):
             i = self._group_of.get(p)
             if i is not None and not self._waiting[i]:
                 (self.late if i in self.in_backward else self.uncalled)[p] = None
@@ -582,17 +582,17 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
     return func in READS_VALUES
 
 
-def _parameters_read(
+def _iter_read_parameters(
     result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Iterator[nn.Parameter]:
     """Yield the parameters that a function reads; without a tensor as result, it reads metadata only."""
     if isinstance(result, Tensor | tuple | list):
-        yield from _parameters_in([*args, *(kwargs or {}).values()])
+        yield from _iter_parameters_in([*args, *(kwargs or {}).values()])
 
 
-def _parameters_in(values: Iterable[Any]) -> Iterator[nn.Parameter]:
+def _iter_parameters_in(values: Iterable[Any]) -> Iterator[nn.Parameter]:
     for value in values:
         if isinstance(value, nn.Parameter):
             yield value
         elif isinstance(value, tuple | list):
-            yield from _parameters_in(value)
+            yield from _iter_parameters_in(value)
