@@ -22,7 +22,7 @@ from stratbench.strategies.ddp import DDP, SAMPLE_INTERVAL, read_sampled_times
 from stratbench.strategies.sharding.fsdp import FSDP
 from stratbench.strategies.sharding.zero import TorchZeRO1, ZeRO1
 from stratbench.strategies.single import Single
-from stratbench.telemetry.collective_count import group_of
+from stratbench.telemetry.collective_count import find_process_group
 from stratbench.workload.network.trial import take_trial
 
 pytestmark = pytest.mark.timeout(300)
@@ -126,7 +126,7 @@ class Collectives(TorchDispatchMode):
             ]
             whole = max(t.numel() * t.element_size() for t in tensors)
             self.kinds.append(name)
-            group = group_of((args, kwargs))
+            group = find_process_group((args, kwargs))
             ranks = group.size() if group else self.world
             self.sent_bytes += (ranks - 1) / ranks * whole * (2 if name[-6:] == "reduce" else 1)
         return op(*args, **(kwargs or {}))

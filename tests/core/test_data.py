@@ -379,7 +379,7 @@ def test_concurrent_preparations_all_succeed_on_one_result(tmp_path: Path) -> No
     ]
     assert [process.wait() for process in processes] == [0] * 4
     assert os.listdir(tmp_path) == ["out"]
-    assert prepared.intact(tmp_path / "out", {"name": "mine"})
+    assert prepared.read_intact_meta(tmp_path / "out", {"name": "mine"})
 
 
 def test_an_intact_result_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str)
     for read in (prepared.verified_meta, prepared.read):
         with pytest.raises(DataError, match="is not a complete prepared data set"):
             read(out)
-    assert prepared.intact(out, {"sha256": meta["sha256"]}) is None
+    assert prepared.read_intact_meta(out, {"sha256": meta["sha256"]}) is None
 
 
 @pytest.mark.timeout(300)
@@ -466,7 +466,7 @@ def test_a_failure_midway_keeps_the_earlier_result(
     monkeypatch.setattr(np.lib.format, "open_memmap", disk_full)
     with pytest.raises(OSError, match="No space"):
         prepare("mine", out, spec=SPEC | {"seed": 1})
-    assert prepared.intact(out, {"sha256": earlier["sha256"]})
+    assert prepared.read_intact_meta(out, {"sha256": earlier["sha256"]})
     assert os.listdir(tmp_path) == ["out"]
 
 

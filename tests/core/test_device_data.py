@@ -169,7 +169,7 @@ def test_digits_and_mnist_are_never_mirrored(digits_dir: Path) -> None:
 def test_the_prepared_files_are_not_changed_by_training_on_them(digits_dir: Path) -> None:
     data = DeviceData.load(digits_dir)
     data.train_inputs.zero_()
-    assert prepared.intact(digits_dir, {"name": "digits"})
+    assert prepared.read_intact_meta(digits_dir, {"name": "digits"})
 
 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, digits_dir: Path) -> None:

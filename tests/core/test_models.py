@@ -345,7 +345,7 @@ def test_statistics_taken_twice_and_other_random_numbers_are_seen(monkeypatch):
 
     plain = trained_by_two_steps("resnet-compact", False)
     with monkeypatch.context() as m:
-        m.setattr(checkpointing, "_contexts", lambda *given: (nullcontext(), nullcontext()))
+        m.setattr(checkpointing, "_make_contexts", lambda *given: (nullcontext(), nullcontext()))
         assert not equal(plain, trained_by_two_steps("resnet-compact", True))
     forgets = partial(checkpointing.checkpoint, preserve_rng_state=False)
     monkeypatch.setattr(checkpointing, "checkpoint", forgets)

@@ -43,7 +43,7 @@ import json, sys
 from stratbench.telemetry import pauses
 
 pauses.PERIOD_S, pauses.SHORTEST_S = map(float, sys.argv[1:])
-between = pauses._pause_between
+between = pauses._find_pause
 
 def telling(before, now, shortest_s):
     pause = between(before, now, shortest_s)
@@ -51,7 +51,7 @@ def telling(before, now, shortest_s):
         print(json.dumps({"starved": pause}), flush=True)
     return pause
 
-pauses._pause_between = telling
+pauses._find_pause = telling
 watch = pauses.PauseWatch()
 watch.look()
 print(watch._thread.native_id, flush=True)
@@ -120,8 +120,8 @@ def test_a_process_that_gets_no_core_has_none():
 
 
 def test_sleep_of_the_machine_is_a_pause_that_its_clock_does_not_count():
-    before, now = pauses._Moment(10.0, 100.0, 0.0), pauses._Moment(10.6, 3700.6, 0.1)
-    pause = pauses._pause_between(before, now, pauses.SHORTEST_S)
+    before, now = pauses._ClockReading(10.0, 100.0, 0.0), pauses._ClockReading(10.6, 3700.6, 0.1)
+    pause = pauses._find_pause(before, now, pauses.SHORTEST_S)
     assert pause == pytest.approx((10.0, 3600.0, 3600.0), abs=0.01)
     assert pause.end_s == pytest.approx(10.0, abs=0.01)
 

@@ -96,7 +96,7 @@ def test_a_share_is_of_the_time_since_the_share_before(monkeypatch):
     watched, found = CellProcesses(None), []
     for at_s, cpu_time_s in ((10, 3.0), (12, 4.0), (12.001, 4.1), (14, 4.6)):
         now.s = at_s
-        found.append(watched._share("rank0", {1: cpu_time_s}))
+        found.append(watched._measure_cpu_share("rank0", {1: cpu_time_s}))
     assert found == [{}, {"cpu_pct": 50.0}, {}, {"cpu_pct": 30.0}]
 
 
@@ -415,11 +415,11 @@ def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
     us, worker, foreign = os.getpid(), 10**9, 10**9 + 1
     by_process = iter([{us: 5.0, worker: 1.0}, {us: 6.0, worker: 1.5, foreign: 0.4}])
-    monkeypatch.setattr(busy, "_family", lambda: {us, worker})
+    monkeypatch.setattr(busy, "_list_own_processes", lambda: {us, worker})
     busy_s = iter([100.0, 102.5])
     monkeypatch.setattr(busy, "time", clock)
-    monkeypatch.setattr(busy, "_cpu_times", lambda: next(by_process))
-    monkeypatch.setattr(busy, "_busy_s", lambda: next(busy_s))
+    monkeypatch.setattr(busy, "_read_cpu_times", lambda: next(by_process))
+    monkeypatch.setattr(busy, "_read_busy_seconds", lambda: next(busy_s))
     facts = busy_check(window_s=2.0)
     # 2.5 s busy, of which 1.5 s ours: the rest counts although only 0.4 s of it is visible.
     assert facts["other_cpu_cores"] == 0.5
@@ -437,11 +437,11 @@ def test_busy_check_sees_a_stranger(tmp_path, monkeypatch):
         until(lambda: sum(psutil.Process(pid).cpu_times()[:2]) > 0.2)
         # Five are named at most, from a tenth of a core: what else this machine does may not push it out,
         # nor leave it too little.
-        cpu_times = busy._cpu_times
+        cpu_times = busy._read_cpu_times
         weights = {pid: 100, os.getpid(): 1}
         monkeypatch.setattr(
             busy,
-            "_cpu_times",
+            "_read_cpu_times",
             lambda: {p: weights[p] * s for p, s in cpu_times().items() if p in weights},
         )
         facts = {}

@@ -9,7 +9,7 @@ import pytest
 from stratbench.cell.text.help_page import help_address
 from stratbench.study.slurm import commands, job_states
 from stratbench.study.slurm.job_states import JobState
-from stratbench.study.slurm.waiting import PATIENCE_S, Waiting, describe_progress
+from stratbench.study.slurm.waiting import PATIENCE_S, WaitingJobs, describe_progress
 
 
 def pending(reason: str, start: str = "N/A") -> JobState:
@@ -18,11 +18,11 @@ def pending(reason: str, start: str = "N/A") -> JobState:
 
 def told(states: dict[str, JobState]) -> list[str]:
     """The sentences on jobs that have waited long enough."""
-    waiting = Waiting({"12": "results/a/record.json"})
-    assert list(waiting.sentences(states, 0.0)) == []
-    assert list(waiting.sentences(states, PATIENCE_S - 1)) == []
-    sentences = list(waiting.sentences(states, PATIENCE_S))
-    assert list(waiting.sentences(states, 2 * PATIENCE_S)) == []
+    waiting = WaitingJobs({"12": "results/a/record.json"})
+    assert list(waiting.iter_sentences(states, 0.0)) == []
+    assert list(waiting.iter_sentences(states, PATIENCE_S - 1)) == []
+    sentences = list(waiting.iter_sentences(states, PATIENCE_S))
+    assert list(waiting.iter_sentences(states, 2 * PATIENCE_S)) == []
     return sentences
 
 
@@ -66,12 +66,12 @@ def test_a_reason_that_is_not_known_is_told_in_slurms_word_with_its_estimate():
 def test_jobs_with_one_reason_share_a_sentence_and_a_reason_that_changes_begins_anew():
     [sentence] = told({str(n): pending("PartitionDown") for n in range(12, 16)})
     assert "SLURM job 12 (results/a/record.json) and 3 others wait for" in sentence
-    waiting = Waiting()
-    assert list(waiting.sentences({"1": pending("PartitionDown")}, 0.0)) == []
-    assert list(waiting.sentences({"1": pending("Priority")}, 60.0)) == []
-    assert list(waiting.sentences({"1": pending("PartitionDown")}, 100.0)) == []
-    assert list(waiting.sentences({"1": pending("PartitionDown")}, 200.0)) == []
-    assert len(list(waiting.sentences({"1": pending("PartitionDown")}, 220.0))) == 1
+    waiting = WaitingJobs()
+    assert list(waiting.iter_sentences({"1": pending("PartitionDown")}, 0.0)) == []
+    assert list(waiting.iter_sentences({"1": pending("Priority")}, 60.0)) == []
+    assert list(waiting.iter_sentences({"1": pending("PartitionDown")}, 100.0)) == []
+    assert list(waiting.iter_sentences({"1": pending("PartitionDown")}, 200.0)) == []
+    assert len(list(waiting.iter_sentences({"1": pending("PartitionDown")}, 220.0))) == 1
 
 
 def test_progress_is_one_line():

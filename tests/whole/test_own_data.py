@@ -96,7 +96,7 @@ def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkey
 
     y = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     given = images(train_y=y, test_y=y)
-    monkeypatch.setattr(own_data.OwnData, "_returned_arrays", lambda _self: given)
+    monkeypatch.setattr(own_data.OwnData, "_call_function", lambda _self: given)
     monkeypatch.setattr(own_data.OwnData, "identity", lambda *_: {"kind": "call"})
     meta, arrays = prepared_from(tmp_path, {"call": "my_data.values"})
     each = 3 if len(shape) == 2 else 1
@@ -342,7 +342,7 @@ def test_files_are_hashed_again_only_where_one_is_not_as_it_was(tmp_path, monkey
 
     first = identity()
     with monkeypatch.context() as patched:
-        patched.setattr(own_data.own_files, "_file_sha256", None)  # no file is read
+        patched.setattr(own_data.own_files, "_hash_file", None)  # no file is read
         assert identity() == first
     os.utime(tmp_path / "p/a/0.png", ns=(1, 1))
     assert identity() == first

@@ -515,11 +515,11 @@ def test_an_upgrade_of_what_a_users_file_imports_is_another_code(tmp_path, monke
     found = users_code.fingerprint("my_net.Net", [tmp_path])
     names = {"jinja2": "jinja2", "jsonschema": "jsonschema", "yaml": "PyYAML"}
     assert found["version"] == ", ".join(f"{n} {metadata.version(d)}" for n, d in names.items())
-    users_code._version_of.cache_clear()
+    users_code._find_version.cache_clear()
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda d: "9" if d == "jinja2" else real(d))
     upgraded = users_code.fingerprint("my_net.Net", [tmp_path])
-    users_code._version_of.cache_clear()
+    users_code._find_version.cache_clear()
     assert upgraded["version"] == found["version"].replace(real("jinja2"), "9")
     assert upgraded["sha256"] == found["sha256"]
 

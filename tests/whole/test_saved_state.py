@@ -240,7 +240,7 @@ def keep_settings(self: SavedState, optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-PUT_BACK = SavedState._put_back_optimizer
+PUT_BACK = SavedState._restore_optimizer
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ PUT_BACK = SavedState._put_back_optimizer
 def test_a_restore_that_forgets_something_is_found_out(
     mutant: Callable, cls, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(SavedState, "_put_back_optimizer", mutant)
+    monkeypatch.setattr(SavedState, "_restore_optimizer", mutant)
     assert not equal(*both(tmp_path, "single", cls=cls))
 
 

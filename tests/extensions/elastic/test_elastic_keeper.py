@@ -290,7 +290,7 @@ def test_a_submission_that_may_pass_is_tried_again_with_its_number(
     monkeypatch.setattr(submission, "SHORTEST_PAUSE_S", 0.05)
     backend = Scripted(passing=["silence", "limit", "silence"])
     with WorkerJobSupervisor(backend, 2, tmp_path / "jobs") as kept:
-        kept._postponed._pause_s = 0.05
+        kept._postponed._pause_seconds = 0.05
         until(lambda: len(backend.jobs) == 2)
         kept.check()
     assert backend.tried == [0, 0, 0, 0, 1]
@@ -308,7 +308,7 @@ def test_a_cell_is_given_up_when_sbatch_has_not_answered_for_ten_minutes(
     monkeypatch.setattr(submission, "SILENCE_S", 0.2)
     backend = Scripted(passing=["silence"] * 100)
     kept = WorkerJobSupervisor(backend, 1, tmp_path / "jobs")
-    kept._postponed._pause_s = 0.05
+    kept._postponed._pause_seconds = 0.05
     with kept:
         until(lambda: kept._failure_reason)
         with pytest.raises(NoWorkersError, match="no worker job is accepted: not now"):

@@ -455,8 +455,8 @@ def test_weights_are_read_again_only_where_their_files_changed(tmp_path, monkeyp
     for shard in shards:
         shard.write_bytes(b"weights")
     read = []
-    file_sha256 = own_files._file_sha256
-    monkeypatch.setattr(own_files, "_file_sha256", lambda f: read.append(f) or file_sha256(f))
+    file_sha256 = own_files._hash_file
+    monkeypatch.setattr(own_files, "_hash_file", lambda f: read.append(f) or file_sha256(f))
 
     def sha256() -> str:
         raw = config_of({"transformers": str(folder), "weights": True})

@@ -49,11 +49,11 @@ class JobFollower(RemoteExecutor):
     def run_job(self, job: Any) -> None:
         """Submit a job, or postpone it if SLURM has just rejected another job for a temporary reason."""
         now, f = time.monotonic(), self.followed
-        if f.ends.is_set():
+        if f.is_ending.is_set():
             return
         with f.lock:
-            f.before[job] = read_signatures(job.output)
-            f.failed.discard(job)
+            f.old_signatures[job] = read_signatures(job.output)
+            f.failed_jobs.discard(job)
             if f.postponed.waits(now):
                 f.postponed.jobs.append(job)
                 return
@@ -62,9 +62,9 @@ class JobFollower(RemoteExecutor):
     def report_job_submission(self, job_info: Any, register_job: bool = True) -> None:
         f = self.followed
         with f.lock:
-            f.submitted.add(job_info.external_jobid)
-            f.waiting.cells[job_info.external_jobid] = get_first_output(job_info.job)
-            f.before.setdefault(job_info.job, read_signatures(job_info.job.output))
+            f.submitted_ids.add(job_info.external_jobid)
+            f.waiting_jobs.outputs[job_info.external_jobid] = get_first_output(job_info.job)
+            f.old_signatures.setdefault(job_info.job, read_signatures(job_info.job.output))
             f.told_at_s = time.monotonic()
             if not (job_info.aux or {}).get("adopted"):
                 f.postponed.hurry()
@@ -72,7 +72,7 @@ class JobFollower(RemoteExecutor):
 
     def report_job_success(self, job_info: Any) -> None:
         self._note_end(job_info)
-        self.followed.done += 1
+        self.followed.num_succeeded += 1
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: Any, msg: str | None = None, **kwargs: Any) -> None:
@@ -84,28 +84,28 @@ class JobFollower(RemoteExecutor):
             if self._postpone_if_temporary(job_info.job, reason):
                 return
             self._note_end(job_info)
-            f.failed.add(job_info.job)
+            f.failed_jobs.add(job_info.job)
             first = get_first_output(job_info.job)
-            known = reason in f.refusals
-            f.refusals.add(reason)
+            known = reason in f.told_refusals
+            f.told_refusals.add(reason)
             f.tell(
                 f"SLURM refuses {first} for the same reason as a job above"
                 if known
-                else f"SLURM refuses it: {reason}. {f.asks.get(first, first)} "
+                else f"SLURM refuses it: {reason}. {f.request_texts.get(first, first)} "
                 f"{help_address('SLURM refuses it')}."
             )
             # Snakemake's own report would print a page of command line.
             fail_silently(self.workflow, job_info.job)
             return
         self._note_end(job_info)
-        f.failed.add(job_info.job)
+        f.failed_jobs.add(job_info.job)
         super().report_job_error(job_info, msg=msg, **kwargs)
 
     def _note_end(self, job_info: Any) -> None:
         f = self.followed
         with f.lock:
             f.told_at_s = time.monotonic()
-            f.waiting.cells.pop(job_info.external_jobid, None)
+            f.waiting_jobs.outputs.pop(job_info.external_jobid, None)
             f.postponed.not_before = 0.0  # a limit on the number of jobs now allows one more
 
     def _postpone_if_temporary(self, job: Any, reason: str) -> bool:
@@ -132,7 +132,7 @@ class JobFollower(RemoteExecutor):
                 f"tried again for {submission.SILENCE_S / 60:.0f} minutes "
                 f"{help_address('sbatch fails for now')}"
             )
-        live = len(self.followed.waiting.cells) or 1
+        live = len(self.followed.waiting_jobs.outputs) or 1
         return (
             f"SLURM takes no more jobs of yours at a time ({reason}); the remaining jobs are submitted when "
             f"earlier ones end; with `jobs: {live}` in the profile Snakemake submits no more at a time "
@@ -142,7 +142,7 @@ class JobFollower(RemoteExecutor):
     def _submit_postponed(self) -> None:
         """Submit the postponed jobs one by one, until SLURM rejects one again."""
         f = self.followed
-        while not f.ends.is_set():
+        while not f.is_ending.is_set():
             now = time.monotonic()
             with f.lock:
                 if not f.postponed.jobs or f.postponed.waits(now):
@@ -169,9 +169,9 @@ class JobFollower(RemoteExecutor):
     def _wait_until_reported(self, job: Any) -> None:
         """Wait until the plugin's other thread has reported the submission of a job."""
         until = time.monotonic() + 1.0
-        while time.monotonic() < until and not self.followed.ends.is_set():
+        while time.monotonic() < until and not self.followed.is_ending.is_set():
             with self.followed.lock:
-                reported = [*self.followed.postponed.jobs, *self.followed.failed]
+                reported = [*self.followed.postponed.jobs, *self.followed.failed_jobs]
                 if job in reported or any(info.job is job for info in self.active_jobs):
                     return
             time.sleep(0.01)
@@ -184,7 +184,7 @@ class JobFollower(RemoteExecutor):
         """
         comment = self._make_comment(job)
         for id_, state in states.items():
-            if state.comment == comment and id_ not in self.followed.submitted:
+            if state.comment == comment and id_ not in self.followed.submitted_ids:
                 shown = printed_by(["scontrol", "--oneliner", "show", "job", id_]) or ""
                 log = shown.partition(" StdOut=")[2].partition(" ")[0]
                 aux = {"slurm_logfile": Path(log), "adopted": True}
@@ -210,7 +210,7 @@ class JobFollower(RemoteExecutor):
                 yield info
             self.next_seconds_between_status_checks = FIRST_LOOK_S
             return
-        f.silent_since, f.silence_told = None, False
+        f.silent_since_s, f.told_of_silence = None, False
         has_ended, live = False, {}
         for info in active_jobs:
             state = states.get(info.external_jobid)
@@ -226,7 +226,7 @@ class JobFollower(RemoteExecutor):
             else:
                 self.report_job_success(info)
                 self._remove_log(info)
-        for sentence in f.waiting.sentences(live, now):
+        for sentence in f.waiting_jobs.iter_sentences(live, now):
             f.tell(sentence)
         if now - f.told_at_s >= PROGRESS_S:
             f.tell(self._describe_progress(live))
@@ -243,12 +243,12 @@ class JobFollower(RemoteExecutor):
 
     def _failure_reason(self, info: Any, state: JobState | None) -> str | None:
         """Return why a job has failed, an empty text if it succeeded, or None if it has not ended."""
-        job, word = info.external_jobid, state.word if state else ""
+        job, word = info.external_jobid, state.state if state else ""
         if state:
-            self.followed.omitted.pop(job, None)
+            self.followed.omitted_since_s.pop(job, None)
         else:
             now = time.monotonic()
-            if now - self.followed.omitted.setdefault(job, now) < OMITTED_S:
+            if now - self.followed.omitted_since_s.setdefault(job, now) < OMITTED_S:
                 return None
             word = job_states.read_accounted_state(job) or ""
         if word == job_states.COMPLETED:
@@ -275,15 +275,15 @@ class JobFollower(RemoteExecutor):
 
     def _has_written_outputs(self, job: Any) -> bool:
         """Return whether all files of a job exist, and are newer than its submission."""
-        before = self.followed.before.get(job) or {}
+        before = self.followed.old_signatures.get(job) or {}
         now = read_signatures(job.output)
         return bool(now) and all(s is not None and s != before.get(p) for p, s in now.items())
 
     def _warn_of_no_answer(self, now: float, jobs: int) -> None:
         f = self.followed
-        f.silent_since = f.silent_since or now
-        if now - f.silent_since >= UNANSWERED_S and not f.silence_told:
-            f.silence_told = True
+        f.silent_since_s = f.silent_since_s or now
+        if now - f.silent_since_s >= UNANSWERED_S and not f.told_of_silence:
+            f.told_of_silence = True
             f.tell(
                 f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; this run waits for its "
                 f"{counted(jobs, 'job')}, which may still train {help_address('SLURM has not answered')}"
@@ -293,10 +293,10 @@ class JobFollower(RemoteExecutor):
         f = self.followed
         with f.lock:
             n = len(f.postponed.jobs)
-            text = describe_progress(f.planned, f.done, len(f.failed), n, live)
-            done_or_failed = f.planned - f.done - len(f.failed)
-        running = sum(s.word not in job_states.QUEUED for s in live.values())
-        times = [f.longest_s.get(f.waiting.cells.get(job, "")) for job in live]
+            text = describe_progress(f.num_planned, f.num_succeeded, len(f.failed_jobs), n, live)
+            done_or_failed = f.num_planned - f.num_succeeded - len(f.failed_jobs)
+        running = sum(s.state not in job_states.QUEUED for s in live.values())
+        times = [f.longest_s.get(f.waiting_jobs.outputs.get(job, "")) for job in live]
         if running and n == 0 and done_or_failed == len(live) and None not in times:
             most_h = sum(times) / running / 3600
             text += f"; by the plan, at most {most_h:.1f} h remain if {running} jobs run at a time"
@@ -321,20 +321,20 @@ class JobFollower(RemoteExecutor):
 
     def cancel_jobs(self, active_jobs: list[Any]) -> None:
         """Cancel all jobs of the run, including those that Snakemake does not know yet."""
-        self.followed.ends.set()
+        self.followed.is_ending.set()
         self._cancel_run()
 
     def shutdown(self) -> None:
         super().shutdown()
         # A submission may have been in progress when all jobs were cancelled.
-        if self.followed.ends.is_set() and not self._cancel_run():
+        if self.followed.is_ending.is_set() and not self._cancel_run():
             tell(
                 "SLURM did not answer, so this run's jobs may still train; cancel them later by scancel "
                 f"--name={self.run_uuid}"
             )
 
     def _cancel_run(self) -> bool:
-        names = ",".join(sorted(self._list_clusters(self.followed.before)))
+        names = ",".join(sorted(self._list_clusters(self.followed.old_signatures)))
         where = [f"--clusters={names}"] if names else []
         done = ask_slurm(["scancel", "--quiet", f"--name={self.run_uuid}", *where])
         return done is not None and done.returncode == 0

@@ -13,7 +13,7 @@ from typing import Any
 from stratbench.cell.text.help_page import help_address
 from stratbench.study.slurm import submission
 from stratbench.study.slurm.live_jobs import tell
-from stratbench.study.slurm.waiting import Waiting
+from stratbench.study.slurm.waiting import WaitingJobs
 
 #: Explanation and remedy by SLURM's state of a failed job.
 ENDS = {
@@ -35,39 +35,39 @@ class FollowedRun:
     """The state of a run's jobs on SLURM.
 
     Attributes:
-        asks: Each job's request to SLURM in words, by the job's first output file.
+        request_texts: Each job's request to SLURM in words, by the job's first output file.
         longest_s: The plan's upper estimate of a job's time in seconds, by the job's first output file.
-        planned: Number of jobs that the run submits to SLURM.
+        num_planned: Number of jobs that the run submits to SLURM.
         postponed: Jobs to submit again.
-        waiting: Reasons for which jobs wait in the queue.
+        waiting_jobs: Reasons for which jobs wait in the queue.
         lock: Guards all fields: the plugin submits in a thread of its own.
-        ends: Set once Snakemake cancels its jobs, after which no job is submitted.
-        submitted: SLURM's ids of all jobs that were submitted.
-        before: Signatures of a job's output files before its submission, by Snakemake's job.
-        omitted: Monotonic time in seconds since which SLURM's answers omit a job, by SLURM's id.
-        refusals: Reasons of refusals that the user was told.
-        done: Number of jobs that have succeeded.
-        failed: Snakemake's jobs that have failed.
-        silent_since: Monotonic time in seconds since which SLURM has not answered, or None.
-        silence_told: Whether the user was told that SLURM does not answer.
+        is_ending: Set once Snakemake cancels its jobs, after which no job is submitted.
+        submitted_ids: SLURM's ids of all jobs that were submitted.
+        old_signatures: Signatures of a job's output files before its submission, by Snakemake's job.
+        omitted_since_s: Monotonic time in seconds since which SLURM's answers omit a job, by SLURM's id.
+        told_refusals: Reasons of refusals that the user was told.
+        num_succeeded: Number of jobs that have succeeded.
+        failed_jobs: Snakemake's jobs that have failed.
+        silent_since_s: Monotonic time in seconds since which SLURM has not answered, or None.
+        told_of_silence: Whether the user was told that SLURM does not answer.
         told_at_s: Monotonic time in seconds of the last message to the user.
     """
 
-    asks: Mapping[str, str] = field(default_factory=dict)
+    request_texts: Mapping[str, str] = field(default_factory=dict)
     longest_s: Mapping[str, float] = field(default_factory=dict)
-    planned: int = 0
+    num_planned: int = 0
     postponed: submission.Postponed = field(default_factory=submission.Postponed)
-    waiting: Waiting = field(default_factory=Waiting)
+    waiting_jobs: WaitingJobs = field(default_factory=WaitingJobs)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    ends: threading.Event = field(default_factory=threading.Event)
-    submitted: set[str] = field(default_factory=set)
-    before: dict[Any, Any] = field(default_factory=dict)
-    omitted: dict[str, float] = field(default_factory=dict)
-    refusals: set[str] = field(default_factory=set)
-    done: int = 0
-    failed: set[Any] = field(default_factory=set)
-    silent_since: float | None = None
-    silence_told: bool = False
+    is_ending: threading.Event = field(default_factory=threading.Event)
+    submitted_ids: set[str] = field(default_factory=set)
+    old_signatures: dict[Any, Any] = field(default_factory=dict)
+    omitted_since_s: dict[str, float] = field(default_factory=dict)
+    told_refusals: set[str] = field(default_factory=set)
+    num_succeeded: int = 0
+    failed_jobs: set[Any] = field(default_factory=set)
+    silent_since_s: float | None = None
+    told_of_silence: bool = False
     told_at_s: float = field(default_factory=time.monotonic)
 
     def tell(self, text: str) -> None:

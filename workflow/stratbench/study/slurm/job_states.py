@@ -35,14 +35,14 @@ class JobState:
     """The state of a job as squeue shows it.
 
     Attributes:
-        word: SLURM's name of the state, such as `RUNNING`.
+        state: SLURM's name of the state, such as `RUNNING`.
         nodes: SLURM's list of the job's nodes; empty while the job waits.
         reason: SLURM's word for the reason why the job waits.
         comment: Comment that the job was submitted with.
         start: Time at which the job began or is expected to begin, as SLURM writes it; `N/A` if unknown.
     """
 
-    word: str
+    state: str
     nodes: str = ""
     reason: str = ""
     comment: str = ""

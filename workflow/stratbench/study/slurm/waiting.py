@@ -53,18 +53,18 @@ MEANINGS = {
 
 
 @dataclass
-class Waiting:
+class WaitingJobs:
     """The reasons for which jobs wait in the queue, and since when.
 
     Attributes:
-        cells: First output file of each job, by SLURM's job id.
+        outputs: First output file of each job, by SLURM's job id.
     """
 
-    cells: dict[str, str] = field(default_factory=dict)
-    _since: dict[tuple[str, str], float] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
+    outputs: dict[str, str] = field(default_factory=dict)
+    _waiting_since_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    _told_reasons: set[str] = field(default_factory=set)
 
-    def sentences(self, states: Mapping[str, JobState], now: float) -> Iterator[str]:
+    def iter_sentences(self, states: Mapping[str, JobState], now: float) -> Iterator[str]:
         """Yield a sentence on each reason for which a job has waited PATIENCE_S, once per reason.
 
         Args:
@@ -74,22 +74,22 @@ class Waiting:
         waiting = {
             (job, state.reason): state
             for job, state in states.items()
-            if state.word in QUEUED and state.reason not in ORDINARY
+            if state.state in QUEUED and state.reason not in ORDINARY
         }
-        for key in self._since.keys() - waiting.keys():
-            del self._since[key]
+        for key in self._waiting_since_s.keys() - waiting.keys():
+            del self._waiting_since_s[key]
         by_reason: dict[str, list[str]] = {}
         for job, reason in waiting:
-            if now - self._since.setdefault((job, reason), now) >= PATIENCE_S:
+            if now - self._waiting_since_s.setdefault((job, reason), now) >= PATIENCE_S:
                 by_reason.setdefault(reason, []).append(job)
         for reason, jobs in by_reason.items():
-            if reason not in self._told:
-                self._told.add(reason)
-                yield self._sentence(reason, jobs, waiting[jobs[0], reason].start)
+            if reason not in self._told_reasons:
+                self._told_reasons.add(reason)
+                yield self._describe_wait(reason, jobs, waiting[jobs[0], reason].start)
 
-    def _sentence(self, reason: str, jobs: list[str], start: str) -> str:
+    def _describe_wait(self, reason: str, jobs: list[str], start: str) -> str:
         first = jobs[0]
-        what = f"SLURM job {first} ({self.cells.get(first, 'of this run')})"
+        what = f"SLURM job {first} ({self.outputs.get(first, 'of this run')})"
         if others := len(jobs) - 1:
             what += f" and {counted(others, 'other')}"
         meaning = next((m for p, m in MEANINGS.items() if re.fullmatch(p, reason)), None)
@@ -114,7 +114,7 @@ def describe_progress(
     reasons = Counter(
         s.reason if s.reason not in ("None", "") else "no reason given"
         for s in states.values()
-        if s.word in QUEUED
+        if s.state in QUEUED
     )
     waiting = reasons.total()
     text = f"{done} of {counted(planned, 'job')} done, {len(states) - waiting} running"
