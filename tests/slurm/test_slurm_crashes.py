@@ -37,7 +37,7 @@ def test_a_cell_on_a_node_that_dies_is_trained_on_another(
     workflow.release("one", "two")
     output = workflow.finish(run)
     assert run.returncode == 0, output
-    assert "node failure" in output
+    assert "its node failed" in output
     first, second = workflow.slurm_jobs("one")
     assert first["state"] == "NODE_FAIL"
     assert second["state"] == "COMPLETED"

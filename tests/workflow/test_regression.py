@@ -61,7 +61,7 @@ def test_a_regression_goes_from_the_page_to_its_report(tmp_path, warm):
     audit = (results / "audit.csv").read_text()
     assert "unusable" not in audit, audit
     for wrong, sentence in (
-        ({"task": None}, "its task is classification: it learns class numbers, and the targets"),
+        ({"task": None}, "its task is classification: it learns class numbers, but the targets"),
     ):
         work.write_config(config(**wrong))
         refused = work.run("-n")
