@@ -494,7 +494,7 @@ def test_texts_and_images_are_told_apart_in_a_sentence():
     [
         ({"model_type": "lama"}, "model_type = 'lama': the installed transformers has no such model"),
         ({"model_type": "vit"}, "the data set has texts, but ViTConfig has no vocab_size"),
-        ({"model_type": "t5"}, "AutoModelForCausalLM has no class for T5Config; name a class in the config's"),
+        ({"model_type": "t5"}, "AutoModelForCausalLM has no class for T5Config; name a class in the config"),
     ],
 )  # fmt: skip
 def test_a_config_that_no_model_is_made_of_is_told(tmp_path, config, reason):
