@@ -431,7 +431,7 @@ class Weighs(Good):
 #: A task that none can train by, and what the check and a cell say of it.
 BAD_TASKS = {
     "Nameless": "its score_name is None; it must be a short text, the score's name",
-    "OneScore": "score of outputs [2, 10] in float32 and targets [2] returned a tensor []; return the score "
+    "OneScore": "score of outputs [2, 10] in float32 and targets [2] returned a tensor []; return a score "
     "per sample, [2] or [2, ...]",
     "Losses": "loss of outputs [2, 10] in float32 and targets [2] returned a tensor [2]; return the mean as "
     "a scalar with a gradient, or (sum, weight)",
