@@ -24,6 +24,8 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.plan.footprint.footprint import Footprint, make_footprint
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
+from stratbench.extensions.splitting import declared
+from stratbench.extensions.splitting.pieces import units_of
 from stratbench.extensions.splitting.pipeline import STAGES_A_WORKER, Pipeline
 from stratbench.extensions.splitting.stages import MeasuredUnit, balance
 from stratbench.strategies import mesh_of, option_defaults
@@ -38,7 +40,6 @@ from stratbench.workload.data.prepare import prepare
 from stratbench.workload.network import models
 from stratbench.workload.network.checkpointing import checkpoint_blocks
 from stratbench.workload.network.gpt import GPT
-from stratbench.workload.network.pieces import units_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH, MICROBATCHES = 6, 12, 8, 7, 16, 4
@@ -453,11 +454,11 @@ def cut(name: str):
     return (
         model,
         shape,
-        units_of(model, models.pieces_of(name, model), models.wrap_groups(name, model)),
+        units_of(model, declared.pieces_of(name, model), models.wrap_groups(name, model)),
     )
 
 
-@pytest.mark.parametrize("name", [n for n in models.MODELS if models.has_pieces(n)])
+@pytest.mark.parametrize("name", [n for n in models.MODELS if declared.has_pieces(n)])
 def test_pieces_are_the_forward(name):
     if models.MODELS[name].parameters > 20_000_000:
         pytest.skip("its small relative has the same pieces")
@@ -472,12 +473,12 @@ def test_pieces_are_the_forward(name):
     assert own == set(model.parameters())
 
 
-@pytest.mark.parametrize("name", [n for n in models.MODELS if models.has_pieces(n)])
+@pytest.mark.parametrize("name", [n for n in models.MODELS if declared.has_pieces(n)])
 def test_the_most_stages_are_the_units(name):
     shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
     with FakeTensorMode():
         model = models.build_without_memory(name, VOCABULARY, shape)
-    units = units_of(model, models.pieces_of(name, model), models.wrap_groups(name, model))
+    units = units_of(model, declared.pieces_of(name, model), models.wrap_groups(name, model))
     assert len(units) == models.MODELS[name].most_stages
     assert all(any(True for p in unit for _ in p.parameters(model)) for unit in units)
 

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from stratbench.workload.network.pieces import Plan
 from stratbench.workload.torch_internals import get_children
 from stratbench.workload.users_code import Unsuitable
 
@@ -221,7 +220,7 @@ def tensor_plan(built: Scores) -> dict[str, str]:
     return plan
 
 
-def pipeline_modules(built: Scores) -> Plan:
+def pipeline_modules(built: Scores) -> tuple[Any, ...]:
     """Return the model's forward as a chain, by transformers' own plan; raise ValueError without one."""
     model, base = built.network, built.network.base_model
     body, head = model.config.base_model_pp_plan, type(model)._pp_plan

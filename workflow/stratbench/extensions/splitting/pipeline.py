@@ -10,6 +10,7 @@ from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
+from stratbench.extensions.splitting import declared
 from stratbench.extensions.splitting.split import ModelSplit, these_do
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh, MeshCoordinate, refuse_uneven
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
+    from stratbench.extensions.splitting.pieces import Piece
     from stratbench.extensions.splitting.stages import MeasuredUnit, Stage, StageModule
     from stratbench.workload.network.models import Model
-    from stratbench.workload.network.pieces import Piece
 
 #: Why a model with BatchNorm is not divided.
 BATCHNORM = (
@@ -127,8 +128,8 @@ class Pipeline(ModelSplit):
     def why_not(cls, network: str | Model) -> str | None:
         if models.facts_of(network).batchnorm:
             return BATCHNORM
-        if not models.has_pieces(network):
-            able = these_do(models.has_pieces)
+        if not declared.has_pieces(network):
+            able = these_do(declared.has_pieces)
             return f"it does not state its forward as pieces that can be cut into stages; {able}"
         return None
 
@@ -167,7 +168,7 @@ class Pipeline(ModelSplit):
                     )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        from stratbench.workload.network import pieces
+        from stratbench.extensions.splitting import pieces
 
         network = models.model_of(worker.settings)
         if reason := self.why_not(network):
@@ -179,7 +180,7 @@ class Pipeline(ModelSplit):
         if models.has_batchnorm(model):
             yield BATCHNORM
         try:
-            chain = models.pieces_of(network, model)
+            chain = declared.pieces_of(network, model)
         except ValueError as e:
             yield str(e)
             return
@@ -248,10 +249,10 @@ class Pipeline(ModelSplit):
         self, model: nn.Module, worker: base.Worker
     ) -> list[tuple[list[Piece], list[MeasuredUnit]]]:
         """Return the pieces of each stage, and what the units compute that they are of."""
+        from stratbench.extensions.splitting.pieces import units_of
         from stratbench.extensions.splitting.stages import balance
-        from stratbench.workload.network.pieces import units_of
 
-        pieces = models.pieces_of(models.model_of(worker.settings), model)
+        pieces = declared.pieces_of(models.model_of(worker.settings), model)
         units = units_of(model, pieces, worker.wrap_groups)
         measured = self.measure(model, units)
         waiting = self.waiting(self.n_stages(worker.world_size))

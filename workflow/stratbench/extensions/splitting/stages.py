@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.flop_counter import FlopCounterMode
 
-from stratbench.workload.network.pieces import Piece
+from stratbench.extensions.splitting.pieces import Piece
 from stratbench.workload.torch_internals import count_uncounted, get_storage_key, is_view
 
 #: The class of each schedule.

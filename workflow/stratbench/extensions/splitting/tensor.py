@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.cell.text.words import names_text
+from stratbench.extensions.splitting import declared
 from stratbench.extensions.splitting.split import ModelSplit, these_do
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh, refuse_uneven
@@ -93,8 +94,9 @@ class TensorParallel(ModelSplit, Sharded):
 
     @classmethod
     def why_not(cls, network: str | Model) -> str | None:
-        if not models.has_tensor_plan(network):
-            return f"it states no plan by which its layers can be divided; {these_do(models.has_tensor_plan)}"
+        if not declared.has_tensor_plan(network):
+            able = these_do(declared.has_tensor_plan)
+            return f"it states no plan by which its layers can be divided; {able}"
         return None
 
     @classmethod
@@ -102,7 +104,7 @@ class TensorParallel(ModelSplit, Sharded):
         yield from super().refusals(options, values)
         for name, network in values["networks"].items():
             reads_images = models.facts_of(network).reads_text is False
-            if options["sequence_parallel"] and reads_images and models.has_tensor_plan(network):
+            if options["sequence_parallel"] and reads_images and declared.has_tensor_plan(network):
                 yield (
                     f".models = {name!r}: sequence_parallel: true divides the positions of texts; an image's "
                     "patches "
@@ -112,7 +114,7 @@ class TensorParallel(ModelSplit, Sharded):
     def too_many(
         self, network: str | Model, gpus: int, built: nn.Module | None = None
     ) -> str | None:
-        workers, heads = self.mesh(gpus).tensor, models.heads_of(network, built)
+        workers, heads = self.mesh(gpus).tensor, declared.heads_of(network, built)
         if heads % workers:
             return (
                 f"{workers} workers cannot divide its {heads} heads evenly; set tensor_parallel_size to a "
@@ -127,7 +129,7 @@ class TensorParallel(ModelSplit, Sharded):
         elif worker.settings.own_model is not None:
             yield from super().refusals_of_model(model, worker)
             try:
-                plan = models.tensor_plan(network, model)
+                plan = declared.tensor_plan(network, model)
             except ValueError as e:
                 yield str(e)
                 return
@@ -160,7 +162,7 @@ class TensorParallel(ModelSplit, Sharded):
         if tensor > 1:
             again = repeated_parameters(model)
             plan = separate_heads(
-                model, models.tensor_plan(models.model_of(worker.settings), model)
+                model, declared.tensor_plan(models.model_of(worker.settings), model)
             )
             parallelize_module(
                 model, mesh["tensor"], styles(model, plan, self.options.sequence_parallel)

@@ -124,5 +124,5 @@ TENSOR_PLAN = {
     "head": "scores",
 }
 
-#: A GPT's forward as a chain of pieces (`workload/network/pieces.py`).
+#: A GPT's forward as a chain of pieces (`extensions/splitting/pieces.py`).
 PIECES = ((embed, ("embedding", "position")), "blocks.*", "norm", "head")

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from stratbench.cell.extensions import resolve
 from stratbench.workload import users_code
 from stratbench.workload.data.dataset import kind_of
 from stratbench.workload.network import libraries, own
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stratbench.cell.settings import Settings
-    from stratbench.workload.network.pieces import Piece
     from stratbench.workload.network.trial import Trial
     from stratbench.workload.tasks import Task
 
@@ -33,12 +32,6 @@ NO_BLOCKS = (
     "activation_checkpointing recomputes blocks, but each shard group of this model is a single layer, which "
     "would save no memory; set it to false"
 )
-
-
-def _import_name(path: str) -> Any:
-    """Import and return the object with the path `module:name`."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
 
 
 def _get_name(model: str | Model) -> str:
@@ -139,7 +132,7 @@ def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224
     if model.own:
         return own.build(model.own, classes, shape)
     if model.builder:
-        return _import_name(model.builder)(classes, shape)
+        return resolve(model.builder)(classes, shape)
     if shape[0] != 3:
         raise ValueError(f"{name} takes 3 channels, not {shape[0]}; repeat a single channel")
     from torchvision import models
@@ -384,67 +377,8 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     family = facts_of(name).family
     if family == "vgg":
         return _group_vgg_layers(model)
-    blocks = tuple(_import_name(path) for path in FAMILIES[family].blocks)
+    blocks = tuple(resolve(path) for path in FAMILIES[family].blocks)
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
-
-
-def _get_declaration(network: str | Model, key: str, built: nn.Module) -> Any:
-    """Return a model's declaration for a key, such as `tensor_plan`, or None.
-
-    A user may give it as `module:NAME`, the name of a declaration or of a function of the model.
-    """
-    model = facts_of(network)
-    if model.own is None:
-        path = getattr(FAMILIES[model.family], key)
-        return path and _import_name(path)
-    declared = getattr(model.own, key)
-    if isinstance(declared, str):
-        declared = users_code.import_name(model.own, declared)
-    return declared(built) if callable(declared) else declared
-
-
-def _has_declaration(network: str | Model, key: str) -> bool:
-    """Return whether a model has a declaration for a key, without importing anything."""
-    model = facts_of(network)
-    return getattr(model.own or FAMILIES[model.family], key) is not None
-
-
-def has_tensor_plan(network: str | Model) -> bool:
-    """Return whether the model has a tensor plan."""
-    return _has_declaration(network, "tensor_plan")
-
-
-def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
-    """Return how workers divide the layers of a model, by module path, in which `*` is any name.
-
-    Raises:
-        ValueError: If the model has no such plan.
-    """
-    return _get_declaration(network, "tensor_plan", model)
-
-
-def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
-    """Return the number of attention heads that workers must divide, or 0 without attention.
-
-    Args:
-        network: The model.
-        built: The built model, if any, which may have an attribute with this number.
-    """
-    model = facts_of(network)
-    declared = model.own.num_heads if model.own else model.num_heads
-    return declared or getattr(built, "num_heads", 0)
-
-
-def has_pieces(network: str | Model) -> bool:
-    """Return whether the model declares its forward as a chain of pieces."""
-    return _has_declaration(network, "pipeline_modules")
-
-
-def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
-    """Return a model's forward as a chain of pieces; raise ValueError if a declared piece is missing."""
-    from stratbench.workload.network import pieces
-
-    return pieces.pieces_of(model, _get_declaration(network, "pipeline_modules", model))
 
 
 def sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:

@@ -19,7 +19,7 @@ class Family:
         tensor_plan: `module:NAME` of a dictionary from module paths to how workers divide each module
             (`extensions/splitting/tensor.py`), or None.
         pipeline_modules: `module:NAME` of a plan that cuts forward into a chain of pieces
-            (`workload/network/pieces.py`), or None.
+            (`extensions/splitting/pieces.py`), or None.
     """
 
     batchnorm: bool | None

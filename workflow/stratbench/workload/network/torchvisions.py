@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stratbench.workload.network.pieces import Plan
-
 
 def flatten(_model: nn.Module, x: Tensor) -> Tensor:
     """Flatten each sample to one dimension."""
@@ -25,8 +23,8 @@ def class_scores(model: nn.Module, x: Tensor) -> Tensor:
     return model.heads(model.encoder.ln(x)[:, 0])
 
 
-VGG: Plan = ("features.*", "avgpool", (flatten, ()), "classifier.*")
-VIT: Plan = (
+VGG = ("features.*", "avgpool", (flatten, ()), "classifier.*")
+VIT = (
     (patches, ("conv_proj", "class_token", "encoder.pos_embedding", "encoder.dropout")),
     "encoder.layers.*",
     (class_scores, ("encoder.ln", "heads")),
