@@ -106,7 +106,7 @@ class Network(torch.nn.Module):
         self.model = work.model
 
     def forward(self, x, y):
-        return {"loss": loss_of(self.model(x), y)}
+        return {{"loss": loss_of(self.model(x), y)}}
 
 
 class Batches:
@@ -114,7 +114,7 @@ class Batches:
         return 3
 
     def __iter__(self):
-        return measured({"x": x, "y": y} for x, y in work.batches(0))
+        return measured({{"x": x, "y": y}} for x, y in work.batches(0))
 
 
 class OwnTrainer(Trainer):
@@ -125,9 +125,21 @@ class OwnTrainer(Trainer):
 meter = MemoryMeter("cpu")
 work = Work(record, data, rank, torch.device("cpu"))
 trainer = OwnTrainer(model=Network(), args=args)
-trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+{prepared}
 trainer.train()
 tell()
+"""
+#: As the note in the file says.
+VIEWED = "trainer.accelerator.ddp_handler.gradient_as_bucket_view = True"
+#: The Trainer takes Accelerate's state, which has no sharding without a GPU.
+TRAINER_SHARDED = """
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+state = trainer.accelerator.state
+state.distributed_type = DistributedType.FSDP
+state.fsdp_plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+trainer.is_fsdp_enabled = True
+assert trainer.accelerator.is_fsdp2
 """
 LIGHTNING = """
 from lightning.pytorch import LightningModule
@@ -164,7 +176,8 @@ LAUNCH = ("accelerate.commands.launch", "--main_process_port", "0", "--config_fi
 SCRIPTS = {
     ("accelerate", "ddp"): ("accelerate", ACCELERATE.format(sharded="")),
     ("accelerate", "fsdp"): ("accelerate", ACCELERATE.format(sharded=SHARDED)),
-    ("trainer", "ddp"): ("transformers", TRAINER),
+    ("trainer", "ddp"): ("transformers", TRAINER.format(prepared=VIEWED)),
+    ("trainer", "fsdp"): ("transformers", TRAINER.format(prepared=TRAINER_SHARDED)),
     ("lightning", "ddp"): ("lightning", LIGHTNING),
     ("lightning", "fsdp"): ("lightning", LIGHTNING),
 }
