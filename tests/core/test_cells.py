@@ -109,9 +109,9 @@ def test_paths_are_those_of_the_rules(results, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--status", "omm"], "'omm' is no status; known: ok, oom, timeout, diverged"),
-        (["--status", "error"], "'error' is no status"),
-        (["--status", ""], "'' is no status"),
+        (["--status", "omm"], "'omm' is not a status; choose among ok, oom, timeout, diverged"),
+        (["--status", "error"], "'error' is not a status"),
+        (["--status", ""], "'' is not a status"),
         ([], "--status"),
         (["--status", "ok", "--study", "nosuch"], "no results of study 'nosuch'"),
         (["--status", "ok", "--results", "/no/where"], "/no/where is not a folder"),

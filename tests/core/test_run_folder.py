@@ -41,7 +41,9 @@ def test_what_was_written_is_read(folder):
 
 
 def test_who_waits_for_the_place_where_all_meet_says_what_is_wrong(folder):
-    with pytest.raises(TimeoutError, match=r"endpoint\.json.* 0\.1 s.*do not see the same files"):
+    with pytest.raises(
+        TimeoutError, match=r"endpoint\.json.* 0\.1 s.*nodes do not share this folder"
+    ):
         folder.wait_for_endpoint(0.1)
     folder.write_endpoint("n0", 4711)
     assert folder.wait_for_endpoint(0.0) == ("n0", 4711)

@@ -162,5 +162,5 @@ def test_a_block_of_four_strategies_is_one_job_on_two_nodes(raced: Raced) -> Non
 
 def test_the_next_round_is_another(raced: Raced) -> None:
     shown = raced.workflow.run("-n", "verdict").stdout
-    assert "tell what is decided" in shown
+    assert "report the present verdicts" in shown
     assert "block 1 of" not in shown

@@ -269,7 +269,7 @@ def test_a_study_whose_only_cell_timed_out_says_what_it_knows(tmp_path):
         f"training_time.{kind}" for kind in ("csv", "md", "tex")
     ]
     text = (folder / "training_time.md").read_text()
-    assert "A worker is a CPU process, of which no record has the name." in text
+    assert "A worker is a CPU process, whose name no record has." in text
     assert "| vgg16 | ddp | >3000 s |" in text
 
 

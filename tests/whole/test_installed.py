@@ -279,7 +279,7 @@ for command in (
         (["decide", "--out", "there"], "--out is for a set"),
         (["decide", "--jobs", "4"], "an option of Snakemake gets its value by ="),
         (["plan"], "no config.yaml is in this folder"),
-        (["run", "--profile", "none"], "none is no profile"),
+        (["run", "--profile", "none"], "--profile none: is not a profile"),
         (["init", ".", "--quick"], "unknown: --quick"),
     ],
 )

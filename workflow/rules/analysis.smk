@@ -11,7 +11,9 @@ report: "../report/workflow.rst"
 
 onsuccess:
     if internals.get_jobs(workflow, rules.write_report):
-        print(folded(brief.iter_answer_lines(Path(RESULTS, STUDY.name))), flush=True)
+        print(
+            folded(brief.iter_answer_lines(Path(RESULTS, STUDY.name))), flush=True
+        )
     for end in AFTER_JOBS:
         end()
 
@@ -65,7 +67,7 @@ rule merge_records:
         targets=targets,
         trained=as_trained,
     message:
-        "merge the records of {wildcards.study}"
+        "merge the records of the study {wildcards.study}"
     shell:
         PROGRAM + VALUES + STAGES["collect"] + " > {log:q} 2>&1"
 
@@ -89,7 +91,7 @@ rule make_tables:
         study=study_dir,
         out=study_dir,
     message:
-        "make the tables of {wildcards.study}"
+        "write the tables of the study {wildcards.study}"
     shell:
         PROGRAM + STAGES["tables"] + " > {log:q} 2>&1"
 
@@ -120,7 +122,7 @@ rule make_plots:
         study=study_dir,
         out=study_dir,
     message:
-        "draw the figures of {wildcards.study}"
+        "draw the figures of the study {wildcards.study}"
     shell:
         PROGRAM + STAGES["plots"] + " > {log:q} 2>&1"
 
@@ -145,7 +147,7 @@ rule make_decision:
         constraints=constraints,
         evidence=evidence("decide"),
     message:
-        "rank the strategies of {wildcards.study}"
+        "rank the strategies of the study {wildcards.study}"
     shell:
         PROGRAM + VALUES + STAGES["decide"] + " > {log:q} 2>&1"
 
@@ -179,7 +181,7 @@ rule write_report:
         description=description,
         evidence=evidence("report"),
     message:
-        "write the report of {wildcards.study}"
+        "write the report of the study {wildcards.study}"
     shell:
         PROGRAM + STAGES["report"] + " > {log:q} 2>&1"
 
@@ -205,7 +207,7 @@ rule partial:
         constraints=constraints,
         evidence=evidence("report"),
     message:
-        f"merge the records of {STUDY.name} that are there"
+        f"merge the existing records of the study {STUDY.name}"
     shell:
         PROGRAM
         + VALUES
@@ -234,7 +236,7 @@ rule decide:
         constraints=constraints,
         evidence=evidence("decide"),
     message:
-        f"rank the strategies of {STUDY.name} from the records that are there"
+        f"rank the strategies of the study {STUDY.name} by its existing records"
     shell:
         f"set -o pipefail; {FIND_PACKAGE}("
         f"mkdir -p {{params.out:q}}"

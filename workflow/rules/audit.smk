@@ -26,6 +26,6 @@ rule audit_records:
         study=study_dir,
         out=study_dir,
     message:
-        "audit the records of {wildcards.study}"
+        "audit the records of the study {wildcards.study}"
     shell:
         PROGRAM + AUDIT + " > {log:q} 2>&1"

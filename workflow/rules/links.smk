@@ -37,7 +37,7 @@ rule links_measured:
         arguments=lambda w: links_jobs.links_arguments(STUDY, CLUSTER),
         folder=lambda w: f"{RESULTS}/{STUDY.name}/links",
     message:
-        f"measure the links for the study {STUDY.name}, on nodes: {{resources.nodes}}; log: {{log}}"
+        f"measure the network links for the study {STUDY.name} on {{resources.nodes}} nodes; log: {{log}}"
     shell:
         f"{PROGRAM}"
         "-m stratbench.extensions.links.measure {params.arguments:q} --out {params.folder:q} 2>&1 | tee {log:q} && touch {output:q}"
@@ -55,7 +55,7 @@ rule links:
     params:
         folder=rules.links_measured.params.folder,
     message:
-        f"what the links of the study {STUDY.name} cost"
+        f"describe the measured network links of the study {STUDY.name}"
     shell:
         "rm {input:q}; "
         f"{PROGRAM}"

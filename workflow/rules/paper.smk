@@ -28,6 +28,6 @@ rule compare_with_paper:
         study=study_dir,
         out=study_dir,
     message:
-        "compare {wildcards.study} with the paper"
+        "compare the study {wildcards.study} with the claims of the paper"
     shell:
         PROGRAM + AGAINST + " > {log:q} 2>&1"

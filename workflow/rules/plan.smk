@@ -22,7 +22,7 @@ rule plan:
         # The profile's, where there is one.
         partition=lambda w, resources: str(resources.get("slurm_partition") or "*"),
     message:
-        f"plan the study {STUDY.name}"
+        f"plan the memory, time and cost of the study {STUDY.name}"
     shell:
         f"{PROGRAM}{VALUES}"
         "-m stratbench.extensions.plan --config @config --partition {params.partition:q}"
@@ -43,7 +43,7 @@ rule check:
         config=rules.plan.params.config,
         partition=rules.plan.params.partition,
     message:
-        f"check the networks of the study {STUDY.name}"
+        f"check whether the strategies of the study {STUDY.name} support its models"
     shell:
         f"{PROGRAM}{VALUES}"
         "-m stratbench.extensions.plan --check --config @config --partition {params.partition:q}"
@@ -73,7 +73,7 @@ rule compare_with_prediction:
             sort_keys=True,
         ),
     message:
-        "compare what the plan predicts of {wildcards.study} with what was measured"
+        "compare the plan's predictions for the study {wildcards.study} with the measurements"
     shell:
         f"{PROGRAM}{VALUES}"
         "-m stratbench.extensions.plan.against_records --config @config --out {output:q}"

@@ -39,7 +39,7 @@ if ASKS_PROJECTION:
             out=study_dir,
             asking=ADDED["decide"].params["asking"],
         message:
-            f"project {{wildcards.study}} to {CONFIG['decide']['gpus']} workers"
+            f"project the step times of the study {{wildcards.study}} to {CONFIG['decide']['gpus']} workers"
         shell:
             f"{PROGRAM}{VALUES}{PROJECTED} > {{log:q}} 2>&1"
 
@@ -59,7 +59,7 @@ rule project:
         config=rules.plan.params.config,
         table=lambda w: f"{RESULTS}/{STUDY.name}/projection.csv",
     message:
-        f"project the study {STUDY.name} to more workers"
+        f"project the step times of the study {STUDY.name} to more workers"
     shell:
         f"{PROGRAM}{VALUES}"
         "-m stratbench.extensions.projection --config @config"

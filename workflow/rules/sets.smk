@@ -24,7 +24,7 @@ rule bundle:
         ),
         hosts=CONFIG["bundle"]["hosts"],
     message:
-        f"bundle the records of {STUDY.name}"
+        f"bundle the records of the study {STUDY.name} into a file"
     shell:
         f"{PROGRAM}{VALUES}"
         "-m stratbench.extensions.sets bundle --study-dir {params.study:q} --config @config"
@@ -69,7 +69,7 @@ rule export:
         targets=targets,
         trained=as_trained,
     message:
-        f"export the records of {STUDY.name}"
+        f"export the records of the study {STUDY.name} to other formats"
     shell:
         f"{PROGRAM}{VALUES}"
         "-m stratbench.extensions.sets export {params.study:q} --to {params.formats:q}"

@@ -124,7 +124,7 @@ rule list_cells:
     params:
         matrices=json.dumps([e.matrix for e in STUDY.experiments.values()]),
     message:
-        "list the cells of {wildcards.study}"
+        "list the cells of the study {wildcards.study}"
     shell:
         f"{PROGRAM}{VALUES}"
         f"-m stratbench.study.listing @matrices --out {{output:q}}{TO_LOG}"

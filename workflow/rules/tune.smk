@@ -11,6 +11,6 @@ rule tune:
     params:
         config=rules.plan.params.config,
     message:
-        f"sieve the combinations of the study {STUDY.name}"
+        f"select promising combinations of options for the study {STUDY.name}"
     shell:
         f"{PROGRAM}{VALUES}-m stratbench.extensions.tune --config @config 2>&1 | tee {{log:q}}"

@@ -38,7 +38,7 @@ rule run_block:
         out=lambda w, output: str(Path(output.block).parent),
         logs=lambda w: str(block_of(w).log_dir(RESULTS)),
     message:
-        "block {wildcards.block} of {wildcards.study}/{wildcards.experiment}: {wildcards.model},"
+        "measure block {wildcards.block} of {wildcards.study}/{wildcards.experiment}: {wildcards.model},"
         " workers: {wildcards.gpus}; log: {log}"
     shell:
         f"{FIND_PACKAGE}"
@@ -63,7 +63,7 @@ rule verdict:
         config=lambda w: json.dumps(STUDY_CONFIG, sort_keys=True),
         outlook=lambda w: or_workflow_error(lambda: ROUND.outlook),  # all that a dry run can say
     message:
-        f"tell what is decided of the study {STUDY.name}. {{params.outlook}}"
+        f"report the present verdicts of the study {STUDY.name}. {{params.outlook}}"
     shell:
         f"{PROGRAM}{VALUES}"
         "-m stratbench.extensions.verdict.paired tell --config @config 2>&1 | tee {log:q}"

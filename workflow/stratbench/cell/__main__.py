@@ -1,4 +1,4 @@
-r"""List the records of cells that ended in a given way, so that they can be trained again.
+r"""Lists the records of cells with given statuses, so that the cells can be trained again.
 
 snakemake --profile profiles/local --forcerun \
         $(python -m stratbench.cell --study demo --status oom,timeout)
@@ -18,9 +18,7 @@ from stratbench.cell.files import read_json
 def iter_records_by_status(
     results: Path, statuses: Iterable[str], study: str = "*"
 ) -> Iterator[Path]:
-    """Yield the records below `results` whose status is one of `statuses`, sorted.
-
-    Read nothing but the status.
+    """Yield the paths of the records with one of the statuses, sorted.
 
     Args:
         results: The results folder.
@@ -43,25 +41,31 @@ def iter_records_by_status(
 
 
 def parse_statuses(text: str) -> list[str]:
+    """Return the statuses in a list separated by commas."""
     statuses = [status.strip() for status in text.split(",")]
     for status in statuses:
         if status not in STATUSES:
             known = ", ".join(STATUSES)
-            raise argparse.ArgumentTypeError(f"{status!r} is no status; known: {known}")
+            raise argparse.ArgumentTypeError(f"{status!r} is not a status; choose among {known}")
     return statuses
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """List the records of cells that ended in a given way, for `snakemake --forcerun`."""
+    """List the records of cells with given statuses, for `snakemake --forcerun`."""
     parser = argparse.ArgumentParser(prog="python -m stratbench.cell", description=main.__doc__)
     parser.add_argument(
         "--status",
         type=parse_statuses,
         required=True,
-        help=f"of {', '.join(STATUSES)}; several: a,b",
+        help=f"statuses to list, joined by commas, among {', '.join(STATUSES)}",
     )
-    parser.add_argument("--study", default="*", help="only of this study")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
+    parser.add_argument("--study", default="*", help="the only study to list records of")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("results"),
+        help="the results folder (default: results)",
+    )
     options = parser.parse_args(arguments)
     if not (options.results / options.study).is_dir() and options.study != "*":
         parser.error(f"no results of study {options.study!r} in {options.results}")

@@ -1,6 +1,6 @@
-"""The cell: one point of a study's matrix, how a matrix expands into cells, and where their files live.
+"""The cell: a point of a study's matrix, its paths, and the expansion of a matrix into cells.
 
-Nothing here imports anything heavy: the Snakefile uses it on every parse.
+This module has no slow imports, since the Snakefile uses it on every parse.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from pathlib import Path
 
 from stratbench.cell.text.words import counted
 
-#: Path of a cell below its study's folder, with the names Snakemake uses as wildcards.
+#: Path of a cell below its study's folder, with Snakemake's wildcards.
 CELL_PATTERN = "{experiment}/{strategy}/{model}/{gpus}gpu/rep{repeat}"
 
 
-#: Ways a cell can end that are results. Anything else is an error and leaves no record.
+#: Statuses of cells with a record. Any other end of a cell is an error without a record.
 STATUSES = ("ok", "oom", "timeout", "diverged", "unsupported")
-#: In tables, the status of a cell that did other work than those it is compared with.
+#: The status in tables of a cell that did other work than the cells to compare with.
 INCOMPARABLE = "incomparable"
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One training run: a strategy (or variant) with a model on `gpus` workers, repeat `repeat`.
+    """One training run of a strategy (or variant) with a model on `gpus` workers.
 
-    `gpus` counts workers. On a machine without GPUs each worker is a CPU process; parameter-server processes
-    are never counted.
+    `gpus` counts workers, which are CPU processes on a machine without GPUs. Parameter servers do not count.
     """
 
     study: str
@@ -44,7 +43,7 @@ class Cell:
         )
 
     def as_dict(self) -> dict[str, str | int]:
-        """Return the cell's seven coordinates, as a record and a table row carry them."""
+        """Return the cell's seven coordinates as in a record and in a table row."""
         return dict(vars(self))
 
     @property
@@ -57,7 +56,7 @@ class Cell:
         return Path(results) / self.study / "cells" / self.path / "record.json"
 
     def log_dir(self, results: str | Path) -> Path:
-        """Return the folder of the cell's per-process logs and the evidence of a failure."""
+        """Return the folder with the cell's logs per process and the reason of a failure."""
         return Path(results) / self.study / "logs" / self.path
 
 
@@ -72,13 +71,13 @@ def expand(
 ) -> Iterator[Cell]:
     """Yield every cell of one experiment, in the order of the config.
 
-    A strategy has no cells above the worker count that it can use: `single` appears once, at one GPU.
+    A strategy has no cells above its maximum number of workers: `single` has only cells on one worker.
 
     Args:
         study: Name of the study.
         experiment: Name of the experiment.
         dataset: Name of the data set.
-        strategies: Names, each with its maximum worker count (None: no limit).
+        strategies: Names, each with its maximum number of workers (None without a limit).
         models: Names of the models.
         gpus: Worker counts.
         repeats: Number of repeats.

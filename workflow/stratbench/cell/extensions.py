@@ -1,8 +1,8 @@
-"""Declarations of what extensions add to the core, and the installed extensions.
+"""Declarations of extensions' additions to the core, and access to the installed extensions.
 
-A declaration holds names ("module:attribute"), which are resolved when they are used: every job reads all
-declarations, and most need none of the code. To delete an extension, delete its folder and its name in
-`extensions/__init__.py`, with the extensions that need it.
+A declaration has names ("module:attribute"), which are imported when they are used, because most jobs need
+none of the code. To delete an extension, delete its folder, its name in `extensions/__init__.py` and the
+extensions that need it.
 """
 
 from __future__ import annotations
@@ -16,65 +16,72 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """Declaration of what one extension adds to the core."""
+    """Declaration of the additions of one extension to the core."""
 
-    #: Its purpose, in a line.
+    #: The purpose of the extension, in a line.
     says: str
-    #: The extensions that it imports.
+    #: The other extensions that this extension imports.
     needs: tuple[str, ...] = ()
-    #: Strategies by name: the class, or a function that makes the class of the name.
+    #: Strategies by name: a class, or a function that returns the class for a strategy's name.
     strategies: Mapping[str, str] = field(default_factory=dict)
-    #: Libraries of models by their packages: `workload.network.libraries.Library`.
+    #: Paths of the `Library` objects for libraries of models, by package (`workload.network.libraries`).
     libraries: Mapping[str, str] = field(default_factory=dict)
-    #: Sources of generated data sets: `workload.data.kinds.Generator`.
+    #: Paths of the `Generator` objects for generated data sets, by source (`workload.data.kinds`).
     generators: Mapping[str, str] = field(default_factory=dict)
-    #: Data sets in files, by the key that names these: `workload.data.kinds.FileKind`.
+    #: Paths of the `FileKind` objects for data sets in files, by the key that names the files
+    #: (`workload.data.kinds`).
     file_kinds: Mapping[str, str] = field(default_factory=dict)
-    #: Classes of `cell.settings.Keys` by their place in config.yaml: `experiment`, `top`, or the name of a
-    #: block of the top level.
+    #: Subclasses of `cell.settings.Keys` by block of config.yaml: `experiment`, `top` (the top level), or the
+    #: name of a block at the top level.
     keys: Mapping[str, str] = field(default_factory=dict)
-    #: What its cells ask a scheduler for: as `study.resources.job_request`, but None for other cells.
+    #: A function that returns a cell's request to the scheduler, as `study.resources.job_request` does, or
+    #: None for cells of others.
     request: str | None = None
-    #: Who runs its cells: a `train.running.runner.Runner`.
+    #: The class that runs the extension's cells: a `train.running.runner.Runner`.
     runner: str | None = None
-    #: Activity next to the loop of a worker: a `train.beside.beside.Beside`.
+    #: The class of an activity next to a worker's training loop: a `train.beside.beside.Beside`.
     beside: str | None = None
-    #: Files of `workflow/rules`; they add to the lists at the top of common.smk.
+    #: Files in `workflow/rules`, which add to the lists at the top of common.smk.
     rules: tuple[str, ...] = ()
-    #: A function that adds subcommands, given a `command.subcommands.Adder`.
+    #: A function that adds subcommands to a `command.subcommands.Adder`.
     commands: str | None = None
-    #: Further columns of cells.csv: tuples of the arguments of an `analysis.records.columns.Column`.
+    #: Further columns of cells.csv, as tuples of arguments of `analysis.records.columns.Column`.
     columns: str | None = None
-    #: What changes rows of cells.csv before they are written, such as one status by another.
+    #: A function that modifies the rows of cells.csv in place before they are written, such as their status.
     judge: str | None = None
-    #: Modules with rules of the audit.
+    #: Modules with audit rules.
     audited: tuple[str, ...] = ()
     #: Additions to decisions and the report: an `analysis.records.reading.Reading`.
     reading: str | None = None
-    #: What it adds to plans: a `plan.schedule.PlanAddition`.
+    #: Additions to plans: a `plan.schedule.PlanAddition`.
     plans: str | None = None
 
 
 @cache
 def installed() -> dict[str, Extension]:
-    """Return the extensions that are there, in their order.
+    """Return the declarations of the installed extensions by name, in their order.
 
     Raises:
-        ModuleNotFoundError: For one that needs an extension that was deleted.
+        ModuleNotFoundError: An extension needs another extension that was deleted.
     """
-    # By name, because the list is in a layer above this module.
+    # The list is imported by name, because it is in a layer above this module.
     names = import_module(".extensions", "stratbench").NAMES
     by_name = {name: import_module(f".extensions.{name}", "stratbench").EXTENSION for name in names}
     for name, extension in by_name.items():
         if lacking := set(extension.needs) - by_name.keys():
             raise ModuleNotFoundError(
-                f"the extension {name} needs {', '.join(sorted(lacking))}, which was deleted; delete both"
+                f"the extension {name} needs the deleted extension {', '.join(sorted(lacking))}; restore "
+                f"that extension, or delete {name} as well"
             )
     return by_name
 
 
 def at(point: str) -> Iterator[tuple[str, Any]]:
-    """Yield each extension with a name at a point, and the object of that name."""
+    """Yield each extension that declares an addition of a kind, with the imported addition.
+
+    Args:
+        point: Name of a field of `Extension`.
+    """
     for name, extension in installed().items():
         if declared := getattr(extension, point):
             yield name, resolve(declared)
@@ -99,6 +106,6 @@ def places() -> list[str]:
 
 
 def resolve(name: str) -> Any:
-    """Return the object that "module:attribute" names."""
+    """Import and return the object that "module:attribute" names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)

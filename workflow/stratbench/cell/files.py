@@ -1,4 +1,4 @@
-"""Writes files that appear whole or not at all, and reads files that others may have changed."""
+"""Writes files atomically, and reads files that others may have changed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-#: A larger file is not one of ours and is not read into memory, in bytes.
+#: The maximum size in bytes of a JSON file that is read into memory.
 MAX_JSON_BYTES = 64 << 20
-#: The file that marks a folder of ours, where users choose the place.
+#: The file that marks a folder as written by stratbench, for folders that users name.
 MARK = ".stratbench"
-#: Integers from here on do not fit in a column of a table.
+#: Integers from this number on do not fit in a column of 64-bit integers.
 _MAX_WHOLE = 1 << 63
 _MAX_DIGITS = len(f"-{_MAX_WHOLE}")
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Write `text` to `path` atomically.
-
-    A reader sees the old file, the new one or none, never a part.
-    """
+    """Write a text to a file atomically, so that no reader sees a part."""
     with replacing(path) as temporary, temporary.open("x", encoding="utf-8", newline="") as f:
         f.write(text)
         f.flush()
@@ -36,10 +33,10 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a path to write to, which replaces `path` at the end.
+    """Yield a temporary path, whose file replaces `path` at the end of the block.
 
-    It has the suffix of `path`. If something is raised, the old file stays as it was. An OSError names
-    `path`: that of a full disk names nothing.
+    If the block raises, the old file is unchanged. An OSError always names `path`, which that of a full disk
+    does not do by itself.
     """
     path = Path(path)
     temporary = path.with_name(f".{secrets.token_hex(8)}.{path.name}")
@@ -62,7 +59,7 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a CSV file of these columns, complete or not at all.
+    """Write a CSV file of these columns atomically.
 
     Args:
         path: File to write.
@@ -79,10 +76,17 @@ def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[
 
 
 def claim_folder(folder: Path, about: str = "") -> str:
-    """Create `folder` for our files, or reuse one created so; return the recorded `about`.
+    """Create a marked folder or reuse one, so that foreign files are never overwritten.
 
-    Raises FileExistsError if the folder holds anything and lacks our marker: files of others are never
-    overwritten.
+    Args:
+        folder: The folder.
+        about: Text to store in the marker.
+
+    Returns:
+        The text that the marker had before; empty for a new folder.
+
+    Raises:
+        FileExistsError: The folder has files and lacks the marker.
     """
     mark = folder / MARK
     ours = mark.is_file()
@@ -96,7 +100,7 @@ def claim_folder(folder: Path, about: str = "") -> str:
 
 
 def reason_of(error: OSError) -> str:
-    """Return an error of a file as a sentence without the number."""
+    """Return an OSError as a text with reason and file name, without the error number."""
     name = "" if error.filename is None else f": {error.filename}"
     return f"{error.strerror or error}{name}"
 
@@ -104,8 +108,9 @@ def reason_of(error: OSError) -> str:
 def read_regular(path: str | Path, most_bytes: int) -> bytes:
     """Return the bytes of a regular file of at most `most_bytes`.
 
-    Raises OSError if it cannot be read, is larger, or is not a regular file: a FIFO or a device is
-    never waited for.
+    Raises:
+        OSError: The file cannot be read, is larger, or is not a regular file. A FIFO or a device does not
+            block.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as f:
@@ -128,40 +133,35 @@ def last_lines(path: str | Path) -> list[str]:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value, or None if it is not finite: JSON has no NaN."""
+    """Return the value, or None if it is not finite, since JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the value in a JSON file.
-
-    Only strict and ordinary JSON is accepted.
+    """Return the value in a file of strict JSON.
 
     Raises:
-        ValueError: For anything else: NaN and infinities, integers beyond 64 bits, duplicate keys, lone
-            surrogates, hundreds of levels.
-        OSError: If the file cannot be read or is no regular file.
+        ValueError: The file is not JSON, or has NaN or infinities, integers beyond 64 bits, duplicate keys,
+            lone surrogates, or hundreds of levels.
+        OSError: The file cannot be read or is not a regular file.
     """
     return parse_json(read_regular(path, MAX_JSON_BYTES).decode("utf-8"))
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return the values in a file of ours that grows by one a line.
-
-    None where there is no file.
-    """
+    """Return the values in a file of JSON lines that the product appends to. Empty if there is no file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text.split("\n")[:-1]]  # the last may be half written
+    return [json.loads(line) for line in text.split("\n")[:-1]]  # the last line may be incomplete
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a text of strict JSON.
 
     Raises:
-        ValueError: For JSON that `read_json` rejects.
+        ValueError: The text is JSON that `read_json` rejects.
     """
     try:
         value = json.loads(
@@ -177,37 +177,42 @@ def parse_json(text: str) -> Any:
 
 
 def reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")
+    """Raise ValueError for NaN or an infinity, which Python accepts in JSON."""
+    raise ValueError(f"{constant} is not a number that JSON allows")
 
 
 def parse_whole_number(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS:  # Python's own refusal of thousands advises to allow them
-        raise ValueError("a whole number is too large")
+    """Return the integer with these digits. Raise ValueError if they are too many."""
+    if (
+        len(digits) > _MAX_DIGITS
+    ):  # Python's own message on so many digits would advise to allow them
+        raise ValueError("an integer is too large for 64 bits")
     return int(digits)
 
 
 def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of the pairs. Raise ValueError if a key is repeated."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated[:80]!a} is there twice")
+        raise ValueError(f"the key {repeated[:80]!a} appears twice")
     return values
 
 
 def check_ordinary(values: Iterable[Any]) -> None:
-    """Raise ValueError for a value that JSON allows but that no table or page can show."""
-    for value in values:  # without a call for each: a record has hundreds
+    """Raise ValueError for a value that JSON allows but that tables or pages cannot show."""
+    for value in values:  # one call per list instead of one per value, since a record has hundreds
         kind = type(value)
         if kind is str:
             if not value.isascii():
-                value.encode()  # UnicodeEncodeError, a ValueError, on half characters
+                value.encode()  # raises UnicodeEncodeError, a ValueError, for lone surrogates
         elif kind is float:
             if not math.isfinite(value):
                 raise ValueError("a number is too large")
         elif kind is int:
             if not -_MAX_WHOLE <= value < _MAX_WHOLE:
-                raise ValueError("a whole number is too large")
+                raise ValueError("an integer is too large for 64 bits")
         elif kind is dict:
             check_ordinary(value)  # its keys
             check_ordinary(value.values())

@@ -1,4 +1,4 @@
-"""Where rules, schemas and reference tables lie: in a clone, or in an installed wheel."""
+"""Paths of rules, schemas and reference tables, in a clone or in an installed wheel."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
-#: A wheel carries the repository's files here, at the same paths as in a clone; setup.py puts them here.
+#: The folder of a wheel with the repository's files, at the same paths as in a clone; setup.py fills it.
 CARRIED = PACKAGE / "_repository"
 INSTALLED = CARRIED.is_dir()
-#: The folder of Snakefile, envs/, profiles/ and workflow/.
+#: The folder that contains Snakefile, envs/, profiles/ and workflow/.
 ROOT = CARRIED if INSTALLED else PACKAGE.parents[1]
 SNAKEFILE = ROOT / "Snakefile"
 SCHEMAS = ROOT / "workflow" / "schemas"
@@ -18,9 +18,6 @@ REFERENCE = ROOT / "workflow" / "reference"
 
 
 def built_from() -> dict[str, Any] | None:
-    """Return the git state that this wheel was built from.
-
-    Return None in a clone, or if the wheel was built without git.
-    """
+    """Return the git state from which this wheel was built. None in a clone or without git."""
     path = CARRIED / "git.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -1,4 +1,4 @@
-"""The learning rate of a step by its number: a closed formula, so that no state is kept or lost."""
+"""Computes the learning rate of a step from its number, so that a schedule has no state."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ Schedule = Literal["constant", "cosine", "linear"]
 def share_of_lr(
     schedule: Schedule, step: int, steps: int, warmup: int, final: float = 0.0
 ) -> float:
-    """Return the factor on the learning rate in `step` (from 0) of `steps`.
+    """Return the factor on the learning rate in step number `step`, from 0, of `steps`.
 
-    It rises in equal parts over the first `warmup` steps, the last of which has the full rate. Then `linear`
-    and `cosine` fall to `final`, which the step after the last would have (Loshchilov and Hutter, "SGDR",
-    ICLR 2017, without restarts).
+    The factor rises linearly over the first `warmup` steps, the last of which has factor 1. Then `linear` and
+    `cosine` fall to `final`, which the step after the last would have (Loshchilov and Hutter, "SGDR", ICLR
+    2017, without restarts).
 
     Args:
         schedule: Name of the schedule.
         step: Number of the step, from 0.
-        steps: Steps of the whole training.
-        warmup: Steps of the warm-up.
+        steps: Number of steps of the whole training.
+        warmup: Number of steps of the warm-up.
         final: Factor at the end.
     """
     if step < warmup:
         return (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))  # a profile continues after the last
+    done = min(
+        1.0, (step - warmup) / max(1, steps - warmup)
+    )  # profiled steps follow the last step of the training
     match schedule:
         case "cosine":
             return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2

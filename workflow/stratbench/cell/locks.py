@@ -1,6 +1,6 @@
-"""Locks on files, and folders that are removed once nobody holds them.
+"""Locks files, and creates folders that are removed when no process holds them.
 
-All are flocks: the kernel releases them when their holder has ended, however it ended.
+All locks are flocks, which the kernel releases when the process ends in any way.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from stratbench.cell.text.help_page import help_address
 
 #: Errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-#: The file in a folder by which the folder is held: NFS locks no folders.
+#: The file in a folder whose lock holds the folder, because NFS cannot lock folders.
 _HELD_BY = "lock"
 
 
 class NoLocks(OSError):
-    """The file system has no locks; the text names the folder and the remedy."""
+    """The file system has no locks; the message names the folder and the remedy."""
 
 
 def lock(descriptor: int, how: int, path: Path) -> None:
@@ -36,7 +36,7 @@ def lock(descriptor: int, how: int, path: Path) -> None:
     Args:
         descriptor: The open file.
         how: `fcntl.LOCK_EX` or `fcntl.LOCK_SH`.
-        path: The file's path, for a message.
+        path: Path of the file, for the error message.
 
     Raises:
         BlockingIOError: Another process holds the file.
@@ -48,21 +48,23 @@ def lock(descriptor: int, how: int, path: Path) -> None:
         if e.errno not in _NO_LOCKS:
             raise
         raise NoLocks(
-            f"{path.parent}: its file system has no locks ({e.strerror}), which keep a cell from being "
-            "trained twice at a time; mount it with locks (Lustre: -o flock; NFS: version 4, or rpc.statd on "
-            "client and server), or use a folder elsewhere (results in config.yaml; TMPDIR) "
+            f"{path.parent}: its file system has no locks ({e.strerror}), which are needed so that no cell "
+            "is trained twice at once; mount it with locks (Lustre: -o flock; NFS: version 4, or rpc.statd "
+            "on client and server), or use a folder elsewhere (results in config.yaml; TMPDIR) "
             f"{help_address('its file system has no locks')}"
         ) from e
 
 
 def try_lock(path: Path) -> int | None:
-    """Return a descriptor that holds the file `path` locked until it is closed.
+    """Lock a file, and return the descriptor that holds the lock until it is closed.
 
-    Return None if another process holds it. The file is created if there is none. Links are never followed
-    and content is never changed.
+    The file is created if it does not exist. Links are never followed and content is never changed.
+
+    Returns:
+        The descriptor, or None if another process holds the lock.
 
     Raises:
-        OSError: NoLocks on a file system without locks.
+        OSError: The file cannot be opened; NoLocks if its file system has no locks.
     """
     while True:
         descriptor = open_lock(path)
@@ -78,26 +80,28 @@ def try_lock(path: Path) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the file was deleted meanwhile: its successor is the one that counts
+        os.close(descriptor)  # the file was deleted meanwhile, so the new file must be locked
 
 
 def open_lock(path: Path) -> int:
-    """Return a descriptor of a file to be locked, creating the file if there is none.
+    """Open or create a file to be locked, and return its descriptor.
 
-    A process that can read a file can lock it, so only users who may write its folder may open it.
+    Every process that can read a file can lock it, so only users who may write to its folder may open it.
 
     Raises:
-        OSError: If the file belongs to another user and is closed to us; the message has the remedy.
+        OSError: The file belongs to another user and cannot be opened; the message has the remedy.
     """
     folder = path.parent.stat()
-    mode = 0o600 | (folder.st_mode & 0o022) * 3  # users who may write may read
+    mode = (
+        0o600 | (folder.st_mode & 0o022) * 3
+    )  # users with write permission also get read permission
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     except PermissionError as e:
         raise PermissionError(
             e.errno,
-            "is closed to you; to train in the same `results`, give them to a common group "
-            "(chmod -R g+rwX, chgrp -R) and set umask 002, or choose other `results`",
+            "cannot be opened by you; to train in the same `results`, give the folder to a common group "
+            "(chmod -R g+rwX, chgrp -R) and set umask 002, or choose another folder as `results`",
             str(path),
         ) from e
     status = os.fstat(descriptor)
@@ -106,7 +110,7 @@ def open_lock(path: Path) -> int:
             try:
                 os.fchown(descriptor, -1, folder.st_gid)
             except OSError:
-                mode &= ~0o060  # it would be open to another group
+                mode &= ~0o060  # otherwise another group could open the file
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, mode)
     return descriptor
@@ -114,46 +118,47 @@ def open_lock(path: Path) -> int:
 
 @contextmanager
 def held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
-    """Yield a new folder in `parent`, removed at the end of the block.
+    """Yield a new locked folder, which is removed at the end of the block.
 
-    Also remove folders with these names that killed processes have left and that are not locked any more.
+    Also remove unlocked folders with such names, which killed processes have left.
 
     Args:
-        parent: Folder to create it in.
-        prefix: Start of its name.
-        suffix: End of its name.
+        parent: Folder in which the new folder is created.
+        prefix: Start of the new folder's name.
+        suffix: End of the new folder's name.
     """
     for left in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
-        with contextlib.suppress(OSError):  # another was quicker, or it is another user's
+        with contextlib.suppress(OSError):  # another process removed it, or it is another user's
             remove_abandoned_folder(left, prefix, suffix)
     folder, descriptor = create_locked_folder(parent, prefix, suffix)
     try:
         yield folder
     finally:
-        os.close(descriptor)  # NFS keeps the name of a file that is open
+        os.close(descriptor)  # NFS cannot delete a file that is open
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def create_locked_folder(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
-    """Return a new folder, and the descriptor that holds it."""
+    """Create a folder, and return its path and the descriptor that holds its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(suffix, prefix, parent))
         try:
             if (descriptor := try_lock(folder / _HELD_BY)) is not None:
                 return folder, descriptor
         except FileNotFoundError:
-            continue  # another process has taken it for one that was left
+            continue  # another process mistook it for an abandoned folder
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
 def remove_abandoned_folder(left: Path, prefix: str, suffix: str) -> None:
+    """Remove a folder that a killed process has left, unless it is locked."""
     descriptor = try_lock(left / _HELD_BY)
     if descriptor is None:
         return
     try:
-        # Rename first: a process that looks for the folder then makes another.
+        # The new name prevents that another process uses the folder during its removal.
         left = left.rename(left.with_name(f"{prefix}{secrets.token_hex(8)}{suffix}"))
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """Options of a strategy or a policy: plain values with defaults, checked against types and limits.
 
-The only check of them: what a study gives, what a strategy takes and what a server is told go through it.
-At the end: what one that is made from another does not inherit.
+Options from a study's config, of a strategy's class and sent to a server are all checked here. The last
+functions determine which class attributes a strategy or policy does not inherit from another.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ def option(
     tried: Sequence[Any] = (),
     kind: str | None = None,
 ) -> Any:
-    """Return a field of `Options` with its meaning and its limits.
+    """Return a dataclass field for `Options`, with its meaning and its limits.
 
     Args:
         default: Default value.
         help: Meaning.
         least: Minimum of a number.
         below: Exclusive maximum of a number.
-        tried: Values that `tune` tries besides the default. They change speed or memory, but not what is
-            learnt.
-        kind: Kind of difference that `tried` makes (extensions/tune/differences.py), or None without
-            evidence.
+        tried: Values that `tune` tries besides the default. They change only speed or memory.
+        kind: Kind of difference between `tried` values (extensions/tune/differences.py), or None if unknown.
     """
     metadata = {
         "help": help,
@@ -47,10 +45,10 @@ def option(
 
 @dataclass(frozen=True)
 class Options:
-    """Base of all options: frozen dataclasses whose fields have defaults.
+    """Base class of all options: frozen dataclasses whose fields have defaults.
 
-    Types are int, float, bool, str, Literal, lists of one of them, and unions of all these. Making one with
-    another value raises ValueError, which names the field, the value and what it takes.
+    Types are int, float, bool, str, Literal, lists of one of these, and unions. An invalid value raises
+    ValueError, which names the field, the value and the allowed values.
     """
 
     def __post_init__(self) -> None:
@@ -71,11 +69,12 @@ _types = cache(get_type_hints)
 
 
 def matches_type(value: Any, hint: Any) -> bool:
+    """Return whether a value has a type, where an int also counts as float."""
     if get_origin(hint) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
         return isinstance(value, list) and all(matches_type(v, get_args(hint)[0]) for v in value)
-    if get_args(hint):  # a union such as `int | None`
+    if get_args(hint):  # the type is a union such as `int | None`
         return any(matches_type(value, part) for part in get_args(hint))
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -85,7 +84,7 @@ def matches_type(value: Any, hint: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """Return the values of a type, in words."""
+    """Return the allowed values of a type in words: `a number or null`."""
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
     if get_origin(hint) is list:
@@ -104,7 +103,7 @@ _JSON_TYPES = {
 
 
 def json_types(hint: Any) -> list[str]:
-    """Return the JSON types of a type's values, those of a union in its order."""
+    """Return the JSON types of a Python type's values, in the order of a union."""
     if get_origin(hint) is Literal:
         return list(dict.fromkeys(_JSON_TYPES[type(value)] for value in get_args(hint)))
     if get_origin(hint) in _JSON_TYPES:  # list[float]
@@ -113,7 +112,7 @@ def json_types(hint: Any) -> list[str]:
 
 
 def build_json_rule(hint: Any) -> dict[str, Any]:
-    """Return the JSON Schema of a type: the values of a Literal, else its type or types."""
+    """Return the JSON Schema of a type: a Literal's values, else JSON types."""
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
     types = json_types(hint)
@@ -121,7 +120,7 @@ def build_json_rule(hint: Any) -> dict[str, Any]:
 
 
 def build_field_rules(cls: type) -> dict[str, dict[str, Any]]:
-    """Return the JSON Schema of each field of a dataclass: its type, and the `rule` of its metadata."""
+    """Return the JSON Schema of each dataclass field, from type and metadata."""
     hints = get_type_hints(cls)
     return {
         spec.name: build_json_rule(hints[spec.name]) | spec.metadata["rule"] for spec in fields(cls)
@@ -129,9 +128,11 @@ def build_field_rules(cls: type) -> dict[str, dict[str, Any]]:
 
 
 def schema_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the JSON Schema of an object with fields of a dataclass, and their defaults.
+    """Return the JSON Schema of an object with a dataclass's fields and their defaults.
 
-    Fields without a default are required. If `names` is None, the schema has all fields.
+    Args:
+        cls: The dataclass. Its fields without a default are required.
+        names: Fields to include; all if None.
     """
     rules = build_field_rules(cls)
     known: dict[str, dict[str, Any]] = {}
@@ -148,14 +149,15 @@ def schema_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
 
 
 def is_within_limits(value: Any, spec: Field) -> bool:
+    """Return whether a value is within the limits of its option."""
     least, below = spec.metadata.get("least"), spec.metadata.get("below")
-    if isinstance(value, str):  # of a union with numbers
+    if isinstance(value, str):  # a union of text and numbers has limits for numbers only
         return True
     return (least is None or value >= least) and (below is None or value < below)
 
 
 def iter_limits(spec: Field) -> Iterator[str]:
-    """Yield the limits of an option's numbers, as text."""
+    """Yield the limits of a numeric option as texts, such as `at least 0`."""
     least, below = spec.metadata.get("least"), spec.metadata.get("below")
     if least is not None:
         yield f"at least {least:g}"
@@ -163,14 +165,14 @@ def iter_limits(spec: Field) -> Iterator[str]:
         yield f"below {below:g}"
 
 
-# --- what a strategy or policy claims of itself --------------------------------------------------
+# --- attributes that a strategy or policy must declare itself -------------------------------------
 
 
 def disown(cls: type, claims: tuple[str, ...]) -> None:
-    """Remove the `claims` that a new class has inherited from a class with a `summary`.
+    """Reset the attributes `claims` that a new class inherited from a class with a `summary`.
 
-    A class with a `summary` is complete. It has the claims that it declares itself, and those of bases
-    without a `summary`. A claim must be made for the class of which it is true.
+    A class with a `summary` is a complete strategy or policy. It keeps the attributes that it declares
+    itself, and those of bases without a `summary`. So each complete class must declare its own properties.
     """
     if not has_own_summary(cls) or not any(map(has_own_summary, cls.__mro__[1:])):
         return
@@ -183,5 +185,5 @@ def disown(cls: type, claims: tuple[str, ...]) -> None:
 
 
 def has_own_summary(cls: type) -> bool:
-    """Return whether the class has a `summary` of its own, as each in a registry has."""
+    """Return whether the class declares its own `summary`, as each class in a registry does."""
     return "summary" in vars(cls)

@@ -1,4 +1,4 @@
-"""Ends a process together with one above it, so that a killed Snakemake leaves nothing behind that works."""
+"""Terminates a process when an ancestor ends, so that a killed Snakemake leaves no process behind."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 import time
 from itertools import pairwise
 
-#: Period in seconds at which a process checks whether those above it live.
+#: Period in seconds at which a process checks whether its ancestors exist.
 POLL_S = 0.5
 
 
 def end_with(ancestor: int) -> None:
-    """Send this process SIGTERM as soon as process `ancestor`, which it descends from, has ended."""
+    """Start a thread that sends this process SIGTERM once `ancestor` has ended."""
     line = list_ancestors(ancestor)
 
     def watch() -> None:
@@ -30,11 +30,9 @@ def end_with(ancestor: int) -> None:
 
 
 def list_ancestors(ancestor: int) -> list[int | None]:
-    """Return the processes from the parent of this one up to `ancestor`.
+    """Return the ids of this process's ancestors up to `ancestor`, empty if that has ended.
 
-    None where that has ended.
-
-    A process whose parent has ended has another one at once.
+    A process whose parent has ended immediately gets another parent.
     """
     line = [os.getppid()]
     while line[-1] != ancestor:
@@ -45,8 +43,8 @@ def list_ancestors(ancestor: int) -> list[int | None]:
 
 
 def find_parent(pid: int) -> int | None:
-    """Return the parent of a process, or None where there is no such process."""
-    import psutil  # takes as long as all of Python's start, and few need it
+    """Return the id of a process's parent, or None if there is no such process."""
+    import psutil  # its import takes as long as the start of Python, and few processes need it
 
     try:
         return psutil.Process(pid).ppid()

@@ -1,4 +1,4 @@
-"""The record: what one cell measured, as a validated JSON file that appears whole or not at all."""
+"""Reads, writes and validates records: JSON files with the measurements of a cell."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from stratbench.cell.text.help_page import help_address
 Record = dict[str, Any]
 SCHEMA_PATH = SCHEMAS / "record.schema.json"
 SCHEMA_VERSION = 2
-#: The launcher's file in a failed cell's log folder.
+#: The file with the reason of a failure, which the launcher writes into the cell's log folder.
 FAILURE_FILE = "failure.json"
 
 
 class RecordError(ValueError):
-    """A file is not a valid record; the message names the file, the field and what is wrong."""
+    """A file is not a valid record; the message names the file, the field and the error."""
 
 
 @cache
 def load_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a record, with that of its settings."""
+    """Return the JSON Schema of a record, including its settings."""
     whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     whole["properties"]["settings"] |= build_settings_schema()
     return whole
@@ -37,25 +37,26 @@ def load_schema() -> dict[str, Any]:
 
 @cache
 def compile_validator() -> Callable[[Record], Record] | None:
+    """Return the compiled validator of records, or None if no validator is installed."""
     try:
         import fastjsonschema
     except ImportError:
         return None
-    return fastjsonschema.compile(load_schema())  # a record takes a twentieth of jsonschema's time
+    return fastjsonschema.compile(load_schema())  # 20 times as fast as jsonschema
 
 
 def can_validate() -> bool:
-    """Return whether this machine has what `validate` needs. A machine that only trains may lack it.
+    """Return whether the package for `validate` is installed; machines that only train may lack it.
 
-    Ask before a long training, so that a missing package shows before it and not after it.
+    Call this before a long training, so that a missing package is found early.
     """
     return compile_validator() is not None
 
 
 def validate(record: Record, source: str | Path = "record") -> None:
-    """Raise RecordError with the first violation in `record`, if it has one.
+    """Raise RecordError with the first violation of the schema in `record`, if any.
 
-    Where no validator is installed, no violation is reported.
+    Violations are not detected if no validator is installed.
     """
     if not can_validate():
         return
@@ -74,13 +75,13 @@ def validate(record: Record, source: str | Path = "record") -> None:
 
 
 def write(path: str | Path, record: Record) -> None:
-    """Write a record to `path` at once. Raises RecordError if it is not valid."""
+    """Write a record to `path` atomically; raise RecordError if it is invalid."""
     validate(record, path)
     write_atomic(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 def read(path: str | Path) -> Record:
-    """Return the record in `path`. Raises RecordError, which names the file, if it is not a valid one."""
+    """Return the record in `path`; raise RecordError, which names the file, if it is invalid."""
     try:
         record = read_json(path)
         validate(record, path)
@@ -89,15 +90,15 @@ def read(path: str | Path) -> Record:
     except RecordError:
         raise
     except ValueError as e:
-        raise RecordError(f"{path} is not JSON as records are: {e}") from e
+        raise RecordError(f"{path} is not JSON that a record may have: {e}") from e
     return record
 
 
 def read_measured(path: str | Path) -> Record:
-    """Return the record at `path`, as `read_record` does, if it holds real measurements.
+    """Return the record in `path` if it has real measurements.
 
     Raises:
-        RecordError: Also for a record of the tests' software GPU, which measures nothing.
+        RecordError: The record is invalid, or comes from the tests' software GPU, which measures nothing.
     """
     record = read(path)
     if software_gpu.has_trained(record):
@@ -106,10 +107,7 @@ def read_measured(path: str | Path) -> Record:
 
 
 def failure_reason(log_dir: Path) -> str | None:
-    """Return why a cell without a record failed, from its log folder.
-
-    Return None if there is no evidence.
-    """
+    """Return why a cell without a record failed, by its log folder. Return None if that shows no failure."""
     path = log_dir / FAILURE_FILE
     try:
         reason = read_json(path)["reason"]
@@ -123,12 +121,12 @@ def failure_reason(log_dir: Path) -> str | None:
 
 
 def is_of(path: str | Path, cell: str, settings: str) -> bool:
-    """Return whether `path` is a valid record of this cell with these settings.
+    """Return whether the file is a valid record of a cell with these settings.
 
     Args:
-        path: The record.
+        path: Path of the file.
         cell: The cell as JSON.
-        settings: Its settings as JSON.
+        settings: The settings as JSON.
     """
     try:
         record = read(path)
@@ -138,10 +136,7 @@ def is_of(path: str | Path, cell: str, settings: str) -> bool:
 
 
 def describe_other_settings(record: Record, settings: Settings) -> str | None:
-    """Return a sentence on how a record's settings differ from those of the config.
-
-    Return None if they do not.
-    """
+    """Return a sentence on the differences of a record's settings from the config. Return None if equal."""
     wanted = json.loads(settings.as_json())
     recorded = record["settings"]
     keys = dict.fromkeys([*wanted, "more"])

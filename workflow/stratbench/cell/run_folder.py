@@ -1,4 +1,4 @@
-"""The run folder: the files that the launcher, agents, workers and servers of one cell share."""
+"""The run folder, with the files that the launcher, agents, workers and servers of a cell share."""
 
 from __future__ import annotations
 
@@ -13,38 +13,35 @@ from typing import Any, ClassVar
 
 from stratbench.cell.files import read_json_lines, write_atomic
 
-#: Period of polling for a file of another node, in seconds.
+#: Period in seconds at which a process looks for a file of another node.
 _POLL_S = 0.05
 
 
 def worker_name(rank: int) -> str:
-    """Return the name of worker `rank` in processes, files and the timeline."""
+    """Return a worker's name in processes, files and the timeline: `rank3`."""
     return f"rank{rank}"
 
 
 def server_name(server: int) -> str:
-    """Return the name of parameter server number `server`, used like a worker's."""
+    """Return a parameter server's name in processes, files and the timeline: `server0`."""
     return f"server{server}"
 
 
 def rank_of(name: str) -> int | None:
-    """Return the rank of the worker with this name.
-
-    Return None if it is not a worker's name.
-    """
+    """Return the rank in a worker's name, or None for another name."""
     match = re.fullmatch(r"rank(\d+)", name)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of one cell's run folder, and the readers and writers of its JSON files.
+    """The paths in a cell's run folder, with functions that read and write its JSON files.
 
-    All nodes of the cell see `path`. `local` is a folder on this node's own disk; without it, such files are
-    in `path` too. JSON files appear complete or not at all.
+    All nodes of the cell share `path`. `local` is a folder on this node's own disk; without it, local files
+    are also in `path`. JSON files are written atomically.
     """
 
-    #: Its name in the log folder of the cell.
+    #: The name of the run folder in the cell's log folder.
     NAME: ClassVar[str] = "run"
 
     path: Path
@@ -52,93 +49,94 @@ class RunFolder:
 
     @classmethod
     def of_logs(cls, logs: Path, local: Path | None = None) -> RunFolder:
-        """Return the run folder of the cell with this log folder; its path is absolute."""
+        """Return the run folder in a cell's log folder, with an absolute path."""
         return cls((logs / cls.NAME).resolve(), local)
 
     @property
     def logs(self) -> Path:
-        """The log folder of the cell, which holds the run folder."""
+        """The log folder of the cell, which contains the run folder."""
         return self.path.parent
 
     @property
     def kept(self) -> Path:
-        """The folder next to it with the state from which the cell's next attempt resumes.
-
-        See `train.restarts`.
-        """
+        """The folder with the state from which the cell's next attempt resumes (`train.restarts`)."""
         return self.logs / "checkpoints"
 
     def create(self) -> None:
-        """Make the folder, empty: what an earlier run of the cell left is deleted."""
+        """Create the empty folder; files of an earlier run of the cell are deleted."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
 
     # ------------------------------------------------------------ processes
 
     def log(self, process: str) -> Path:
-        """Return the output of a process, by its name (rank3, server0)."""
+        """Return the path of a process's output, by its name (rank3, server0)."""
         return self.path / f"{process}.log"
 
     def process_logs(self) -> list[Path]:
-        """Return the outputs of all processes that have started, by name."""
+        """Return the paths of the outputs of all started processes, sorted by name."""
         return sorted(self.path.glob("*.log"))
 
     def phases(self, rank: int) -> Path:
-        """Return the log of a worker's phases (`telemetry.timeline.PhaseLog`)."""
+        """Return the path of the log of a worker's phases (`telemetry.timeline.PhaseLog`)."""
         return self.path / f"phases{rank}.jsonl"
 
     def phase_logs(self) -> list[Path]:
-        """Return the phase logs of all workers that have started."""
+        """Return the paths of the phase logs of all started workers."""
         return sorted(self.path.glob("phases*.jsonl"))
 
     def heartbeat(self, rank: int) -> Path:
-        """Return the file with a worker's last progress (`telemetry.heartbeat`); only its node reads it."""
+        """Return the path of a worker's heartbeat (`telemetry.heartbeat`), which only its node reads."""
         return self._local / f"{worker_name(rank)}.heartbeat"
 
     def stack(self, process: str) -> Path:
-        """Return the file to which a process writes its stacks on its agent's request."""
+        """Return the path of the stacks that a process writes if its agent requests them."""
         return self.path / f"{process}.stack"
 
     def stacks(self) -> list[Path]:
-        """Return the stacks of the processes that wrote theirs on request, by name."""
+        """Return the paths of all written stacks, sorted by process name."""
         return sorted(p for p in self.path.glob("*.stack") if p.stat().st_size)
 
     def samples(self, node: int) -> Path:
-        """Return the CSV file of a node's sampler (`telemetry.timeline.SAMPLE_COLUMNS`)."""
+        """Return the path of the CSV file of a node's sampler (`telemetry.timeline.SAMPLE_COLUMNS`)."""
         return self.path / f"samples{node}.csv"
 
     def sample_files(self) -> list[Path]:
-        """Return the samples of all nodes."""
+        """Return the paths of the sample files of all nodes."""
         return sorted(self.path.glob("samples*.csv"))
 
     def pids(self, node: int) -> Path:
-        """Return names and ids of the processes that a node's sampler watches."""
+        """Return the path of the list of processes that a node's sampler watches."""
         return self.path / f"samples{node}.pids"
 
     @property
     def profile_trace(self) -> Path:
-        """The profiler's trace (`profile: true`)."""
+        """The path of the profiler's trace (`profile: true`)."""
         return self.path / "profile.json.gz"
 
-    # ------------------------------------------------------------ how they find each other
+    # ------------------------------------------------------------ connections between processes
 
     @property
     def store(self) -> Path:
-        """The file by which the workers of one node form their process group."""
+        """The path of the file store for the process group of one node's workers."""
         return self._local / "store"
 
     @property
     def secret(self) -> Path:
-        """The job's secret. `servers.wire.handshake` writes and reads it, and checks its permissions."""
+        """The path of the job's secret, which `servers.wire.handshake` writes, reads and checks."""
         return self.path / "secret"
 
     @property
     def rendezvous(self) -> Path:
-        """Path of the servers' rendezvous files, without their ending (`.0` for server 0)."""
+        """The path of the servers' rendezvous files without suffix (`.0` for server 0)."""
         return self.path / "server"
 
     def snapshots(self, shared: bool) -> Path:
-        """Return the folder in which servers store an epoch's state until a worker evaluates it."""
+        """Return the path of the folder in which servers store an epoch's state for evaluation.
+
+        Args:
+            shared: Whether other nodes must see the folder.
+        """
         return (self.path if shared else self._local) / "snapshots"
 
     @property
@@ -146,77 +144,71 @@ class RunFolder:
         return self.local or self.path
 
     def write_job(self, text: str) -> Path:
-        """Keep the job for the agents of other nodes; returns its path."""
+        """Store the job for the agents of other nodes, and return the file's path."""
         write_atomic(self.job, text)
         return self.job
 
     @property
     def job(self) -> Path:
-        """The job as `write_job` keeps it."""
+        """The path of the file that `write_job` writes."""
         return self.path / "job.json"
 
     @property
     def worker_jobs(self) -> Path:
-        """The list of submitted worker jobs of an elastic cell (`train.elastic.keeper`)."""
+        """The path of the list of an elastic cell's submitted worker jobs."""
         return self.path / "worker_jobs.jsonl"
 
     @property
     def ended(self) -> Path:
-        """The file that marks the end of an elastic cell, for late workers."""
+        """The path of the file that marks the end of an elastic cell, for late workers."""
         return self.path / "ended"
 
     @property
     def servers(self) -> Path:
-        """The folder that the incarnations of an elastic cell's parameter servers share."""
+        """The path of the folder that all launches of an elastic cell's parameter servers share."""
         return self.path / "servers"
 
     def write_unheard(self, number: int, last: dict[str, Any]) -> None:
-        """Store the result of an elastic cell's worker whose launcher is gone."""
+        """Store the result of an elastic cell's worker whose launcher has ended."""
         write_atomic(self.path / f"unheard{number}.json", json.dumps(last))
 
     def read_unheard(self, number: int) -> dict[str, Any] | None:
-        """Return the result stored by `write_unheard`, or None if the launcher received it."""
+        """Return the result that `write_unheard` stored, or None if the launcher received the result."""
         return read_json_or_none(self.path / f"unheard{number}.json")
 
     def incarnations(self) -> list[Path]:
-        """Return the files on the members of an elastic cell, one per launcher, in order."""
+        """Return the paths of the files on an elastic cell's members, one per launcher."""
         return sorted(
             self.path.glob("incarnation*.json"),
             key=lambda p: int(p.stem.removeprefix("incarnation")),
         )
 
     def write_incarnation(self, number: int, facts: dict[str, Any]) -> None:
-        """Store what happened to the members of an elastic cell under launcher `number`, from 0."""
+        """Store facts on the members of an elastic cell under launcher number `number`, from 0."""
         write_atomic(self.path / f"incarnation{number}.json", json.dumps(facts))
 
     def write_endpoint(self, host: str, port: int) -> None:
-        """Write the address at which all nodes meet.
-
-        It is that of rank 0's store, or of a command's node 0.
-        """
+        """Write the address of rank 0's store or of a command's node 0."""
         write_atomic(self._endpoint, json.dumps({"host": host, "port": port}))
 
     def read_endpoint(self) -> tuple[str, int] | None:
-        """Return host and port where all nodes meet.
-
-        Return None until node 0 has written them.
-        """
+        """Return the host and port at which all nodes connect. Return None until node 0 has written them."""
         endpoint = read_json_or_none(self._endpoint)
         return endpoint and (endpoint["host"], endpoint["port"])
 
     def wait_for_endpoint(self, limit_s: float) -> tuple[str, int]:
-        """Return host and port where all nodes meet, once node 0 has written them.
+        """Wait until node 0 has written the address at which all nodes connect; return it.
 
         Raises:
-            TimeoutError: If that takes longer than `limit_s`.
+            TimeoutError: Node 0 has not written them within `limit_s`.
         """
         deadline_s = time.monotonic() + limit_s
         while (endpoint := self.read_endpoint()) is None:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(
-                    f"node 0 did not tell in {self._endpoint}, within {limit_s:g} s, where all meet: its log "
-                    "there says why; without one, the nodes do not see the same files, and `results` must "
-                    "lie where they do"
+                    f"node 0 did not write the address at which all nodes connect to {self._endpoint} within "
+                    f"{limit_s:g} s; its log in this folder has the reason. If there is no log, the nodes do "
+                    "not share this folder: set `results` in config.yaml to a folder that all nodes share"
                 )
             time.sleep(_POLL_S)
         return endpoint
@@ -225,18 +217,18 @@ class RunFolder:
     def _endpoint(self) -> Path:
         return self.path / "endpoint.json"
 
-    # ------------------------------------------------------------ what they found
+    # ------------------------------------------------------------ results
 
     def write_worker(self, rank: int, result: dict[str, Any]) -> None:
         """Store the results of a worker, or the reason why it failed."""
         write_atomic(self._worker(rank), json.dumps(result))
 
     def read_worker(self, rank: int) -> dict[str, Any] | None:
-        """Return what a worker wrote at its end, or None if it wrote nothing."""
+        """Return the result that a worker wrote at its end. Return None if it wrote none."""
         return read_json_or_none(self._worker(rank))
 
     def read_workers(self, world_size: int) -> dict[int, dict[str, Any]]:
-        """Return what each worker wrote, by rank; workers that wrote nothing are absent."""
+        """Return the workers' results by rank, without workers that wrote none."""
         results = {rank: self.read_worker(rank) for rank in range(world_size)}
         return {rank: result for rank, result in results.items() if result is not None}
 
@@ -244,60 +236,57 @@ class RunFolder:
         return self.path / f"{worker_name(rank)}.json"
 
     def server_statistics(self, server: int) -> Path:
-        """Return the file of a parameter server's statistics, written at its end."""
+        """Return the path of the statistics that a parameter server writes at its end."""
         return self.path / f"{server_name(server)}.json"
 
     def read_server(self, server: int) -> dict[str, Any] | None:
-        """Return the statistics of a parameter server.
-
-        Return None if it has not reached its end.
-        """
+        """Return the statistics of a parameter server. Return None if it has not reached its end."""
         return read_json_or_none(self.server_statistics(server))
 
     def read_servers(self, n_servers: int) -> list[dict[str, Any]]:
-        """Return the statistics of the parameter servers that reached their end, by number."""
+        """Return the statistics of the parameter servers that reached their end, in their order."""
         each = (self.read_server(k) for k in range(n_servers))
         return [statistics for statistics in each if statistics is not None]
 
     @property
     def progress(self) -> Path:
-        """The epochs that are finished, one JSON object a line."""
+        """The path of the file with the finished epochs, one JSON object per line."""
         return self.path / "progress.jsonl"
 
     def add_epoch(self, entry: dict[str, Any]) -> None:
-        """Keep what a finished epoch gave, so that a timeout loses nothing."""
+        """Store the result of a finished epoch, so that it survives a timeout."""
         with self.progress.open("a", encoding="utf-8") as f:
             f.write(json.dumps(entry) + "\n")
 
     def read_epochs(self) -> list[dict[str, Any]]:
-        """Return the epochs that were finished before the cell ended, however it ended."""
+        """Return the results of all epochs that finished before the cell ended."""
         return read_json_lines(self.progress)
 
     def write_busy(self, node: int, facts: dict[str, Any]) -> None:
-        """Keep what else used a node when the cell began (`telemetry.machine.busy`)."""
+        """Store the load of other processes on a node when the cell began (`telemetry.machine.busy`)."""
         write_atomic(self.path / f"busy{node}.json", json.dumps(facts))
 
     def foreign_processes(self, node: int) -> Path:
-        """Return the file of foreign processes on the cell's GPUs of a node.
+        """Return the path of the file on foreign processes on a node's GPUs.
 
-        `telemetry.machine.foreign_processes` writes it if there were any.
+        `telemetry.machine.foreign_processes` writes the file if there were any.
         """
         return self.path / f"foreign_processes{node}.json"
 
     def read_foreign_processes(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the foreign processes of each node that had any, by its number as text."""
+        """Return the foreign processes of each node that had any, by node number."""
         return self._by_node("foreign_processes")
 
     def read_busy(self) -> dict[str, dict[str, Any]]:
-        """Return the other load on each node at the begin, by its number as text."""
+        """Return the load of other processes on each node at the start, by node number."""
         return self._by_node("busy")
 
     def write_pauses(self, node: int, pauses: list[dict[str, Any]]) -> None:
-        """Keep the spans in which the workers of a node were stopped (`train.nodes.paused`)."""
+        """Store the periods in which the workers of a node were stopped (`train.nodes.paused`)."""
         write_atomic(self.path / f"pauses{node}.json", json.dumps(pauses))
 
     def read_pauses(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the pauses of each node that had any, by its number as text."""
+        """Return the pauses of each node that had any, by the node's number as text."""
         return self._by_node("pauses")
 
     def _by_node(self, name: str) -> dict[str, Any]:
@@ -309,30 +298,27 @@ class RunFolder:
         write_atomic(self.path / f"standing{node}.json", json.dumps(standing))
 
     def read_standing(self) -> dict[str, dict[str, Any]]:
-        """Return the same of all nodes."""
+        """Return the state of all nodes' workers at the cell's end, by name."""
         return read_merged_json(self.path.glob("standing*.json"))
 
     def write_places(self, node: int, places: dict[str, Any]) -> None:
-        """Store where a node's processes run, by name: host, and a worker's GPU."""
+        """Store the host of a node's processes and the GPU of its workers, by name."""
         write_atomic(self.path / f"places{node}.json", json.dumps(places))
 
     def read_places(self) -> dict[str, dict[str, Any]]:
-        """Return the same of all nodes."""
+        """Return the hosts and GPUs of all nodes' processes, by name."""
         return read_merged_json(self.path.glob("places*.json"))
 
 
 def read_merged_json(paths: Iterable[Path]) -> dict[str, Any]:
-    """Return the entries of several JSON files of ours, by the files' names."""
+    """Return the merged entries of several JSON objects in files that the product wrote."""
     return {
         name: entry for path in sorted(paths) for name, entry in read_json_or_none(path).items()
     }
 
 
 def read_json_or_none(path: Path) -> Any:
-    """Return the value in a JSON file of ours.
-
-    Return None where there is no file.
-    """
+    """Return the value in a JSON file that the product wrote. Return None if there is no file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Settings of a cell: every setting declared once, and resolved as a launcher gets it.
+"""Declares every setting of a cell, with its type, limits, default and meaning.
 
-A field says a setting's name, type, limits, default and meaning. The schema of config.yaml, the table in
-docs/configuration.md, what a record must state and what the plan depends on follow from it.
+The schema of config.yaml, the table in docs/configuration.md, the settings in a record and the settings that
+affect the plan all follow from these declarations.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from stratbench.cell.extensions import keys_of
 from stratbench.cell.learning_rate import Schedule, share_of_lr
 from stratbench.cell.options import build_field_rules, schema_of
 
-#: `planned` of a setting whose every value has a footprint of its own.
+#: The value of `planned` for a setting whose every value changes memory or traffic.
 EACH = "each value"
 
 
 def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
-    """Return a field of `Settings`, or of an extension's keys, that config.yaml sets.
+    """Return a dataclass field for a setting that config.yaml gives.
 
     Args:
-        default: Default value; MISSING if config.yaml must set it.
+        default: Default value; MISSING if config.yaml must give the setting.
         help: Meaning, as shown in the configuration's reference.
-        planned: How the plan of memory and traffic depends on it. EACH: on each value. Any other value:
-            on whether the setting is set at all (not null, 0 or false), and this value represents all
-            that are. None: not.
+        planned: How planned memory and traffic depend on the setting. EACH: they depend on its value. None:
+            they do not. Any other value: they depend on whether the setting is set (not null, 0 or false),
+            and this value represents all set values.
         limits: Keywords of JSON Schema besides the type.
     """
     metadata = {"given": True, "rule": limits | {"description": help}, "planned": planned}
-    if isinstance(default, dict | list):  # a dataclass takes no mutable default
+    if isinstance(default, dict | list):  # dataclasses do not allow mutable defaults
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -40,13 +40,13 @@ def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
 def derived(
     help: str, default: Any = MISSING, planned: Any = None, default_factory: Any = MISSING
 ) -> Any:
-    """Return a field of `Settings` that follows from the cell and the study.
+    """Return a dataclass field for a setting that follows from the cell and the study.
 
     Args:
-        help: Meaning.
+        help: Meaning, as shown in the reference of the record.
         default: Default value, if any.
-        planned: As of a `setting`.
-        default_factory: Makes the default value, if any.
+        planned: As in `setting`.
+        default_factory: Returns the default value, if any.
     """
     rule = {"description": help}
     metadata = {"given": False, "rule": rule, "planned": planned}
@@ -55,7 +55,7 @@ def derived(
 
 #: Values of `activation_checkpointing` besides true and false.
 CHECKPOINTING = "^(selective|every-([2-9]|[1-9][0-9]+))$"
-#: Limits of what is more than a number or a word.
+#: JSON Schema of settings that are lists or mappings.
 BETAS = {
     "minItems": 2,
     "maxItems": 2,
@@ -77,26 +77,30 @@ SLOWDOWN = {
 
 
 class Keys:
-    """Base of an extension's keys in a block of config.yaml: a dataclass of `setting` fields."""
+    """Base class for an extension's keys in a block of config.yaml: a dataclass of `setting` fields."""
 
     #: The extension's name, for keys of an experiment.
     extension: ClassVar[str]
-    #: Whether each worker of a cell that has such keys is a job of its own.
+    #: Whether each worker of a cell with such keys is a separate job.
     workers_are_jobs: ClassVar[bool] = False
 
     @classmethod
     def complete(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the extension's part of `more` of Settings or Constraints, for a block that gives its keys.
+        """Return the extension's part of `more` in Settings or Constraints.
 
-        `own` are the keys that the block gives; `whole`: all values of an experiment, else the config.
+        Args:
+            own: The extension's keys that the block gives.
+            whole: All values of the experiment for a block of an experiment, else the config.
         """
         return own
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what contradicts the keys in a block, each from the block's name on.
+        """Yield messages on contradictions to a block's keys, beginning with the block's name.
 
-        `whole`: the study of an experiment; else the config.
+        Args:
+            block: Values of the block.
+            whole: The study for a block of an experiment, else the config.
         """
         yield from ()
 
@@ -218,28 +222,28 @@ class Settings:
         "steps follow the training and count in no result.")
     slowdown: dict[str, Any] | None = setting(None, **SLOWDOWN,
         help="Artificial delay of chosen workers, to study stragglers. null: no worker is delayed.")
-    #: Empty for an extension that a study does not use: adding or deleting one retrains nothing.
+    #: Extensions that the study does not use are absent, so that adding or deleting one retrains nothing.
     more: dict[str, dict[str, Any]] = derived(default_factory=dict,
         help="Keys of extensions whose values differ from the defaults, by extension.")
     # fmt: on
 
     def __hash__(self) -> int:
-        # The most distinguishing fields: the dicts among the rest have no hash.
+        # These fields distinguish most settings; some other fields are dicts, which have no hash.
         return hash((self.strategy, self.model, self.gpus, self.precision))
 
     def of(self, keys: type[Given]) -> Given:
-        """Return the keys of an extension: what the study gives over their defaults."""
+        """Return an extension's keys, with defaults where the study gives no value."""
         return keys(**self.more.get(keys.extension, {}))
 
     @property
     def workers_are_jobs(self) -> bool:
-        """Whether each worker is a job of its own, so that the cell is no single allocation."""
+        """Whether each worker is a separate job, so that the cell has no single allocation."""
         return any(
             keys.workers_are_jobs for name, keys in keys_of("experiment") if name in self.more
         )
 
     def share_of_lr(self, step: int, steps: int) -> float:
-        """Return the factor on the learning rate in `step` (from 0) of `steps`."""
+        """Return the factor on the learning rate in step number `step`, from 0, of `steps`."""
         return share_of_lr(
             self.schedule, step, steps, self.lr_warmup_steps, self.final_lr / self.lr
         )
@@ -250,11 +254,11 @@ class Settings:
         return self.schedule != "constant" or self.lr_warmup_steps > 0
 
     def total_steps(self, train_samples: int) -> int:
-        """Return the steps of the whole training on a set of `train_samples` samples."""
+        """Return the number of steps of the whole training on `train_samples` samples."""
         return self.steps or self.epochs * (train_samples // self.global_batch)
 
     def passes(self, train_samples: int) -> int:
-        """Passes over the training set; with `steps` the last may be left before its end."""
+        """Return the number of passes over the training set. With `steps` the last may be incomplete."""
         return self.epochs or -(-self.steps // (train_samples // self.global_batch))
 
     def as_dict(self) -> dict[str, Any]:
@@ -263,11 +267,11 @@ class Settings:
         return values if self.more else {k: v for k, v in values.items() if k != "more"}
 
     def as_json(self) -> str:
-        """Canonical JSON: equal settings give equal text."""
+        """Return the settings as canonical JSON: equal settings give equal texts."""
         return json.dumps(self.as_dict(), sort_keys=True)
 
     def as_parameter(self, key: str) -> str:
-        """Return one setting as a text, `lr=0.1`: equal settings give equal text."""
+        """Return one setting as a text such as `lr=0.1`; equal values give equal texts."""
         return f"{key}={json.dumps(getattr(self, key), sort_keys=True)}"
 
     @classmethod
@@ -277,7 +281,7 @@ class Settings:
 
     @classmethod
     def of_record(cls, recorded: Mapping[str, Any]) -> Settings:
-        """Return the settings of a record, without keys that are no longer settings."""
+        """Return the settings in a record, ignoring keys that are no longer settings."""
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in recorded.items() if key in known})
 
@@ -286,7 +290,7 @@ class Settings:
 GIVEN = tuple(f.name for f in fields(Settings) if f.metadata["given"])
 
 
-#: Those that a variant may have otherwise than its experiment: they change speed and memory alone.
+#: The settings that a variant may override, since they change only speed and memory.
 OF_A_VARIANT = (
     "gradient_accumulation_steps",
     "activation_checkpointing",
@@ -296,15 +300,15 @@ OF_A_VARIANT = (
 
 
 def build_settings_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a record's settings.
+    """Return the JSON Schema of the settings in a record.
 
-    A record has all settings of the core, and those of extensions that were set.
+    A record has all settings of the core, and the given settings of extensions.
     """
     rules = build_field_rules(Settings)
     more = {
         name: {
             "type": "object",
-            "description": f"Of the extension {name}.",
+            "description": f"Settings of the extension {name}.",
             "additionalProperties": False,
             "properties": build_field_rules(keys),
         }
@@ -315,7 +319,7 @@ def build_settings_schema() -> dict[str, Any]:
 
 
 def schema_of_given() -> dict[str, Any]:
-    """Return the JSON Schema of the settings that an experiment gives, with their defaults."""
+    """Return the JSON Schema of the settings that an experiment may give, with their defaults."""
     whole = schema_of(Settings, GIVEN)
     for _, keys in keys_of("experiment"):
         each = schema_of(keys, [f.name for f in fields(keys) if f.metadata["given"]])

@@ -1,7 +1,7 @@
-"""The command `stratbench`: each subcommand drives the workflow's rules, or the modules behind them."""
+"""The command `stratbench`, whose subcommands run the workflow's rules or the modules behind them."""
 
 from __future__ import annotations
 
 
 class CommandError(Exception):
-    """A subcommand cannot do what was requested; the message is one sentence."""
+    """A subcommand failed; the message is one sentence for the user."""

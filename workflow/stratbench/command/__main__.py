@@ -1,6 +1,7 @@
-"""The subcommands of `stratbench` and their arguments; also `python -m stratbench.command`.
+"""Parses the arguments of `stratbench` and runs a subcommand; also as `python -m stratbench.command`.
 
-Each imports what it needs when it runs: only `run`, `plan` and the check of networks need PyTorch.
+Subcommands import their modules when they run, since only `run`, `plan` and the check of networks need
+PyTorch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ options to Snakemake: `stratbench plan --config 'cluster={gpu: A100 40GB}'`.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code: 2 if it fails with a message."""
+    """Run a subcommand and return its exit code. It is 2 after an error message."""
     args, others = build_parser().parse_known_args(argv)
     try:
         return args.run(args, others)
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all subcommands: those of the core, then those of extensions."""
+    """Return the parser of all subcommands, first of the core and then of extensions."""
     whole = argparse.ArgumentParser(
         prog="stratbench",
         description=DESCRIPTION,
@@ -46,20 +47,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"stratbench {__version__}")
     add = Adder(whole)
-    text = "lay down a study of your own: config.yaml, Snakefile, profiles"
+    text = "create a new study: config.yaml, Snakefile, profiles"
     init = add("init", run_init, text, study=False)
-    init.add_argument("folder", type=Path, help="a folder that does not exist yet, or is empty")
+    init.add_argument(
+        "folder", type=Path, help="the folder to create, which must not exist or be empty"
+    )
     add_training(add, "run", "train a study, and write its report")
-    text = "the report of a study so far: merge what is there, list what is missing"
+    text = "write a report from the existing records of a study, and list the missing ones"
     add("partial", answer_by_rule, text)
-    add("decide", answer_by_rule, "which strategy to choose, and why")
+    add("decide", answer_by_rule, "recommend a strategy from the records, with reasons")
     for _, add_subcommands in at("commands"):
         add_subcommands(add)
     return whole
 
 
 def run_init(args: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench init FOLDER`."""
+    """Run `stratbench init FOLDER`, and return its exit code."""
     refuse(others)
     for path in create_study(args.folder):
         print(path)

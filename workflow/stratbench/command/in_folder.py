@@ -1,4 +1,4 @@
-"""Runs the workflow's rules on the study in this folder, by Snakemake, as in a clone."""
+"""Runs the workflow's rules on the study in the current folder, with Snakemake."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from stratbench.cell.installation import ROOT, SNAKEFILE
 from stratbench.command import CommandError
 
-#: Packages that rules need besides those of the analysis, and how to install them.
+#: Arguments of `pip install` for packages that rules need besides those of the analysis.
 NEEDED = {"snakemake": "snakemake", "torch": "torch torchvision"}
-#: Snakemake that reports why no rule could begin, even with `--quiet`.
+#: The module that runs Snakemake and, even with `--quiet`, reports errors before the first rule.
 QUIET = "stratbench.command.quietly"
 
 
@@ -30,14 +30,20 @@ def is_module_missing(name: str) -> bool:
     """Return whether a module is missing, without importing it."""
     try:
         return find_spec(name) is None
-    except ImportError:  # something blocks its import
+    except ImportError:  # a parent package cannot be imported
         return True
 
 
 def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snakemake") -> int:
-    """Replaces this process by Snakemake, in this folder; `config`: pairs KEY=VALUE.
+    """Replace this process by Snakemake in the current folder.
 
-    `program`: the module that is Snakemake, or QUIET. CommandError if there is no study here.
+    Args:
+        arguments: Arguments of Snakemake.
+        config: Pairs KEY=VALUE for Snakemake's `--config`.
+        program: The module that runs Snakemake: `snakemake` or QUIET.
+
+    Raises:
+        CommandError: The current folder has no study, or Snakemake is not installed.
     """
     command = command_line(*arguments, config=config, program=program)
     sys.stdout.flush()
@@ -47,17 +53,17 @@ def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snake
 def command_line(
     *arguments: str, config: Sequence[str] = (), program: str = "snakemake"
 ) -> list[str]:
-    """Return the Snakemake command for this folder, with the folder's own Snakefile if it has one.
+    """Return the Snakemake command for the current folder, with its own Snakefile if any.
 
     The parameters are those of `run_rules`.
 
     Raises:
-        CommandError: No study is here, or Snakemake is missing.
+        CommandError: The current folder has no study, or Snakemake is not installed.
     """
     if not Path("config.yaml").is_file():
         raise CommandError(
-            "no config.yaml is in this folder: change to a study's folder, name a result set, or lay "
-            "down a study with `stratbench init FOLDER`"
+            "no config.yaml is in this folder: change to the folder of a study, name a result set, or create "
+            "a study with `stratbench init FOLDER`"
         )
     require("snakemake")
     snakefile = "Snakefile" if Path("Snakefile").is_file() else str(SNAKEFILE)
@@ -66,8 +72,10 @@ def command_line(
 
 
 def profile_folder(name: str) -> str:
-    """Return the folder of a profile: a path, `profiles/<name>` in this folder, or a built-in one."""
+    """Return the folder of a Snakemake profile: a path, `profiles/<name>` here, or a built-in profile."""
     for folder in (Path(name), Path("profiles", name), ROOT / "profiles" / name):
         if (folder / "config.yaml").is_file():
             return str(folder)
-    raise CommandError(f"{name} is no profile: give local, slurm, or a folder with a config.yaml")
+    raise CommandError(
+        f"--profile {name}: is not a profile; give local, slurm, or a folder with a config.yaml"
+    )

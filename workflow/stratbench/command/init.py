@@ -1,4 +1,4 @@
-"""Writes the files of a new study: config.yaml, a Snakefile with stratbench as a module, profiles."""
+"""Creates the files of a new study: config.yaml, profiles, and a Snakefile that imports stratbench."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from stratbench.cell.installation import INSTALLED, ROOT, SNAKEFILE
 from stratbench.command import CommandError
 
 TEMPLATES = Path(__file__).parent / "templates" / "study"
-#: The path in a wheel would change with the environment, but the package can be imported from any.
+#: For a wheel the Snakefile imports the path from the package, since the path depends on the environment.
 FROM_WHEEL = ("from stratbench.cell.installation import SNAKEFILE", "str(SNAKEFILE)")
 
 
 def create_study(folder: Path) -> list[Path]:
-    """Writes the study's files and returns their paths.
+    """Create the files of a new study, and return their paths.
 
-    CommandError if `folder` is not empty, or cannot be written to: then it is as before.
+    Raises:
+        CommandError: The folder is not empty, or cannot be written to; then it is unchanged.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CommandError(f"{folder} is not an empty folder; name one that does not exist yet")

@@ -1,7 +1,7 @@
-"""Snakemake with `--quiet all`, but with the messages on why a rule could not begin.
+"""Runs Snakemake with `--quiet all`, but prints errors that occur before the first rule.
 
-Its own `--quiet all` hides errors too, such as a mistake in config.yaml. Errors inside a rule are printed by
-the rule itself.
+Snakemake's `--quiet all` also hides errors, such as a mistake in config.yaml. Errors inside a rule are
+printed by the rule itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stratbench.study.snakemake_internals import run_with
 
 
 class BeforeRules(logging.Handler):
-    """Prints errors until the first job begins."""
+    """A log handler that prints errors until the first job begins."""
 
     begun = False
 
@@ -26,7 +26,7 @@ class BeforeRules(logging.Handler):
 
 
 def main() -> None:
-    """Takes Snakemake's arguments, and ends with its exit code."""
+    """Run Snakemake with the arguments of this process, and exit with its exit code."""
     run_with(BeforeRules())
 
 

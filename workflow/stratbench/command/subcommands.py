@@ -1,4 +1,4 @@
-"""Registration of subcommands of `stratbench` by core and extensions, and their common functions."""
+"""Registers subcommands of `stratbench` for the core and extensions, and has their common functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from stratbench.command import CommandError
 from stratbench.command.in_folder import QUIET, profile_folder, require, run_rules
 
-#: Runs a subcommand, given its arguments and those for Snakemake; returns the exit code.
+#: A function that runs a subcommand with its arguments and those for Snakemake, and returns the exit code.
 Run = Callable[[argparse.Namespace, list[str]], int]
 FOR_SNAKEMAKE = """\
 In a study's folder all other options go to Snakemake, with their values by `=`: -n, --jobs=4.
@@ -18,7 +18,7 @@ In a study's folder all other options go to Snakemake, with their values by `=`:
 
 
 class Adder:
-    """Adds subcommands to a parser, and finds those that are there."""
+    """Adds subcommands to a parser, and finds added subcommands."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._parsers: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -26,7 +26,14 @@ class Adder:
     def __call__(
         self, name: str, run: Run, text: str, study: bool = True
     ) -> argparse.ArgumentParser:
-        """Add a subcommand; with `study` one that runs a rule, and hands options to Snakemake."""
+        """Add a subcommand.
+
+        Args:
+            name: Name of the subcommand.
+            run: Function that runs the subcommand.
+            text: Help of the subcommand.
+            study: Whether it runs a rule on a study and passes other options to Snakemake.
+        """
         added = self._parsers.add_parser(
             name,
             help=text,
@@ -36,36 +43,38 @@ class Adder:
         )
         added.set_defaults(run=run)
         if study:
-            added.add_argument("--study", help="the study, where it is not the config's")
+            added.add_argument("--study", help="name of the study, if not the config's")
             added.add_argument(
                 "--config",
                 nargs="+",
                 default=[],
                 metavar="KEY=VALUE",
-                help="values for the config's",
+                help="values that replace values of config.yaml",
             )
         return added
 
     def find(self, name: str) -> argparse.ArgumentParser:
-        """Return the subcommand of a name that was added."""
+        """Return the parser of an added subcommand."""
         return self._parsers.choices[name]
 
 
 def add_training(add: Adder, name: str, text: str) -> None:
-    """Add a subcommand that trains: it takes a profile.
+    """Add a subcommand that trains, which has the option `--profile`.
 
     Args:
         add: Adds a subcommand.
-        name: Its name.
-        text: Its help.
+        name: Name of the subcommand.
+        text: Help of the subcommand.
     """
     add(name, run_training, text).add_argument(
-        "--profile", default="local", help="local (default), slurm, or a folder"
+        "--profile",
+        default="local",
+        help="Snakemake profile: local (default), slurm, or a folder with a config.yaml",
     )
 
 
 def run_training(args: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench run`: the workflow's default target; of other names the rule of the name."""
+    """Run the workflow's default target for `stratbench run`, else the rule with the subcommand's name."""
     require("torch")
     target = [] if args.command == "run" else [args.command]
     profile = profile_folder(args.profile)
@@ -73,36 +82,36 @@ def run_training(args: argparse.Namespace, others: list[str]) -> int:
 
 
 def answer_by_rule(args: argparse.Namespace, others: list[str], config: Sequence[str] = ()) -> int:
-    """Run the rule of the subcommand's name; print only its own text.
+    """Run the rule with the subcommand's name, and print only the rule's text.
 
     Args:
         args: Parsed arguments.
         others: Further arguments for Snakemake.
-        config: Further config pairs for the rule.
+        config: Further pairs KEY=VALUE for the config.
     """
     quiet = ("--cores", "1", "--quiet", "all")
     return run_rules(args.command, *quiet, *others, config=[*pairs(args), *config], program=QUIET)
 
 
 def answer_with_torch(args: argparse.Namespace, others: list[str]) -> int:
-    """Run the rule of the subcommand's name, which needs PyTorch."""
+    """Run the rule with the subcommand's name, after a check that PyTorch is installed."""
     require("torch")
     return answer_by_rule(args, others)
 
 
 def pairs(args: argparse.Namespace) -> list[str]:
-    """Return the changes to the config, as KEY=VALUE."""
+    """Return the changes to the config that the arguments give, as KEY=VALUE."""
     return [*([f"study={args.study}"] if args.study else []), *args.config]
 
 
 def refuse(others: Sequence[str]) -> None:
     """Raise CommandError if there are unknown arguments."""
     if others:
-        raise CommandError(f"unknown: {' '.join(others)}; see stratbench --help")
+        raise CommandError(f"unknown arguments: {' '.join(others)}; see stratbench --help")
 
 
 def changed(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the config changed by pairs KEY=VALUE, as by Snakemake's `--config`: mappings are merged."""
+    """Return the config after changes by pairs KEY=VALUE, which merge mappings as `--config` does."""
     import yaml
 
     result = json.loads(json.dumps(config))
@@ -113,13 +122,13 @@ def changed(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise CommandError(f"--config {pair}: {text} is not YAML") from error
+            raise CommandError(f"--config {pair}: the value {text} is not YAML") from error
         merge_config(result, {key: value})
     return result
 
 
 def merge_config(config: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Merge `values` into `config`, mappings key by key."""
+    """Merge `values` into `config` in place, with mappings merged key by key."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
             merge_config(config[key], value)

@@ -1,13 +1,13 @@
-"""What a trainer of your own tells stratbench of itself: its steps and scores, in a small file.
+"""Reports steps and scores of a custom training program to stratbench, in a small file.
 
     from stratbench.report import Report
 
     report = Report(parameters=123_456)   # just before the first step
     report.step(samples, loss)            # after each step; the samples of all workers together
-    report.score(value)                   # after each evaluation, which is no training time
+    report.score(value)                   # after each evaluation, which does not count as training time
 
-It needs nothing but Python, and this file may be copied. The process of rank 0 writes, others keep
-silent, and outside of a cell of stratbench nobody writes. docs/engines.md says what becomes of it.
+This file needs only Python and may be copied. Only the process of rank 0 writes, and only in a cell of
+stratbench. docs/engines.md describes how the reports are used.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ import sys
 import time
 from typing import Any
 
-#: Where the file goes: the environment variable that a cell of stratbench sets.
+#: The environment variable with the path of the file, which a cell of stratbench sets.
 VARIABLE = "STRATBENCH_REPORT"
 
 
 class Report:
-    """A report, begun: the clock of training runs from here on. Times are seconds of `time.monotonic`."""
+    """A report of a training, whose clock starts when the report is created.
+
+    Times are seconds of `time.monotonic`.
+    """
 
     def __init__(self, **facts: str | float) -> None:
-        """`facts`: `parameters` of the network, by which equal work is known.
+        """Start the report.
 
-        Any others as you like.
+        Args:
+            facts: Facts about the training: `parameters`, the model's number of parameters, shows whether two
+                programs train equal models. Further facts are free.
         """
         first = os.environ.get("RANK", "0") == "0"
         path = os.environ.get(VARIABLE) if first else None
@@ -40,9 +45,12 @@ class Report:
         self._write("start", facts={"workers": workers, **known, **facts})
 
     def step(self, samples: int, loss: Any = None) -> None:
-        """A step of the optimizer is done, on so many samples of all workers together.
+        """Report a finished step of the optimizer.
 
-        `loss`: their mean loss. A tensor is read at the next `pause` or `score`, so that no step waits.
+        Args:
+            samples: Number of samples in the step, over all workers.
+            loss: Mean loss of the samples. A tensor is read at the next `pause` or `score`, so that no step
+                waits for the GPU.
         """
         now = isinstance(loss, float)
         if loss is not None and not now:
@@ -50,20 +58,21 @@ class Report:
         self._write("step", samples=int(samples), **({"loss": loss} if now else {}))
 
     def pause(self) -> None:
-        """Stop the clock until `score` or `resume`: before an evaluation, a checkpoint. Waits for a GPU."""
+        """Stop the clock until `score` or `resume`, before an evaluation or a checkpoint.
+
+        Waits until the GPU has finished its work.
+        """
         torch = sys.modules.get("torch")
         if torch and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._write("pause", losses=self._read_losses())
 
     def resume(self) -> None:
-        """Let the clock go on after a `pause` that no `score` has ended."""
+        """Continue the clock after a `pause` without a `score`."""
         self._write("resume")
 
     def score(self, value: Any = None, test_loss: Any = None, error: Any = None) -> None:
-        """Report the score of an evaluation, in the task's unit.
-
-        The clock continues.
+        """Report the score of an evaluation in the task's unit, and continue the clock.
 
         Args:
             value: The score.

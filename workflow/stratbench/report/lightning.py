@@ -1,4 +1,4 @@
-"""A report of what Lightning's Trainer does: `Trainer(callbacks=[ReportCallback(score="val_accuracy")])`."""
+"""Reports a training by Lightning: `Trainer(callbacks=[ReportCallback(score="val_accuracy")])`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stratbench.report import Report
 
 
 class ReportCallback(Callback):
-    """Reports each step of the optimizer, and after each validation the logged metric named `score`."""
+    """A callback that reports each optimizer step, and after each validation the logged metric `score`."""
 
     def __init__(self, score: str) -> None:
         self.score = score
@@ -23,7 +23,7 @@ class ReportCallback(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.samples += len(batch[0]) * trainer.world_size
-        if trainer.global_step > self.steps:  # else gradients are only accumulated
+        if trainer.global_step > self.steps:  # otherwise the batch only accumulated gradients
             whole = outputs["loss"].detach() * trainer.accumulate_grad_batches
             self.report.step(self.samples, whole)
             self.steps, self.samples = trainer.global_step, 0

@@ -1,4 +1,4 @@
-"""A report of what a Trainer of transformers does: `Trainer(callbacks=[ReportCallback("eval_loss")])`."""
+"""Reports a training by transformers: `Trainer(callbacks=[ReportCallback("eval_loss")])`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stratbench.report import Report
 
 
 class ReportCallback(TrainerCallback):
-    """Reports each step of the optimizer, and after each evaluation its metric named `score`."""
+    """A callback that reports each optimizer step, and after each evaluation the metric named `score`."""
 
     def __init__(self, score: str) -> None:
         self.score = score

@@ -1,1 +1,1 @@
-"""Statistics that verdicts, tables and comparisons share."""
+"""Statistics for verdicts, tables and comparisons."""

@@ -1,7 +1,7 @@
 """Statistics for tables, figures and conclusions: medians, ranges, ratios and their intervals.
 
-Times are compared by their logarithms, in pairs of equal repeats. Half a percent is then the same for steps
-of any length, and a mean of logarithms is a ratio.
+Times are compared by their logarithms, paired by repeat. A relative difference then has the same size for
+steps of any length, and a mean difference of logarithms is a ratio.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from stratbench.statistics.moderated import (
     paired_differences,
 )
 
-#: The number of repeats from which quartiles are more than two of the values themselves.
+#: The minimum number of repeats for which quartiles are shown instead of the range.
 QUARTILES_FROM = 5
 
 
 class IntervalEstimate(NamedTuple):
-    """A value with the ends of its interval; None if there is no interval."""
+    """A value with the ends of its interval, which are None without an interval."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
     def excludes(self, value: float) -> bool:
-        """Return whether there is an interval and `value` is not in it."""
+        """Return whether there is an interval that does not contain `value`."""
         return self.low is not None and not self.low <= value <= self.high
 
     def map_values(self, change: Callable[[float], float]) -> IntervalEstimate:
@@ -38,9 +38,11 @@ class IntervalEstimate(NamedTuple):
         return IntervalEstimate(*(None if x is None else change(x) for x in self))
 
     def text(self, shown: Callable[[float], str], end: Callable[[float], str] | None = None) -> str:
-        """`1.23 [1.10, 1.31]`, or `1.23` without an interval, with numbers as `shown` writes them.
+        """Return the estimate as text: `1.23 [1.10, 1.31]`, or `1.23` without an interval.
 
-        `end`: what writes the ends of the interval, if it is something else.
+        Args:
+            shown: Formats the value.
+            end: Formats the ends of the interval; `shown` if None.
         """
         if self.low is None:
             return shown(self.value)
@@ -49,10 +51,10 @@ class IntervalEstimate(NamedTuple):
 
 
 def compute_median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
-    """Return the median of `values`, the ends of their spread, and its kind.
+    """Return the median of values, the ends of their spread, and the kind of spread.
 
-    The kind is `quartiles` (first and third, with linear interpolation), or with fewer than QUARTILES_FROM
-    values the `range`, from the lowest to the highest.
+    The kind is `quartiles` (first and third, with linear interpolation), or `range` (minimum and maximum)
+    for fewer than QUARTILES_FROM values.
     """
     name = "quartiles" if len(values) >= QUARTILES_FROM else "range"
     at = [25, 50, 75] if name == "quartiles" else [0, 50, 100]
@@ -61,7 +63,7 @@ def compute_median_and_spread(values: Sequence[float]) -> tuple[float, float, fl
 
 
 def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Return the geometric mean of paired ratios; all values above 0."""
+    """Return the geometric mean of paired ratios; all values must be above 0."""
     ratios = np.asarray(numerators, dtype=float) / np.asarray(denominators, dtype=float)
     return float(np.exp(np.mean(np.log(ratios))))
 
@@ -75,9 +77,9 @@ def paired_ratios(
     has no interval. The variances of all `pairs` are pooled as in `moderated_variances`.
 
     Args:
-        pairs: Arrays of shape [2, repeats]: values, and those that they are divided by.
+        pairs: Arrays of shape [2, repeats]: numerators and denominators.
         served: Whether parameter servers take part, by pair.
-        together: How many intervals hold simultaneously (Bonferroni). With 1 each holds by itself.
+        together: The number of intervals that hold simultaneously (Bonferroni); 1 for pointwise intervals.
     """
     if not pairs:
         return []

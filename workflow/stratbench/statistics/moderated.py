@@ -1,9 +1,9 @@
 """Paired comparisons from a few repeats: moderated t on logarithms.
 
 A few repeats give a poor estimate of their own variance. So the variances of a study's comparisons are
-pooled, as far as they are similar: Smyth, Linear models and empirical Bayes methods for assessing
-differential expression, 2004. Everything works on arrays, so that a simulation can run it a hundred thousand
-times.
+pooled as far as they are similar: Smyth, "Linear models and empirical Bayes methods for assessing
+differential expression", 2004. All functions work on arrays, so that a simulation can run them a hundred
+thousand times.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: The rate of false claims that is allowed.
+#: The allowed rate of false claims.
 ALPHA = 0.05
-#: Divides ALPHA for repeated looks after further repeats, at 2, 3, 4, 5, 6, 8 and 10 of them. By simulation
-#: it has to be 3.8 to 5.6.
+#: The divisor of ALPHA for repeated looks at 2, 3, 4, 5, 6, 8 and 10 repeats. By simulation it must be 3.8 to
+#: 5.6.
 REPEATED_LOOKS = 4.5
-#: From this ratio of times on, a single common repeat is enough to call one slower.
+#: The ratio of times from which a single common repeat suffices to call a candidate slower.
 SCREEN = 1.5
-#: Something may be faster by this share before the confidence is low.
+#: The fraction by which an alternative may be faster before the confidence is low.
 ROUGH = 0.10
-#: Number of variances for a prior at all, and for full trust in it; most degrees of freedom in between.
+#: The number of variances for any prior and for an unlimited one, and the maximum degrees of freedom between.
 MIN_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
-#: The same for a prior from the variances of groups, which are there whatever is compared with what.
+#: The number of variances for any prior from groups, and the maximum degrees of freedom from few groups.
 MIN_GROUPS, FEW_DOF_OF_GROUPS = 2, 4.0
 
 
@@ -41,10 +41,10 @@ class Differences(NamedTuple):
 
 
 def paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
-    """Return the differences of `logs` from `others`, both shape [..., repeats] (broadcast).
+    """Return the paired differences of `logs` from `others`, both of shape [..., repeats] (broadcast).
 
-    NaN in an input marks a repeat that is missing. The mean is NaN without a common repeat, the
-    variance with fewer than two.
+    NaN in an input marks a missing repeat. The mean is NaN without a common repeat, and the variance is NaN
+    with fewer than two.
     """
     d = np.asarray(logs, dtype=float) - np.asarray(others, dtype=float)
     is_present = np.isfinite(d)
@@ -57,7 +57,7 @@ def paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
 
 
 class Prior(NamedTuple):
-    """A prior for variances: their common value, and its degrees of freedom."""
+    """A prior for variances: the common variance and its degrees of freedom."""
 
     dof: np.ndarray
     variance: np.ndarray
@@ -70,14 +70,14 @@ def estimate_variance_prior(
     fewest: int = MIN_VARIANCES,
     few_dof: float = FEW_DOF,
 ) -> Prior:
-    """Return the prior of variances, shape [...].
+    """Return the prior that fits some variances, shape [...].
 
-    Its `dof` is infinite if the variances differ no more than estimates of one common variance do. It is at
-    most `few_dof` for fewer than ENOUGH_VARIANCES of them, and 0 for fewer than `fewest`.
+    Its `dof` is infinite if the variances differ no more than estimates of a common variance would. It is at
+    most `few_dof` for fewer than ENOUGH_VARIANCES variances, and 0 for fewer than `fewest`.
 
     Args:
-        variances: Shape [..., G].
-        dof: Their degrees of freedom, shape [..., G].
+        variances: Variances, shape [..., G].
+        dof: Degrees of freedom of the variances, shape [..., G].
         known: Mask of the variances to use, shape [..., G].
         fewest: Minimum number of variances for a prior.
         few_dof: Maximum degrees of freedom from few variances.
@@ -85,9 +85,9 @@ def estimate_variance_prior(
     count = known.sum(-1)
     if np.all(count < fewest):
         return Prior(np.zeros(count.shape), np.zeros(count.shape))
-    from scipy.special import digamma  # takes 0.2 s, only needed for comparisons
+    from scipy.special import digamma  # its import takes 0.2 s
 
-    # Degrees of freedom are a few different numbers: each is worked out once.
+    # There are only a few distinct degrees of freedom, so the functions are computed once for each.
     several, place = np.unique(np.where(known, dof, 1.0), return_inverse=True)
     place, half = place.reshape(known.shape), several / 2
     logs = np.log(np.where(known, variances, 1.0))
@@ -106,15 +106,15 @@ def estimate_variance_prior(
 
 
 def trigamma(x: np.ndarray) -> np.ndarray:
-    """Return the second derivative of log gamma; scipy's `polygamma` computes `digamma` as well."""
-    from scipy.special import zeta  # as above
+    """Return the second derivative of log gamma, faster than scipy's `polygamma`."""
+    from scipy.special import zeta  # its import takes 0.2 s
 
     return zeta(2, x)
 
 
 def trigamma_inverse(y: np.ndarray) -> np.ndarray:
-    """Return the x > 0 with trigamma(x) = y > 0, by Newton's method (Smyth 2004, appendix)."""
-    from scipy.special import zeta  # as above
+    """Return the x > 0 for which trigamma(x) = y > 0, by Newton's method (Smyth 2004, appendix)."""
+    from scipy.special import zeta  # its import takes 0.2 s
 
     x = 0.5 + 1.0 / np.asarray(y, dtype=float)
     for _ in range(50):
@@ -129,15 +129,14 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
 def moderated_variances(
     differences: Differences, kinds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return variances shrunk towards those of their kind, and their degrees of freedom.
+    """Return variances shrunk towards the prior of their kind, and their degrees of freedom.
 
-    Both have the shape [..., G]. A kind with too few variances borrows from all kinds. Variances of 0 are not
-    used for the prior. Where there is no variance the result is NaN, with 0 degrees.
+    Both have the shape [..., G]. A kind with too few variances uses the prior of all kinds. Variances of 0
+    are not used for the prior. Without a variance the result is NaN with 0 degrees of freedom.
 
     Args:
-        differences: Differences of repeats.
-        kinds: Whether a parameter server takes part, since servers have another variance; shape [G] or
-            [..., G].
+        differences: Paired differences.
+        kinds: Whether parameter servers take part, since their variances differ; shape [G] or [..., G].
     """
     own_dof = np.maximum(differences.dof, 0)
     known = (own_dof > 0) & (np.nan_to_num(differences.variance) > 0)
@@ -148,7 +147,7 @@ def moderated_variances(
 def estimate_prior_by_kind(
     variances: np.ndarray, dof: np.ndarray, known: np.ndarray, kinds: np.ndarray, **few: Any
 ) -> Prior:
-    """Return the prior of each variance, from those of its kind, else of all kinds.
+    """Return each variance's prior, from its kind or, if too few, all kinds.
 
     All arrays have the shape [..., G].
 
@@ -157,7 +156,7 @@ def estimate_prior_by_kind(
         dof: Their degrees of freedom.
         known: Mask of the variances to use.
         kinds: Kind of each variance.
-        few: Passed on to `estimate_variance_prior`.
+        few: Further arguments of `estimate_variance_prior`.
     """
     kinds = np.broadcast_to(kinds, known.shape)
     d0, s0 = np.zeros(known.shape), np.zeros(known.shape)
@@ -171,7 +170,10 @@ def estimate_prior_by_kind(
 
 
 def shrink_variances(prior: Prior, differences: Differences) -> tuple[np.ndarray, np.ndarray]:
-    """Variances drawn towards their `prior`, and their degrees of freedom: 0, and NaN, without repeats."""
+    """Return variances shrunk towards their prior, and their degrees of freedom.
+
+    Without two repeats the variance is NaN with 0 degrees of freedom.
+    """
     own_dof = np.maximum(differences.dof, 0)
     dof = np.where(own_dof > 0, prior.dof + own_dof, 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -180,14 +182,14 @@ def shrink_variances(prior: Prior, differences: Differences) -> tuple[np.ndarray
 
 
 class GroupScatter(NamedTuple):
-    """The variance of each group of repeats, and its degrees of freedom, which may be fractional."""
+    """The variance of each group of repeats, and its degrees of freedom, which may be fractions."""
 
     variance: np.ndarray
     dof: np.ndarray
 
     @property
     def pooled_variance(self) -> np.ndarray:
-        """The mean variance by degrees of freedom, shape [...], or NaN without any."""
+        """The mean variance, weighted by degrees of freedom, shape [...]; NaN without any."""
         with np.errstate(invalid="ignore", divide="ignore"):
             squares = np.where(self.dof > 0, self.variance * self.dof, 0.0).sum(-1)
             return squares / self.dof.sum(-1)
@@ -196,9 +198,11 @@ class GroupScatter(NamedTuple):
 def compute_group_scatter(logs: np.ndarray) -> GroupScatter:
     """Return the variance of each group of repeats around its mean, shape [..., groups].
 
-    It does not depend on what the group is compared with. Effects that a repeat has in common (an allocation,
-    a drift) are subtracted first, by the median of the groups, which is robust to one noisy group. `logs` has
-    the shape [..., groups, repeats], with NaN for a missing repeat.
+    It does not depend on the group that it is compared with. Effects that all groups of a repeat share (an
+    allocation, a drift) are subtracted first, as the median over groups, which is robust to a noisy group.
+
+    Args:
+        logs: Logarithms of times, shape [..., groups, repeats], with NaN for a missing repeat.
     """
     is_present = np.isfinite(logs)
     n, groups = is_present.sum(-1), is_present.sum(-2)
@@ -217,10 +221,7 @@ def compute_group_scatter(logs: np.ndarray) -> GroupScatter:
 
 
 def nanmedian_or_zero(values: np.ndarray) -> np.ndarray:
-    """Return the median over the last axis but one, without NaN.
-
-    Return 0 where all are.
-    """
+    """Return the median over the second-last axis without NaN. Return 0 if all values are NaN."""
     known = np.isfinite(values)
     return np.nanmedian(np.where(known | known.any(-2, keepdims=True), values, 0.0), -2)
 
@@ -228,16 +229,16 @@ def nanmedian_or_zero(values: np.ndarray) -> np.ndarray:
 def moderate_variances_by_groups(
     differences: Differences, groups: GroupScatter, served: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return variances of differences shrunk towards those of the groups, and their degrees of freedom.
+    """Return variances of differences shrunk towards the groups' variances, and their degrees of freedom.
 
-    All arrays have the shape [..., G]. The prior of a difference is the sum of its groups' priors. It counts
-    no more than what the others know, and little if a difference has two repeats.
+    All arrays have the shape [..., G]. The prior of a difference is the sum of the priors of its two groups.
+    Its degrees of freedom are limited by those of the other groups, and are few for two repeats.
 
     Args:
         differences: Differences of group i from group `first`[i].
         groups: Variances of the groups.
-        served: Groups with a parameter server.
-        first: Index of the other group, on the last axis.
+        served: Mask of the groups with parameter servers.
+        first: Index of the group that is subtracted, on the last axis.
     """
     known = (groups.dof > 0) & (np.nan_to_num(groups.variance) > 0)
     prior = estimate_prior_by_kind(
@@ -253,18 +254,18 @@ def moderate_variances_by_groups(
 def half_widths(
     variance: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail: Any
 ) -> np.ndarray:
-    """Return half the width of t intervals; infinite with 0 degrees of freedom.
+    """Return the half-widths of t intervals; infinite with 0 degrees of freedom.
 
     Args:
         variance: Variances of the differences.
-        dof: Their degrees of freedom.
+        dof: Degrees of freedom of the variances.
         repeats: Numbers of repeats.
-        tail: Probability beyond each end.
+        tail: Probability beyond each end of an interval.
     """
     known = dof > 0
     if not known.any():
         return np.full(np.broadcast(variance, dof, repeats, tail).shape, np.inf)
-    from scipy.special import stdtrit  # as above
+    from scipy.special import stdtrit  # its import takes 0.2 s
 
     known, dof, tail = np.broadcast_arrays(known, dof, tail)
     quantile = np.full(known.shape, np.inf)
@@ -277,9 +278,9 @@ def half_widths(
 def tail_of(rivals: int | np.ndarray) -> np.ndarray:
     """Return the tail probability of an interval in a comparison with `rivals` alternatives.
 
-    The allowed rate of false conclusions is divided between the alternatives and the interim analyses. A
-    conclusion uses one end of each interval. But the same repeats also chose the candidate that the
-    alternatives are compared with, so at least two alternatives count.
+    The allowed rate of false conclusions is divided among the alternatives and the interim analyses. A
+    conclusion uses one end of each interval. At least two alternatives count, because the same repeats
+    also selected the candidate to compare with.
     """
     return ALPHA / (REPEATED_LOOKS * np.maximum(2, rivals))
 
@@ -287,7 +288,11 @@ def tail_of(rivals: int | np.ndarray) -> np.ndarray:
 def compute_decision_tail(candidates: int | np.ndarray, looks: float = 1.0) -> np.ndarray:
     """Return the tail probability of an interval in a decision among candidates.
 
-    The repeats that decide chose the candidate to compare with as well, so every pair counts, at either end,
-    and a little more. `looks`: 1 if the number of repeats was fixed before, else REPEATED_LOOKS.
+    Every pair of candidates counts with both ends, because the same repeats also selected the candidate to
+    compare with.
+
+    Args:
+        candidates: Number of candidates.
+        looks: 1 if the number of repeats was fixed in advance, else REPEATED_LOOKS.
     """
     return ALPHA / (looks * np.square(np.maximum(2, candidates), dtype=float))

@@ -1,6 +1,6 @@
-"""Statistics of two sets without common repeats: Welch's t on logarithms.
+"""Statistics of two result sets without common repeats: Welch's t on logarithms.
 
-Repeats from two sites have nothing but a number in common, so they are not paired.
+Repeats of two sites share only their number, so they are not paired.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from stratbench.statistics.moderated import ALPHA
 
 
 def geometric_mean(times: Sequence[float]) -> float:
-    """Return the geometric mean; of one value exactly that value."""
+    """Return the geometric mean, which for a single value is exactly that value."""
     return math.prod(t ** (1 / len(times)) for t in times)
 
 
 def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
     """Return the ratio of geometric means with its 95 % interval (Welch, 1947).
 
-    Values above 0.
-
-    There is no interval if either side has fewer than two repeats, or if neither scatters.
+    All values must be above 0. There is no interval if either side has fewer than two repeats, or if both
+    have no variance.
     """
     logs = np.log(np.asarray(new, dtype=float)), np.log(np.asarray(old, dtype=float))
     return estimate_difference(*logs).map_values(math.exp)
 
 
 def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
-    """Return the difference of means, with its interval as in `ratio_of_times`."""
+    """Return the difference of means with its interval, computed as in `ratio_of_times`."""
     return estimate_difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
 
 
 def mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
-    """Return the geometric mean of what has these logarithms, with its 95 % t interval.
+    """Return the geometric mean of values with these logarithms, with its 95 % t interval.
 
-    There is none of a single one, or where none differ. Of ratios by model it shows how far models differ.
+    There is no interval for a single value or for equal values. For one ratio per model, the interval shows
+    how far models differ.
     """
     values = np.asarray(logs, dtype=float)
     return estimate_interval(float(values.mean()), [values]).map_values(math.exp)
@@ -47,11 +47,14 @@ def mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
 def slowdown_over_cells(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
 ) -> IntervalEstimate:
-    """Return the mean slow-down over cells, as the relative increase in time.
+    """Return the mean slowdown over cells, as the relative increase in time.
 
-    The true value is beyond each end of the interval with probability `alpha`. The cells are fixed, and noise
-    comes from the repeats: the variance is the sum of theirs, with Satterthwaite's (1946) degrees of freedom.
-    `pairs` has the (new, old) times of each cell's repeats, all above 0.
+    The cells are fixed and the noise comes from the repeats: the variance is the sum of the cells' variances,
+    with Satterthwaite's (1946) degrees of freedom.
+
+    Args:
+        pairs: The (new, old) times of each cell's repeats, all above 0.
+        alpha: Probability of a true value beyond each end of the interval.
     """
     logs = [tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in pairs]
     mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))
@@ -60,16 +63,22 @@ def slowdown_over_cells(
 
 
 def estimate_difference(new: np.ndarray, old: np.ndarray) -> IntervalEstimate:
+    """Return the difference of two means with its 95 % interval."""
     return estimate_interval(float(new.mean() - old.mean()), [new, old])
 
 
 def estimate_interval(
     value: float, sides: Sequence[np.ndarray], alpha: float = ALPHA / 2, cells: int = 1
 ) -> IntervalEstimate:
-    """Return `value` with its interval, which leaves out `alpha` on each side.
+    """Return an estimate with its t interval.
 
-    It is a sum or a difference of their means, divided by `cells`. There is no interval if a side has fewer
-    than two repeats, or if none scatters.
+    There is no interval if a side has fewer than two repeats, or if no side has a variance.
+
+    Args:
+        value: The estimate: a sum or difference of the sides' means, divided by `cells`.
+        sides: Samples whose means the estimate combines.
+        alpha: Probability beyond each end of the interval.
+        cells: Number of cells.
     """
     if min(map(len, sides)) < 2:
         return IntervalEstimate(value)
@@ -83,12 +92,15 @@ def estimate_interval(
 def compute_half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
     """Return the half-width of the interval of a sum of independent means.
 
-    `parts`: the variance of each mean and its degrees of freedom; those of the sum are Satterthwaite's
-    (1946). The variances are not all 0. `alpha` is the probability beyond one end.
+    The sum has Satterthwaite's (1946) degrees of freedom.
+
+    Args:
+        parts: The variance and the degrees of freedom of each mean; not all variances are 0.
+        alpha: Probability beyond each end.
     """
-    from scipy.special import stdtrit  # takes 0.2 s, only needed with repeats
+    from scipy.special import stdtrit  # its import takes 0.2 s
 
     total = sum(variance for variance, _ in parts)
-    # Relative to the total, as squares of variances near 1e-160 would vanish.
+    # Dividing by the total first keeps squares of variances near 1e-160 from underflowing.
     dof = 1 / sum((variance / total) ** 2 / n for variance, n in parts)
     return -float(stdtrit(dof, alpha)) * math.sqrt(total)

@@ -145,7 +145,7 @@ class Candidate:
 
     @property
     def objective(self) -> float:
-        """The value to minimise: cost if there is a price, else training time; infinite if unknown."""
+        """The value to minimise: cost if there is a price, else training time. Infinite if unknown."""
         value = self.cost if self.is_ranked_by_cost else self.time_s
         return float("inf") if value is None else value
 

@@ -139,7 +139,7 @@ def exclude_by_records(
     findings: Iterable[dict[str, Any]],
     constraints: Constraints,
 ) -> None:
-    """Exclude a candidate that did not finish or is unusable by the audit; else add caveats.
+    """Exclude a candidate that did not finish or is unusable; else add caveats.
 
     Args:
         candidate: The candidate, changed in place.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.ranking import Ranking, RivalComparison
+from stratbench.analysis.decision.ranking import ComparisonWithChoice, Ranking
 from stratbench.cell.text.words import bytes_text, counted, joined_with_and, names_text
 
 
@@ -58,7 +58,7 @@ REMAINING_HAVE = {"worse score": "an acceptable {score}", "does not fit": "enoug
 def find_better_excluded(
     candidates: Iterable[Candidate], first: Candidate | None, kinds: Iterable[str]
 ) -> dict[str, Candidate]:
-    """Return the best excluded candidate by kind of exclusion, if it is better than the choice.
+    """Return the best candidate that each kind of exclusion removes, if better than the choice.
 
     Args:
         candidates: Candidates.
@@ -95,7 +95,7 @@ def compute_claim(
     best = f"{quick.capitalize()}est{remaining}"
     but = f", but its {first.score.name} may be worse than allowed" if score_open else ""
     margin = f"{100 * constraints.equivalence_margin:g} %"
-    ties = [c for c in ranking.comparisons if c.standing == "tied"]
+    ties = [c for c in ranking.comparisons if c.status == "tied"]
     if first.projected:
         not_faster = f"Not significantly {quick}er than {ties[0].rival.name}" if ties else ""
         workers = counted(first.gpus, "worker")
@@ -124,8 +124,8 @@ def compute_claim(
     return Claim("apart", f"Not significantly {quick}er than {named}{but}.")
 
 
-def describe_distance(c: RivalComparison, rival: str = "the next") -> str:
-    """Return how much longer an alternative takes or how much more it costs: `the next takes 9 % longer`."""
+def describe_distance(c: ComparisonWithChoice, rival: str = "the next") -> str:
+    """Return how far an alternative is behind the choice: `the next takes 9 % longer`."""
     ratio, by_cost = c.ratio.value, c.rival.is_ranked_by_cost
     if ratio >= 2:
         many = f"{ratio:.1f} times as"

@@ -114,7 +114,7 @@ def compute_confidence(
 
 
 def is_robust_to_hosts(ranking: Ranking, hosts: set[str]) -> bool:
-    """Return whether all repeats ran on one host, and every alternative is slower by more than ROUGH."""
+    """Return whether one host ran all repeats, and alternatives are slower by over ROUGH."""
     lows = [c.ratio.low for c in ranking.comparisons]
     return (
         len(hosts) == 1 and bool(lows) and all(low is not None and low > 1 + ROUGH for low in lows)
@@ -154,38 +154,38 @@ def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
     first = ranking.first
     if first.doubts:
         yield f"{caveat_prefix(first.doubts[0])}{names_text(first.doubts, 1)}"
-    for c, others in iter_rival_caveats(ranking):
+    for c, others in iter_alternative_caveats(ranking):
         by = caveat_prefix(others[0])
         yield f"{c.name} is {by}{others[0]}" if by else f"{c.name}: {others[0]}"
 
 
 def caveat_prefix(doubt: str) -> str:
-    """Return the text before a caveat that is a rule's name; empty if the caveat is a sentence."""
+    """Return the text before a caveat that is a rule's name. Empty if the caveat is a sentence."""
     return "" if " " in doubt else "doubted by the audit: "
 
 
 def iter_caveat_sentences(ranking: Ranking) -> Iterator[str]:
-    """Yield a sentence with the caveats on the choice, and one per alternative in its reason."""
+    """Yield a sentence with caveats on the choice, and one per alternative."""
     if ranking.first.doubts:
         yield f"Caveats on the choice: {', '.join(ranking.first.doubts)}."
-    for c, others in iter_rival_caveats(ranking):
+    for c, others in iter_alternative_caveats(ranking):
         yield f"Caveats on {c.strategy} on {counted(c.gpus, 'worker')}: {', '.join(others)}."
 
 
-def iter_rival_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
+def iter_alternative_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
     """Yield each alternative in the reason, with its caveats that the choice does not share."""
-    for c in (candidates.rival for candidates in ranking.nearest_rivals):
+    for c in (candidates.rival for candidates in ranking.nearest_alternatives):
         if others := [doubt for doubt in c.doubts if doubt not in ranking.first.doubts]:
             yield c, others
 
 
 def describe_unequal_worker_counts(ranking: Ranking, margin: float) -> str:
-    """Return a sentence on the mean numbers of workers if they differ by more than `margin`, else empty.
+    """Return a sentence on the mean numbers of workers if they clearly differ.
 
     They differ for elastic cells, whose workers are separate jobs that start at different times.
     """
     with_presence = [
-        c for c in (ranking.first, *(c.rival for c in ranking.nearest_rivals)) if c.present
+        c for c in (ranking.first, *(c.rival for c in ranking.nearest_alternatives)) if c.present
     ]
     shares = [c.present / c.gpus for c in with_presence if c.present]
     if not shares or max(shares) <= (1 + margin) * min(shares):
@@ -195,13 +195,13 @@ def describe_unequal_worker_counts(ranking: Ranking, margin: float) -> str:
 
 
 def is_confirmed_by_verdict(ranking: Ranking) -> bool:
-    """Return whether the choice leads its verdict, and is clearly faster than all other worker counts."""
+    """Return whether the choice leads its verdict, and clearly beats other worker counts."""
     others = (c for c in ranking.comparisons if c.rival.gpus != ranking.first.gpus)
-    return ranking.first.claim is not None and all(c.standing == "slower" for c in others)
+    return ranking.first.claim is not None and all(c.status == "slower" for c in others)
 
 
 def compute_level_and_conclusion(ranking: Ranking) -> tuple[int, str]:
-    """Return the index of the highest level that the repeats allow, and the conclusion as a sentence."""
+    """Return the highest level that the repeats allow, as an index, and the conclusion."""
     first, repeats = ranking.first, ranking.repeats
     if first.projected:
         return (
@@ -233,7 +233,7 @@ def compute_level_and_conclusion(ranking: Ranking) -> tuple[int, str]:
     if ranking.is_clear:
         text = f"{over} the choice is significantly {faster} than {rivals} (simultaneous 95 % intervals)."
         return (2 if repeats >= 3 else 1), text
-    ties = counted(len(ranking.tied_rivals), "rival")
+    ties = counted(len(ranking.tied_alternatives), "rival")
     open_to = (
         f"much {faster}"
         if ranking.max_lead > 1

@@ -45,7 +45,7 @@ class Constraints:
         return cls(**json.loads(text))
 
     def find_tolerance(self, score: Score) -> float:
-        """Return by how much a score may be worse than the best, in the shown unit."""
+        """Return the tolerated difference of a score from the best, in the shown unit."""
         return self.score_tolerance.get(score.name, score.tolerance)
 
     @property

@@ -200,7 +200,7 @@ def build_matrix_rows(
         if ranking is not None and c is ranking.first:
             place, status = 1, "recommended"
         elif against is not None:
-            status = "tied" if against.standing == "tied" else "possible"
+            status = "tied" if against.status == "tied" else "possible"
         ratio = (
             against.ratio
             if against
@@ -235,7 +235,7 @@ def describe_decisions(
     constraints: Sequence[str] = (),
     further: Iterable[Mapping[str, Any]] = (),
 ) -> str:
-    """Return the decisions as text for a terminal, with one line per answer at the end.
+    """Return the decisions as text for a terminal, ending with a line per answer.
 
     Args:
         decisions: Decisions.
@@ -268,7 +268,7 @@ def format_title(decision: Decision) -> str:
 
 
 def name_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:
-    """Return the short answers, each with its model, and its experiment if the model has several."""
+    """Return the short answers with their models, and with experiments if ambiguous."""
     models = [d.model for d in decisions]
     return [
         (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short)

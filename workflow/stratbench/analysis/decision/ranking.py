@@ -107,14 +107,14 @@ def compare_with_choice(
 
 
 @dataclass(frozen=True)
-class RivalComparison:
-    """The ratio of a rival's objective to the choice's, over a number of repeats."""
+class ComparisonWithChoice:
+    """The ratio of an alternative's objective to the choice's, over a number of repeats."""
 
     rival: Candidate
     ratio: IntervalEstimate
     repeats: int
-    #: `slower`, `tied_rivals` (a near tie, or no clear difference), or `unknown`.
-    standing: str
+    #: `slower`, `tied_alternatives` (a near tie, or no clear difference), or `unknown`.
+    status: str
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Ranking:
     """The chosen candidate, and its comparisons with the others in the order of their objectives."""
 
     first: Candidate
-    comparisons: tuple[RivalComparison, ...]
-    #: The fraction by which a rival may be faster (or cheaper) than the choice; None if unknown.
+    comparisons: tuple[ComparisonWithChoice, ...]
+    #: The fraction by which an alternative may be faster (or cheaper) than the choice; None if unknown.
     max_lead: float | None
     #: Noise of the repeats; None if unknown.
     noise: RankingNoise | None
@@ -163,13 +163,13 @@ class Ranking:
     corrects_repeated_looks: bool
 
     @property
-    def tied_rivals(self) -> list[Candidate]:
-        """The rivals without a significant difference from the choice."""
-        return [c.rival for c in self.comparisons if c.standing == "tied"]
+    def tied_alternatives(self) -> list[Candidate]:
+        """The alternatives without a significant difference from the choice."""
+        return [c.rival for c in self.comparisons if c.status == "tied"]
 
     @property
-    def nearest_rivals(self) -> list[RivalComparison]:
-        """The best rival, and the best rival with another strategy than the choice."""
+    def nearest_alternatives(self) -> list[ComparisonWithChoice]:
+        """The best alternative, and the best with another strategy than the choice."""
         others = (c for c in self.comparisons if c.rival.strategy != self.first.strategy)
         other = next(others, None)
         return [c for c in self.comparisons if c is self.comparisons[0] or c is other]
@@ -177,7 +177,7 @@ class Ranking:
     @property
     def is_clear(self) -> bool:
         """Whether every alternative is clearly slower."""
-        return all(c.standing == "slower" for c in self.comparisons)
+        return all(c.status == "slower" for c in self.comparisons)
 
     @property
     def repeats(self) -> int:
@@ -189,12 +189,12 @@ class Ranking:
 
     @property
     def chance_reason(self) -> str | None:
-        """Why the order may be due to chance, or None if the repeats decide or nothing is compared."""
+        """Why the order may be due to chance. Return None if the repeats decide or nothing is compared."""
         if not self.comparisons or self.first.projected:
             return None
         if len(self.first.times) < 2:
             return f"measured in one {self.first.unit}"
-        if any(c.ratio.low is None and c.standing != "slower" for c in self.comparisons):
+        if any(c.ratio.low is None and c.status != "slower" for c in self.comparisons):
             return "some rivals were measured once, or not at all"
         return None
 
@@ -340,7 +340,7 @@ def rank_by_preference(comparison: Sequence[Candidate]) -> np.ndarray:
 
 def comparisons(
     comparison: Sequence[Candidate], standings: Standings, margin: float
-) -> Iterator[RivalComparison]:
+) -> Iterator[ComparisonWithChoice]:
     """Yield the comparison of each alternative with the choice, best alternative first.
 
     Args:
@@ -365,13 +365,13 @@ def comparisons(
             standings.mean[i], *((standings.low[i], standings.high[i]) if known else ())
         )
         ratio = log.map_values(lambda x: float(np.exp(x)))
-        yield RivalComparison(comparison[i], ratio, int(standings.repeats[i]), stand)
+        yield ComparisonWithChoice(comparison[i], ratio, int(standings.repeats[i]), stand)
 
 
 def compare_projected(
     rival: Candidate, first: Candidate, mean: float, margin: float
-) -> RivalComparison:
-    """Return the comparison of an alternative with the choice, if at least one time is projected.
+) -> ComparisonWithChoice:
+    """Return the comparison of an alternative with the choice if a time is projected.
 
     The two intervals are regarded as independent: the times differ if the intervals do not overlap.
 
@@ -387,6 +387,6 @@ def compare_projected(
     (low_s, high_s), (first_low_s, first_high_s) = rival.time_range_s, first.time_range_s
     low, high = per_s * low_s / first_high_s, per_s * high_s / first_low_s
     apart = low > 1 and ratio > 1 + margin
-    return RivalComparison(
+    return ComparisonWithChoice(
         rival, IntervalEstimate(ratio, low, high), 0, "slower" if apart else "tied"
     )

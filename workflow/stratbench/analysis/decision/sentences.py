@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.claim import find_better_excluded, format_percentage
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.ranking import MAX_REPEATS, Ranking, RivalComparison
+from stratbench.analysis.decision.ranking import MAX_REPEATS, ComparisonWithChoice, Ranking
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import (
     bytes_text,
@@ -34,7 +34,7 @@ def format_full_name(c: Candidate) -> str:
 
 
 def describe_score_loss(first: Candidate, noun: str, constraints: Constraints) -> str:
-    """Return a sentence on how much worse the choice's score may be, empty if that is allowed.
+    """Return a sentence on how much worse the choice's score may be.
 
     Args:
         first: The choice.
@@ -108,7 +108,7 @@ def describe_choice(
         )
     if not constraints.homogeneous:
         sentences += iter_slow_worker_changes(ranking)
-    sentences += [describe_rival(c, noun, constraints) for c in ranking.nearest_rivals]
+    sentences += [describe_rival(c, noun, constraints) for c in ranking.nearest_alternatives]
     sentences += filter(None, [describe_missing_projections(candidates, noun, constraints)])
     if not ranking.comparisons:
         out = [c for c in candidates if c.kind]
@@ -164,7 +164,7 @@ def describe_missing_projections(
     return f"There is no projection to {counted(constraints.gpus, noun)} for {reasons}."
 
 
-def describe_rival(comparison: RivalComparison, noun: str, constraints: Constraints) -> str:
+def describe_rival(comparison: ComparisonWithChoice, noun: str, constraints: Constraints) -> str:
     """Return a sentence that compares an alternative's time (or cost) with the choice's.
 
     Args:
@@ -251,7 +251,7 @@ def iter_changes(
 
 
 def advise_repeats(ranking: Ranking) -> str:
-    """Return a sentence on the number of repeats that distinguish an alternative at the measured noise.
+    """Return a sentence on the number of repeats that the measured noise requires.
 
     It begins with a blank. Empty for blocks, whose number a verdict states.
     """
@@ -276,7 +276,7 @@ def needs_less_memory(candidate: Candidate, first: Candidate) -> bool:
 def iter_constraint_changes(
     candidates: Sequence[Candidate], first: Candidate | None
 ) -> Iterator[str]:
-    """Yield a sentence per constraint on the best candidate that it excludes, if better than the choice."""
+    """Yield a sentence per constraint on the better candidate that it excludes."""
     lift = {
         "does not fit": "More memory",
         "too slow": "A later deadline",
@@ -299,7 +299,7 @@ def iter_constraint_changes(
 
 
 def iter_slow_worker_changes(ranking: Ranking) -> Iterator[str]:
-    """Yield a sentence on how slow a worker must be for an asynchronous strategy to win, in theory.
+    """Yield a sentence on how slow a worker must be for an asynchronous strategy to win.
 
     If one of N workers is f times slower, a strategy that waits takes f times as long. A strategy that does
     not wait takes N / (N - 1 + 1/f) times as long. Both are equal at f = (N r - 1) / (N - 1), where r is the

@@ -162,8 +162,8 @@ def build_short_answer(
     # Among equally fast candidates the one with less memory is already the choice.
     leaner = (
         ""
-        if ranking.tied_rivals
-        else describe_least_memory_rival(first, [c.rival for c in ranking.comparisons])
+        if ranking.tied_alternatives
+        else describe_leanest_alternative(first, [c.rival for c in ranking.comparisons])
     )
     return ShortAnswer(
         first.strategy,
@@ -213,7 +213,7 @@ def format_objective(c: Candidate) -> tuple[str, str]:
 
 
 def append_token_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
-    """Return the value and its note, extended by the tokens per second if the data are text.
+    """Return a value and its note, with tokens per second for text data.
 
     Args:
         c: The candidate.
@@ -224,7 +224,7 @@ def append_token_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
 
 
 def compute_time_interval(values_s: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of a geometric mean by Student's t, or the range of few values."""
+    """Return the 95 % t interval of a geometric mean, or the range of few values."""
     if len(values_s) >= INTERVAL_FROM:
         _, low, high = mean_of_logs(np.log(values_s))
         if low is not None and high is not None:
@@ -242,7 +242,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_low_end(low_s: float, high_s: float) -> str:
-    """Return the low end of a time span as text, in the unit of the high end."""
+    """Return the low end of a time span as text, in the high end's unit."""
     return f"{low_s / 3600:.1f}" if high_s >= HOURS_FROM_S else format_grouped(low_s)
 
 
@@ -254,7 +254,7 @@ def format_grouped(value: float) -> str:
 def format_score(
     candidates: Sequence[Candidate], first: Candidate, constraints: Constraints
 ) -> tuple[str, str]:
-    """Return the choice's score as text, and a note on how much worse than the best it may be.
+    """Return the choice's score as text, and a note on its possible loss.
 
     Args:
         candidates: Candidates.
@@ -285,7 +285,7 @@ def format_score(
 
 
 def format_memory(first: Candidate) -> tuple[str, str, float | None]:
-    """Return a worker's peak memory as text, a note, and the peak as a fraction of the GPU's memory."""
+    """Return peak memory as text, a note, and its fraction of the GPU's memory."""
     if first.memory_bytes is None:
         return "", "", None
     if first.on_cpu or first.memory_caveats or not first.gpu_memory_bytes:
@@ -303,11 +303,11 @@ def describe_runner_up(ranking: Ranking) -> str:
     if not ranking.comparisons:
         return ""
     c = ranking.comparisons[0]
-    less = describe_least_memory_rival(ranking.first, [c.rival]).partition(": ")[2]
+    less = describe_leanest_alternative(ranking.first, [c.rival]).partition(": ")[2]
     return describe_distance(c, c.rival.name) + (f", with {less} memory" if less else "")
 
 
-def describe_least_memory_rival(first: Candidate, others: Sequence[Candidate]) -> str:
+def describe_leanest_alternative(first: Candidate, others: Sequence[Candidate]) -> str:
     """Return the alternative with the least memory: `fsdp × 2: 40 % less`.
 
     Empty if no alternative needs clearly less than the choice.

@@ -26,7 +26,7 @@ NO_MEASURE = (UNUSABLE, "does not learn")
 
 
 def judge_scores(candidates: Sequence[Candidate], constraints: Constraints) -> None:
-    """Exclude candidates whose score is too much worse than the best; set `score_loss_upper` of the others.
+    """Exclude candidates with too bad a score, and set `score_loss_upper` of the others.
 
     Scores are compared with the best class of candidates. Candidates with equal arithmetic have the same
     expected score, so candidates with the same global batch form a class with one mean. With BatchNorm, or
@@ -145,7 +145,7 @@ def compute_loss_half_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray
 
 
 def compute_chance_difference(one: Candidate, other: Candidate) -> float:
-    """Return by how much the scores of two equally good models may differ on a finite test set.
+    """Return the difference of two equally good models' scores that chance explains.
 
     This is half the 95 % interval of the difference of two means, in the shown unit. It is conservative,
     since testing both models on the same samples narrows the interval. 0 if a standard error is unknown.
@@ -155,7 +155,7 @@ def compute_chance_difference(one: Candidate, other: Candidate) -> float:
 
 
 def compute_standard_error(c: Candidate) -> float | None:
-    """Return the standard error of a score in the shown unit, recorded or by the binomial variance."""
+    """Return a score's standard error in the shown unit, recorded or from the binomial variance."""
     if c.score_error is not None or not c.score.is_share or not c.test_samples:
         return c.score_error
     share = (c.mean_score or 0.0) / 100

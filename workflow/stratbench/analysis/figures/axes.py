@@ -44,7 +44,7 @@ def find_root_figure(axes: Axes) -> Figure:
 
 
 def apply_layout(axes: Axes) -> Figure:
-    """Compute the layout with room for all texts, which makes pixel positions final; return the figure."""
+    """Compute the layout with room for all texts, which makes pixel positions final. Return the figure."""
     figure = find_root_figure(axes)
     for drawn in (*axes.lines, *axes.patches, *axes.collections):
         drawn.set_in_layout(False)  # only texts need room next to the axes
@@ -71,7 +71,7 @@ def compute_limits(values: Iterable[float], margin: float, log: bool) -> tuple[f
 
 
 def add_near_interval_ends(values: list[float], ends: Iterable[float]) -> list[float]:
-    """Return the values plus the ends of their intervals, clipped so that long intervals hide no value."""
+    """Return the values and the ends of their intervals, with long intervals clipped."""
     if not values:
         return values
     low, high = min(values), max(values)
@@ -80,7 +80,7 @@ def add_near_interval_ends(values: list[float], ends: Iterable[float]) -> list[f
 
 
 def compute_axis_fraction(value: float, limits: tuple[float, float], log: bool) -> float:
-    """Return the position of a value on an axis as a fraction, 0 at the low end and 1 at the high end."""
+    """Return the position of a value on an axis as a fraction from 0 to 1."""
     low, high, at = (math.log(v) if log else v for v in (*limits, value))
     return (at - low) / (high - low)
 
@@ -204,7 +204,7 @@ def shorten_name(name: str, letters: int = MAX_LETTERS) -> str:
 
 
 def spread_positions(wanted: Sequence[float], low: float, high: float, apart: float) -> list[float]:
-    """Return positions that keep a minimum distance and are as near as possible to the wanted positions.
+    """Return positions near the wanted positions that keep a minimum distance.
 
     Args:
         wanted: Wanted positions.

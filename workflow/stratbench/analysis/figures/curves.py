@@ -156,7 +156,7 @@ def compute_x_limits(shown: CurveChart) -> tuple[float, float]:
 
 
 def compute_y_limits(shown: CurveChart) -> tuple[float, float]:
-    """Return the ends of the vertical axis, which begins at 0 or below the lowest point."""
+    """Return the ends of the vertical axis, from 0 or below the lowest point."""
     values = [v for c in shown.lines for v in c.y if v == v]
     known = add_near_interval_ends(
         values, [v for c in shown.lines for v in (*c.low, *c.high) if v == v]
@@ -170,7 +170,7 @@ def compute_y_limits(shown: CurveChart) -> tuple[float, float]:
 
 
 def draw_ideal(axes: Axes, shown: CurveChart) -> None:
-    """Draw the line on which a speedup equals the number of workers, up to the largest value."""
+    """Draw the line of ideal speedup, up to the largest value."""
     known = [v for c in shown.lines for v in c.y if v == v]
     first, last = min(shown.x_ticks), min(max(shown.x_ticks), max(known, default=0))
     if last > 1.5 * first:

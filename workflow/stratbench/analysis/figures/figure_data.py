@@ -92,7 +92,7 @@ class FigureData:
 
 
 def marks_of(cells: pd.DataFrame, also: Iterable[str] = ()) -> dict[str, Mark]:
-    """Return the mark of every strategy in rows of cells.csv, and of the strategies in `also`."""
+    """Return the marks of the strategies in rows of cells.csv and in `also`."""
     bases = bases_by_strategy(cells)
     return marks_by_strategy((name, bases.get(name)) for name in {*cells["strategy"], *also})
 

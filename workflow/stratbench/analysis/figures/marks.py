@@ -144,7 +144,7 @@ _RINGS = {"hexagon": (6, (1.1, 1.1)), "star": (10, (1.35, 0.58)), "cross": (8, (
 
 
 def corners(shape: str) -> list[tuple[float, float]]:
-    """Return the corners of a shape of radius 1 around 0, with y downwards; none for a circle."""
+    """Return the corners of a shape of radius 1 around 0, with y downwards. None for a circle."""
     if shape in _RINGS:
         count, far = _RINGS[shape]
         turn = math.pi / 4 if shape == "cross" else 0.0

@@ -44,7 +44,7 @@ class CaptionedFigure:
 
 
 def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
-    """Draw a row per strategy with its values by number of workers, and times on a logarithmic scale."""
+    """Draw a row per strategy with its values by number of workers."""
     rows = data.rows(measure.name)
     if measure.name == "utilisation":  # it is nearly the same for any number of workers
         rows = rows[rows["gpus"] == data.shown_worker_count]
@@ -96,7 +96,7 @@ def choose_axis_unit(measure: Measure, values: pd.Series) -> tuple[str, float]:
 
 
 def find_chosen_value(data: FigureData, rows: pd.DataFrame) -> float | None:
-    """Return the value of the chosen strategy and number of workers in the summary's unit, or None."""
+    """Return the choice's value in the summary's unit, or None if unknown."""
     if data.choice is None:
         return None
     found = rows[(rows["strategy"] == data.choice[0]) & (rows["gpus"] == data.choice[1])]["value"]
@@ -117,7 +117,7 @@ def iter_points(
 def add_model_states(
     data: FigureData, strategy: str, points: Sequence[Point], factor: float
 ) -> list[Point]:
-    """Return the points of a peak memory on GPUs, each with the part that model states take."""
+    """Return points of peak memory on GPUs, with the part that model states take."""
     states = data.rows("model_states")
     states = states[(states["strategy"] == strategy) & states["value"].notna()]
     by_count = dict(zip(states["gpus"].astype(str), states["value"] * factor, strict=True))
@@ -151,7 +151,7 @@ def describe_missing_values(rows: pd.DataFrame, several: bool) -> str:
 
 
 def iter_missing_value_notes(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield a note per strategy with repeats that have no value, for one number of workers."""
+    """Yield a note per strategy whose repeats lack values on a number of workers."""
     for name, found in rows.groupby("strategy", sort=False):
         if words := describe_missing_values(found, False):
             yield f"{name}: {words}"
@@ -235,7 +235,7 @@ def iter_rows_caption(
 
 
 def describe_spread(rows: pd.DataFrame, drawn: str) -> Iterator[str]:
-    """Yield a sentence on the meaning of the intervals, which are drawn as `Lines` or `Bars`."""
+    """Yield a sentence on the meaning of intervals, drawn as `Lines` or `Bars`."""
     kinds = {
         "interval": "95 % intervals",
         "range": "from the lowest to the highest repeat",

@@ -75,7 +75,7 @@ def draw_figure(name: str, data: FigureData, count: int | None = None) -> Captio
 
 
 def iter_figure_names(data: FigureData) -> Iterator[tuple[str, int | None]]:
-    """Yield the name of each figure that has data, with a number of workers or None."""
+    """Yield each figure with data: its name, and a number of workers or None."""
     for name, plot in PLOTS.items():
         if not has_data(name, data):
             continue
@@ -101,7 +101,7 @@ def has_data(name: str, data: FigureData) -> bool:
 
 
 def has_column_on_shown_count(column: str) -> Callable[[FigureData], bool]:
-    """Return a function that checks whether a column has a value on the shown number of workers."""
+    """Return a check whether a column has values on the shown number of workers."""
     return lambda data: bool(
         data.cells.loc[data.cells["gpus"] == data.shown_worker_count, column].notna().any()
     )
@@ -144,7 +144,7 @@ _loaded: list[FigureData] = []
 
 
 def initialize_process(*tables: Path | None) -> None:
-    """Read the tables in a new process of the pool, unless a fork already has them."""
+    """Read the tables in a new process, unless a fork already has them."""
     if not _loaded:
         _loaded.extend(read_figure_data(*tables))
 

@@ -154,7 +154,7 @@ def shows_intervals(shown: Rows) -> bool:
 
 
 def assign_lanes(row: FigureRow, scale: RowScale) -> Iterator[int]:
-    """Yield the lane of each point: the first lane in which it overlaps no earlier point."""
+    """Yield each point's lane: the first in which it overlaps no earlier point."""
     lanes: list[list[tuple[float, float]]] = []
     for point in row.points:
         at, half = scale.at(point.value), mark_width_px(point) / 2
@@ -216,7 +216,7 @@ def draw_rows(shown: Rows) -> Figure:
 
 
 def draw_scale(axes: Axes, shown: Rows, scale: RowScale) -> None:
-    """Draw the band of equal values, the ticks with their grid lines, and the labelled limit."""
+    """Draw the band of equal values, the ticks with grid lines, and the limit."""
     axes.spines[:].set_visible(False)
     axes.set_yticks([])
     axes.tick_params("x", top=False, bottom=False, labeltop=True, labelbottom=False, pad=2 * PX)

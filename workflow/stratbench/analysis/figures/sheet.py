@@ -108,7 +108,7 @@ def choose_colour(mark: Mark, full: bool) -> str:
 
 
 def map_theme_colours() -> dict[str, tuple[str, str]]:
-    """Return the CSS variable and the dark value of every light colour that a figure may use."""
+    """Return the CSS variable and the dark value by light colour of figures."""
     known = {light: (name, dark) for name, (light, dark) in THEME.items()}
     for name, hue in FAMILIES.items():
         variable = name.replace(" ", "-")
@@ -118,7 +118,7 @@ def map_theme_colours() -> dict[str, tuple[str, str]]:
 
 
 def apply_theme_variables(svg: str) -> str:
-    """Return an SVG whose light colours are CSS variables that follow the page's theme, sized in pixels."""
+    """Return an SVG whose colours follow the page's theme, sized in pixels."""
     known = map_theme_colours()
     used = sorted({c for c in re.findall(r"#[0-9a-f]{6}\b", svg) if c in known})
     svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: css_variable_for(m[0], known), svg)
@@ -136,7 +136,7 @@ def apply_theme_variables(svg: str) -> str:
 
 
 def css_variable_for(colour: str, known: dict[str, tuple[str, str]]) -> str:
-    """Return the CSS variable of a colour, or the colour itself if figures do not use it."""
+    """Return the CSS variable of a colour, or an unknown colour itself."""
     return f"var(--{known[colour][0]})" if colour in known else colour
 
 
@@ -149,7 +149,7 @@ FORMATS: dict[str, dict[str, None]] = {
 
 
 def save_figure(figure: Figure, stem: Path) -> None:
-    """Save the figure in all FORMATS and close it; the SVG has both themes, the others are white."""
+    """Save the figure in all FORMATS and close it. The SVG has both themes, the others are white."""
     for suffix, metadata in FORMATS.items():
         with replacing(stem.with_suffix(suffix)) as unfinished:
             if suffix == ".svg":

@@ -54,7 +54,7 @@ def has_timelines(data: FigureData) -> bool:
 def draw_timeline_figure(
     data: FigureData, what: dict[str, tuple[str, float]], unit: str
 ) -> CaptionedFigure:
-    """Draw a panel per strategy with common axes: its first repeat on its largest number of workers.
+    """Draw a panel per strategy for its first repeat on most workers.
 
     Args:
         data: Data of the figure.
@@ -77,7 +77,7 @@ def draw_timeline_figure(
 
 
 def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figure:
-    """Draw the panels one below the other, each from 0 to the highest value of all panels."""
+    """Draw the panels below each other, with a common scale from 0."""
     lines = [line for _, _, of in panels for line in of]
     end = max([t.max() for _, t, _ in lines], default=0) or 1e-3
     highest = max([v.max() for _, _, v in lines], default=0) or 1e-3
@@ -137,7 +137,7 @@ def find_largest_cell(data: FigureData, strategy: str) -> pd.Series:
 
 
 def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
-    """Return the timeline of a cell, or None if it has none or its record is unusable."""
+    """Return the timeline of a cell. Return None if it has none or its record is unusable."""
     if study_dir is None or not isinstance(cell["record_path"], str) or cell["status"] == "error":
         return None
     path = (study_dir / cell["record_path"]).with_name("timeline.csv")
@@ -157,7 +157,7 @@ def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | Non
 
 
 def iter_worker_lines(timeline: pd.DataFrame, what: dict[str, tuple[str, float]]) -> Iterator[Line]:
-    """Yield name, times in s and values of each GPU, or of each process if there are no GPUs."""
+    """Yield name, times in s and values of each GPU, or else of each process."""
     kind = "gpu" if (timeline["kind"] == "gpu").any() else "process"
     column, scale = what[kind]
     if column not in timeline:

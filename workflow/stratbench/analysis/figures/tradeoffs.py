@@ -61,7 +61,7 @@ ABOVE, NAME = 13, 12
 
 
 def draw_breakdown_figure(data: FigureData) -> CaptionedFigure:
-    """Draw a bar per strategy: the mean step time by phase, on one number of workers."""
+    """Draw a bar per strategy with the mean step time by phase."""
     known = data.cells[data.cells["breakdown_ms"].notna()]
     known = known[known["gpus"] == data.shown_worker_count]
     phases = pd.DataFrame([json.loads(t) for t in known["breakdown_ms"]], index=known.index)
@@ -74,7 +74,7 @@ def draw_breakdown_figure(data: FigureData) -> CaptionedFigure:
 
 
 def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
-    """Draw stacked bars of the time of each part in ms, by strategy, with sums at their ends."""
+    """Draw stacked bars of each part's time in ms by strategy, with sums."""
     drawn = [part for part in (*(p[:3] for p in PARTS), REST) if parts[part[0]].gt(0).any()]
     axes = new_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
     axes.set_axis_off()
@@ -102,7 +102,7 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
 
 
 def sum_step_parts(steps: pd.DataFrame) -> pd.DataFrame:
-    """Return the time in ms of each part of PARTS and of the rest, by strategy."""
+    """Return the time in ms of each of PARTS and of the rest, by strategy."""
     named = {
         part: steps[[phase for phase in phases if phase in steps]].sum(axis=1)
         for part, _, _, phases in PARTS
@@ -121,7 +121,7 @@ def iter_breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[st
 
 
 def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
-    """Draw the score after each epoch over the training time so far, on one number of workers."""
+    """Draw the score after each epoch over the training time so far."""
     epochs, score, count = data.epochs, data.score, data.shown_worker_count
     rows = epochs[epochs["gpus"] == count]
     alone = epochs[(epochs["strategy"] == ALONE) & (epochs["gpus"] != count)]
@@ -166,7 +166,7 @@ def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
 def draw_tradeoff(
     data: FigureData, points: pd.DataFrame, flags: Mapping[tuple[str, int], str]
 ) -> Figure:
-    """Draw a scatter chart of times and scores, with names of the choice and of Pareto-optimal points."""
+    """Draw a scatter chart of times and scores, naming choice and Pareto-optimal points."""
     axes = new_axes(SCATTER)
     scores = points["score"]
     # The axis spans at least the tolerance, so that tiny differences do not fill it.
@@ -206,7 +206,7 @@ def draw_tradeoff(
 
 
 def find_free_box(at: Sequence[float], width: float, taken: Sequence[Bbox], page: BboxBase) -> Bbox:
-    """Return the box of a name near its point that overlaps least with other boxes, in pixels.
+    """Return the box for a point's name that overlaps least with other boxes.
 
     Args:
         at: Position of the point.

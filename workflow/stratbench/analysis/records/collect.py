@@ -32,16 +32,18 @@ from stratbench.cell.record import Record
 from stratbench.cell.text.words import counted
 from stratbench.study.config.config import Study
 
-#: Statuses of cells without a usable record: none yet, or a failure or an unusable record in its place.
+#: Statuses of cells without a usable record: no record yet, or a failure or an unusable record.
 UNMEASURED = ("missing", "error")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Expectations of the config, besides the study's cells.
+    """Expectations of the config on the records.
 
-    The reasons of skipped cells (by path), scores to reach (by experiment), and the study, whose settings
-    every record must have been trained with; None: settings are not checked.
+    Attributes:
+        skipped: Reasons of skipped cells, by the cells' paths.
+        targets: Scores to reach, by experiment.
+        study: The study whose settings every record must have; None to check no settings.
     """
 
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -51,9 +53,9 @@ class Expected:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `expected_of` reads to a command line."""
-    parser.add_argument("--skipped", default="{}", help="JSON: cells not trained, and why")
-    parser.add_argument("--study", default="null", help="JSON: the config of the study alone")
-    parser.add_argument("--targets", default="{}", help="JSON: score to reach, by experiment")
+    parser.add_argument("--skipped", default="{}", help="JSON: reasons of skipped cells, by path")
+    parser.add_argument("--study", default="null", help="JSON: the config of the study")
+    parser.add_argument("--targets", default="{}", help="JSON: scores to reach, by experiment")
 
 
 def expected_of(args: argparse.Namespace) -> Expected:
@@ -64,12 +66,12 @@ def expected_of(args: argparse.Namespace) -> Expected:
 
 
 def find_time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
-    """Return training time at the end of the first epoch that reached `target`, or None.
+    """Return the training time until the end of the first epoch that reached the target, or None.
 
     Args:
         per_epoch: Results of the epochs.
         target: Score to reach, if any.
-        better: `higher` if it is a minimum, else it is a maximum.
+        better: `higher` if the target is a minimum, else it is a maximum.
     """
     if target is None:
         return None
@@ -83,7 +85,7 @@ def find_time_to_score_s(per_epoch: list[Row], target: float | None, better: str
 
 
 def describe_missing_record(log_dir: Path) -> Row:
-    """Return status and reason without a record: `error` if there is evidence, else `missing`."""
+    """Return status and reason of a cell without a record: `error` if its logs show one, else `missing`."""
     reason = record.failure_reason(log_dir)
     if reason is None:
         return {"status": "missing", "reason": "no record yet"}
@@ -96,11 +98,9 @@ def build_cell_rows(
     expected: Expected,
     read: Callable[[Path], Record] = record.read_measured,
 ) -> tuple[Row, list[Row]]:
-    """Return the row of a cell and its epochs' rows.
+    """Return a cell's row of cells.csv and its rows of epochs.csv.
 
-    An invalid record has the status `error`.
-
-    A skipped cell without a record is `infeasible`.
+    The status is `error` for an invalid record, and `infeasible` for a skipped cell without a record.
 
     Args:
         cell: The cell.
@@ -134,10 +134,10 @@ def build_cell_rows(
             raise record.RecordError(f"{path} {other}")
         measured = build_record_row(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
-        # The record's path is next to it; without it equal reasons of many cells are one.
+        # Without the path, equal reasons of many cells are one; the path is in another column.
         reason = str(e).replace(str(path), path.name, 1)
         return row | {"status": "error", "reason": join_lines(reason)}, []
-    except Exception as e:  # one odd record must not stop the others
+    except Exception as e:  # one odd record must not stop the collection
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
         return row | {"status": "error", "reason": join_lines(reason)}, []
     row |= measured
@@ -184,9 +184,7 @@ def collect(
     expected: Expected | None = None,
     read: Callable[[Path], Record] = record.read_measured,
 ) -> list[Row]:
-    """Write both files.
-
-    Return the rows of cells that should have a usable record and have none.
+    """Write cells.csv and epochs.csv, and return the rows of cells without a usable record.
 
     Args:
         cells: The cells.
@@ -216,17 +214,16 @@ def describe_missing(without: Sequence[Row], total: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Return 1 if a record is missing or cannot be read, without `--partial`.
-    """
+    """Run the command line and return its exit code: 1 for unusable records without `--partial`."""
     parser = argparse.ArgumentParser(
         prog="stratbench.analysis.records.collect", description=__doc__
     )
     parser.add_argument("--expected", type=Path, required=True, help="JSON list of all cells")
     parser.add_argument("--records-root", type=Path, required=True, help="results/<study>/cells")
-    parser.add_argument("--out", type=Path, required=True, help="one row a cell (CSV)")
-    parser.add_argument("--epochs-out", type=Path, required=True, help="one row an epoch (CSV)")
+    parser.add_argument("--out", type=Path, required=True, help="CSV file to write, a row per cell")
+    parser.add_argument(
+        "--epochs-out", type=Path, required=True, help="CSV file to write, a row per epoch"
+    )
     parser.add_argument(
         "--partial", action="store_true", help="accept missing records, and list them"
     )

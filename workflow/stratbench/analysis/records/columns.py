@@ -1,7 +1,7 @@
-"""Every column of cells.csv and epochs.csv in one table: name, kind, unit, source, meaning.
+"""The table of all columns of cells.csv and epochs.csv: name, kind, unit, source and definition.
 
-Everything else follows this table: the rows of `collect`, the types of the files' columns, the units and
-definitions of metrics, and the report's glossary.
+This table determines the rows of `collect`, the types of the files' columns, the units and definitions of
+metrics, and the report's glossary.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from stratbench.cell.record import Record, RecordError, load_schema
 from stratbench.strategies.base import Traits
 
 Row = dict[str, Any]
-#: The kind of a column's values: text, a JSON text (never cut), a finite number, or true and false.
+#: The kind of a column's values: text, JSON as text (never cut), a finite number, or a bool.
 Kind = Literal["text", "json", "number", "flag"]
-#: The longest text of a column, in characters.
+#: Maximum length of a text in a column, in characters.
 MAXIMUM = 1000
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column. Its values may be empty: an unknown value is absent."""
+    """A column; unknown values are empty."""
 
     name: str
     kind: Kind
-    #: Empty for text, counts and flags. `share`: of 1.
+    #: The unit, empty for text, counts and flags. `share` is a fraction of 1.
     unit: str
     #: The path of a field of the record, a function of the record, the name of a value of the timeline
     #: (`derived.timeline_figures`), or None if `collect` knows the value without a record.
     source: str | Callable[[Record], Any] | None
-    #: Empty: the description in the record's schema.
+    #: The definition; if empty, the description in the record's schema is used.
     own_definition: str = ""
 
     @property
@@ -49,7 +49,7 @@ class Column:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its numbers are integers, by the record's schema or the type of its source."""
+        """Whether the column's numbers are integers, by the record's schema or the source's type."""
         if self.source is None:
             return get_type_hints(Cell).get(self.name) is int
         if callable(self.source):
@@ -58,11 +58,11 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is always read as text."""
+        """Whether the column is always read as text."""
         return self.kind in ("text", "json")
 
 
-# A column in a line or two keeps this readable as a table.
+# One or two lines per column keep this readable as a table.
 # fmt: off
 CELL_COLUMNS: tuple[Column, ...] = (
     Column("study", "text", "", None, "Name of the study."),
@@ -257,13 +257,13 @@ CELL_COLUMNS: tuple[Column, ...] = (
 BY_NAME = {column.name: column for column in CELL_COLUMNS}
 #: The names of the columns of cells.csv.
 COLUMNS = tuple(BY_NAME)
-#: The columns that name a cell: all its coordinates.
+#: The columns with the coordinates of a cell, which identify it.
 COORDINATES = COLUMNS[:7]
-#: The prefix of a source that names a value of the timeline.
+#: Prefix of a source that is a value of the timeline.
 _TIMELINE = "timeline: "
 
 # fmt: off
-#: Columns of epochs.csv after the coordinates; a source is a field of an entry of per_epoch.
+#: Columns of epochs.csv after the coordinates; their sources are fields of entries of `per_epoch`.
 _OF_EPOCH = (
     Column("epoch", "number", "", "score.per_epoch.epoch"),
     Column("train_time_s", "number", "s", "score.per_epoch.train_time_s"),
@@ -274,16 +274,16 @@ _OF_EPOCH = (
     Column("answers_left_out", "number", "", "score.per_epoch.answers_left_out"),
 )
 # fmt: on
-#: The columns of epochs.csv by name, then their names.
+#: The columns of epochs.csv by name.
 EPOCH_BY_NAME = {name: BY_NAME[name] for name in COORDINATES} | {c.name: c for c in _OF_EPOCH}
 EPOCH_COLUMNS = tuple(EPOCH_BY_NAME)
 
 
 def find_schema_description(path: str) -> str:
-    """The schema's description of the record's field at a dotted path.
+    """Return the schema's description of the record's field at a dotted path.
 
     Raises:
-        KeyError: If there is no such field.
+        KeyError: The schema has no such field.
     """
     node = load_schema()
     for key in path.split("."):
@@ -292,7 +292,7 @@ def find_schema_description(path: str) -> str:
 
 
 def find_schema_types(path: str) -> list[str]:
-    """Return the types of the record's field at a dotted path in the schema, empty if undeclared."""
+    """Return the schema's types of the record's field at a dotted path; empty if undeclared."""
     node = load_schema()
     for key in path.split("."):
         node = node.get("items", node)
@@ -302,7 +302,7 @@ def find_schema_types(path: str) -> list[str]:
     return [types] if isinstance(types, str) else types
 
 
-# The table sorted by source, prepared once: `build_record_row` runs for every record.
+# The columns by kind of source are prepared once, since `build_record_row` runs for every record.
 _FIELDS = [
     (column.name, column.source)
     for column in CELL_COLUMNS
@@ -317,9 +317,10 @@ _OF_TIMELINE = [
 
 
 def build_record_row(record: Record, timeline: Path) -> Row:
-    """Return the columns that a record and its timeline fill, by name.
+    """Return the values of the columns that a record and its timeline determine, by name.
 
-    RecordError if a column of numbers or flags would hold a value that is not a finite number.
+    Raises:
+        RecordError: A column of numbers or flags would have a value that is not a finite number.
     """
     row: Row = {name: value_at(record, path) for name, path in _FIELDS}
     row |= {name: function(record) for name, function in _FUNCTIONS}
@@ -337,33 +338,37 @@ def build_record_row(record: Record, timeline: Path) -> Row:
 
 
 def join_lines(text: str) -> str:
-    """`text` without control characters and line ends, cut to MAXIMUM characters."""
+    """Return a text without control characters and line ends, cut to MAXIMUM characters."""
     line = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= MAXIMUM else line[: MAXIMUM - 1] + "…"
 
 
 def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
-    """Return a CSV file that has columns of cells.csv among its own, as a pandas.DataFrame.
+    """Return a CSV file that shares columns with cells.csv, as a pandas.DataFrame.
 
-    `text` names its own columns of text; `types` gives pandas types to other columns. Only an empty
-    field is an absent value.
+    Only an empty field is an absent value.
+
+    Args:
+        path: The file.
+        text: Further columns of text.
+        types: Pandas types of other columns.
     """
-    import pandas as pd  # not at the top: `collect` does not need it
+    import pandas as pd  # slow, and `collect` does not need it
 
-    # Text stays text, whatever it looks like.
+    # The dtype `object` keeps texts that look like numbers.
     texts = (*(c.name for c in CELL_COLUMNS if c.is_text), *text)
     dtype = dict.fromkeys(texts, object) | types
     table = pd.read_csv(path, dtype=dtype, keep_default_na=False, na_values=[""])
-    # The copy has one block for each type: frames are cut into groups often, and many blocks are slow.
-    # Columns of type `str` would each be one block.
+    # The copy has one memory block per type, which makes the frequent grouping faster than many blocks.
+    # Columns of type `str` would each be a block.
     return table.copy()
 
 
 def read_cells(path: Path) -> Any:
-    """cells.csv as `collect` made it, as a pandas.DataFrame."""
+    """Return cells.csv as a pandas.DataFrame."""
     return read_table(path)
 
 
 def read_epochs(path: Path) -> Any:
-    """epochs.csv as `collect` made it, as a pandas.DataFrame."""
+    """Return epochs.csv as a pandas.DataFrame."""
     return read_table(path)

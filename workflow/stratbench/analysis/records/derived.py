@@ -1,6 +1,6 @@
-"""Derived columns of cells.csv: each from several fields of a record, or from a timeline.
+"""Functions that derive columns of cells.csv from several fields of a record, or from a timeline.
 
-Every function takes a record and returns the value of a column; None if the record does not state it.
+Every column's function takes a record and returns the value, or None if the record does not have it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from stratbench.cell.record import Record
 
 
 def value_at(value: Any, path: str) -> Any:
-    """Return the value at a dotted path of nested dicts.
-
-    Return None if any part of it is absent.
-    """
+    """Return the value at a dotted path in nested dicts. Return None if a part of the path is absent."""
     for key in path.split("."):
         if not isinstance(value, dict):
             return None
@@ -43,13 +40,13 @@ def time_to_result_s(record: Record) -> float | None:
 
 
 def score_error(record: Record) -> float | None:
-    """Return standard error of the last epoch's score, for a cell that finished."""
+    """Return the standard error of the last epoch's score. Return None if the cell did not finish."""
     entries = value_at(record, "score.per_epoch") or [{}]
     return None if value_at(record, "score.final") is None else entries[-1].get("score_error")
 
 
 def perplexity(record: Record) -> float | None:
-    """Return e to the power of the score, if it is in nats per token and the result is finite."""
+    """Return the exponential of a score in nats per token. Return None for other or too large scores."""
     final = value_at(record, "score.final")
     if final is None or value_at(record, "task.unit") != "nats/token" or final > 700:
         return None
@@ -60,55 +57,55 @@ def perplexity(record: Record) -> float | None:
 
 
 def list_worker_values(record: Record, path: str) -> list[str]:
-    """Return the distinct values of a field of the workers' provenance, as sorted texts."""
+    """Return the distinct values of a field in all workers' provenance, as sorted texts."""
     values = (value_at(worker["provenance"], path) for worker in record["workers"])
     return sorted({str(value) for value in values if value is not None})
 
 
 def join_or_none(texts: list[str]) -> str | None:
-    """`a; b`; None if there are no texts."""
+    """Return the texts joined by `; `, or None without texts."""
     return "; ".join(texts) or None
 
 
 def device_kind(record: Record) -> str | None:
-    """`cuda` or `cpu`; from the launcher if no worker lived to record it."""
+    """Return `cuda` or `cpu`, as recorded by workers or else by the launcher."""
     kinds = {device.partition(":")[0] for device in list_worker_values(record, "device")}
     return join_or_none(sorted(kinds)) or value_at(record, "provenance.device")
 
 
 def device_name(record: Record) -> str | None:
-    """Return names of the GPUs; if there are none, of the processors."""
+    """Return the names of the GPUs, or of the CPUs if there are no GPUs."""
     return join_or_none(list_worker_values(record, "gpu.name")) or cpu_models(record)
 
 
 def device_memory_bytes(record: Record) -> float | None:
-    """Memory of the smallest GPU of the workers, or None without one."""
+    """Return the memory of the GPU with the least memory, or None without a GPU."""
     sizes = list_worker_values(record, "gpu.memory_bytes")
     return min(map(float, sizes), default=None)
 
 
 def hosts(record: Record) -> str | None:
-    """Return names of the hosts on which workers ran."""
+    """Return the names of the hosts on which workers ran."""
     return join_or_none(list_worker_values(record, "host.name"))
 
 
 def cpu_models(record: Record) -> str | None:
-    """Processors of the hosts."""
+    """Return the CPU models of the hosts."""
     return join_or_none(list_worker_values(record, "host.cpu_model"))
 
 
 def torch_versions(record: Record) -> str | None:
-    """Versions of PyTorch; several only if workers differ."""
+    """Return the versions of PyTorch; several only if workers differ."""
     return join_or_none(list_worker_values(record, "software.torch"))
 
 
 def driver_versions(record: Record) -> str | None:
-    """Versions of the GPU driver; several only if hosts differ."""
+    """Return the versions of the GPU driver; several only if hosts differ."""
     return join_or_none(list_worker_values(record, "driver.driver_version"))
 
 
 def cpu_cores(record: Record) -> float | None:
-    """Return CPU cores that the workers may use, over all hosts, within quotas."""
+    """Return the number of CPU cores that the workers may use, within quotas."""
     cores_of: dict[str, tuple[set[int], float]] = {}
     for worker in record["workers"]:
         name = value_at(worker["provenance"], "host.name")
@@ -120,20 +117,20 @@ def cpu_cores(record: Record) -> float | None:
 
 
 def other_cpu_cores(record: Record) -> float | None:
-    """Number of cores that other processes used at the start, on the busiest node."""
+    """Return how many cores other processes used at the start, on the busiest node."""
     nodes = (value_at(record, "provenance.busy_at_start") or {}).values()
     busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
     return max(busy, default=None)
 
 
 def node_cores(record: Record) -> int | None:
-    """Return the number of cores of the smallest node, usable or not."""
+    """Return the number of logical cores of the smallest node, whether usable or not."""
     counts = (value_at(worker["provenance"], "host.cores_logical") for worker in record["workers"])
     return min((count for count in counts if count), default=None)
 
 
 def revision(record: Record) -> str | None:
-    """Return the first 12 digits of the commit, with `+changes` if files differed from it."""
+    """Return the first 12 digits of the commit, with `+changes` if files differed."""
     git = value_at(record, "provenance.git") or {}
     commit = git.get("revision")
     return commit and commit[:12] + ("+changes" if git.get("dirty") else "")
@@ -157,17 +154,17 @@ def slowdown(record: Record) -> str | None:
 
 
 def peak_memory_bytes(record: Record) -> int | None:
-    """Return the peak memory of the rank with most, for tables, figures and rules.
+    """Return the peak memory of the rank that used most, in bytes.
 
     On a GPU this is the allocator's peak, including model states. On a CPU it is the growth of the resident
-    set over its base; the base holds libraries, weights and momentum, which are not counted.
+    set over its base, which contains libraries, weights and momentum.
     """
     on_cpu = "cpu" in (device_kind(record) or "").split("; ")
     return value_at(record, f"memory.{'peak_over_base_bytes' if on_cpu else 'peak_bytes'}")
 
 
 def model_states_bytes(record: Record) -> int | None:
-    """Return parameters, gradients, optimizer state and buffers of the rank that has most."""
+    """Return the bytes of parameters, gradients, optimizer state and buffers of the rank with most."""
     states = value_at(record, "memory.model_states") or {}
     kinds = ("parameters", "gradients", "optimizer", "buffers")
     held = [states.get(f"{kind}_bytes") for kind in kinds]
@@ -175,12 +172,12 @@ def model_states_bytes(record: Record) -> int | None:
 
 
 def start_skew_ms(record: Record) -> float | None:
-    """Return the largest start skew of an epoch."""
+    """Return the largest start skew of all epochs, in ms."""
     return max(value_at(record, "time.start_skew_ms") or (), default=None)
 
 
 def breakdown_ms(record: Record) -> str | None:
-    """Return the phases of a mean step in ms, as a JSON object."""
+    """Return the mean time per step of each phase in ms, as a JSON object."""
     phases = value_at(record, "time.breakdown_ms")
     return json.dumps(phases) if phases else None
 
@@ -189,12 +186,12 @@ def breakdown_ms(record: Record) -> str | None:
 
 
 def list_servers(record: Record) -> list[dict[str, Any]]:
-    """Return the entries of the parameter servers; empty if there is none."""
+    """Return the record's entries of parameter servers; empty without servers."""
     return value_at(record, "server.servers") or []
 
 
 def iter_server_worker_entries(record: Record) -> Iterator[dict[str, Any]]:
-    """Yield the entries that each server has for its workers."""
+    """Yield the entries of the workers in the entries of all servers."""
     for server in list_servers(record):
         yield from server.get("workers") or ()
 
@@ -205,7 +202,7 @@ def count_servers(record: Record) -> int | None:
 
 
 def count_processes(record: Record) -> int | None:
-    """Return the number of workers and parameter servers, or None where servers left no statistics."""
+    """Return the number of workers plus servers, or None if the servers left no statistics."""
     servers = list_servers(record)
     if value_at(record, "strategy.kind") == "server" and not servers:
         return None
@@ -213,30 +210,30 @@ def count_processes(record: Record) -> int | None:
 
 
 def sum_server_bytes(record: Record) -> int | None:
-    """Return bytes in and out of all servers."""
+    """Return the bytes that all servers received and sent, or None without servers."""
     if not list_servers(record):
         return None
     return sum(link["bytes_in"] + link["bytes_out"] for link in iter_server_worker_entries(record))
 
 
 def server_wait_s(record: Record) -> float | None:
-    """Return the time workers waited for servers, in s, summed over servers and workers."""
+    """Return the time in s that workers waited for servers, summed over servers and workers."""
     if not list_servers(record):
         return None
     return sum(link.get("wait_s") or 0.0 for link in iter_server_worker_entries(record))
 
 
 def count_lost_workers(record: Record) -> int | None:
-    """Return the number of different workers that were lost to a server."""
+    """Return the number of distinct workers that disconnected from any server before they finished."""
     if not list_servers(record):
         return None
     return len({str(w) for server in list_servers(record) for w in server.get("lost") or ()})
 
 
 def staleness(record: Record) -> str | None:
-    """Return the number of pushes by staleness, over all shards and servers, as a JSON list.
+    """Return the pushes by staleness over all shards and servers, as a JSON list.
 
-    The index is the staleness: the number of updates between a push and the weights that its gradient was
+    The index in the list is the staleness: the number of updates since the weights that the gradient was
     computed from.
     """
     total: list[int] = []
@@ -252,11 +249,11 @@ def staleness(record: Record) -> str | None:
 
 
 def compute_timeline_figures(path: Path, device_kind: str | None) -> dict[str, float]:
-    """`throttled_share` and `utilisation_pct` from a cell's timeline; empty if it has no samples.
+    """Return `throttled_share` and `utilisation_pct` of a cell's timeline; empty without samples.
 
-    Throttled is the share of GPU samples in which heat or power brakes slowed a GPU. Utilisation is a
-    mean over the samples during training: of the GPUs, or on CPUs of the worker processes (in percent
-    of one core each).
+    `throttled_share` is the share of GPU samples in which heat or the power brake slowed a GPU.
+    `utilisation_pct` is the mean over the samples during training: of the GPUs, or of the worker processes
+    in percent of one core.
     """
     timeline = read_timeline(path)
     if timeline is None:

@@ -1,4 +1,4 @@
-"""The fields of a record by their paths, derived values, and comparisons of values."""
+"""Access to the fields of a record by path, derived values, and comparisons of values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stratbench.analysis.records.samples import Series, Timeline
 from stratbench.cell.record import Record
 from stratbench.strategies.mesh import Mesh
 
-#: The relative difference that rounding explains.
+#: Maximum relative difference that rounding can explain.
 ROUNDING = 1e-6
 
 
 class Facts:
-    """A record by the paths of its fields: `facts("time.train_time_s")`; None where absent."""
+    """A record whose fields are read by path, `facts("time.train_time_s")`; absent fields are None."""
 
     def __init__(self, record: Record, timeline: Timeline | None = None) -> None:
         self.record = record
@@ -26,28 +26,26 @@ class Facts:
         self.workers: list[dict[str, Any]] = record["workers"]
         self.servers: list[dict[str, Any]] = self("server.servers") or []
         self.gpus: int = self("cell.gpus")
-        #: Division of the workers.
+        #: How the workers are divided into groups.
         self.mesh = Mesh(**self("strategy.mesh"))
         self.status: str = self("status")
         #: Whether the number of workers varied.
         self.elastic = self("elastic") is not None
-        #: Whether the workers trained to an end, so that their totals are known.
+        #: Whether the workers finished training, so that their totals are known.
         self.finished = self.status in ("ok", "diverged") and bool(self.workers)
-        #: Workers that servers lost, by their number.
+        #: Numbers of the workers that disconnected from a server before they finished.
         self.lost = {str(entry) for server in self.servers for entry in server.get("lost") or ()}
 
     def __call__(self, path: str) -> Any:
         return value_at(self.record, path)
 
     def product(self, *paths: str) -> float | None:
-        """Return the product of some fields, or None if one of them is absent."""
+        """Return the product of the fields at the paths, or None if one is absent."""
         values = [self(path) for path in paths]
         return None if None in values else math.prod(values)
 
     def samples_on(self, worker: dict[str, Any], kind: str, name: str | None) -> Series | None:
-        """Return the samples of a worker's host, or of a process or GPU there.
-
-        Return None otherwise.
+        """Return the samples of a worker's host, or of a process or GPU on it; None without samples.
 
         Args:
             worker: The worker's entry.
@@ -59,11 +57,11 @@ class Facts:
         return self.timeline.series.get((host_of(worker) or "", kind, name or ""))
 
     def gpu_series(self, worker: dict[str, Any]) -> Series | None:
-        """Return the samples of a worker's GPU, or None without."""
+        """Return the samples of a worker's GPU, or None without samples."""
         return self.samples_on(worker, "gpu", get_gpu_id(worker))
 
     def series_of(self, worker: dict[str, Any]) -> tuple[str, Series | None]:
-        """Return the samples of a worker's device, and their kind: of its GPU, or of its process."""
+        """Return the kind (`gpu` or `process`) and the samples of a worker's device."""
         if self("provenance.device") == "cuda":
             return "gpu", self.gpu_series(worker)
         return "process", self.samples_on(worker, "process", f"rank{worker['rank']}")
@@ -79,22 +77,19 @@ class Facts:
 
     @property
     def averages_all(self) -> bool:
-        """Whether every update averages the gradients of all workers, whatever their order."""
+        """Whether every update averages the gradients of all workers."""
         traits = self("strategy.traits")
         return bool(traits["waits_for_slowest"] and traits["updates_per_step"] == 1)
 
     @property
     def passes_run(self) -> int:
-        """The number of passes over the data.
-
-        The last one of a cell with `steps` may be incomplete.
-        """
+        """The number of passes over the data. The last may be incomplete if the cell has `steps`."""
         counted = "time.epoch_times_s" if self("settings.steps") else "score.per_epoch"
         return len(self(counted) or ())
 
     @property
     def steps_run(self) -> int:
-        """Number of trained global batches, if the workers trained to an end."""
+        """The number of trained global batches, if the workers finished training."""
         whole = self.passes_run * (self("batch.steps_per_epoch") or 0)
         return min(whole, self("settings.steps") or whole)
 
@@ -107,10 +102,7 @@ class Facts:
 
     @property
     def parameter_bytes(self) -> float | None:
-        """Size of all of the model's parameters, from their number and format.
-
-        None if not known.
-        """
+        """The size of all parameters of the model, from their number and format. None if unknown."""
         return self.bytes_of(self("model.parameters"))
 
     def bytes_of(self, count: int | None) -> float | None:
@@ -121,10 +113,7 @@ class Facts:
 
 
 def longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]) -> float:
-    """Return the sum of `seconds_of` over a node's pauses, of the node that has most.
-
-    Return 0 without any.
-    """
+    """Return the maximum over nodes of the sum of `seconds_of` over a node's pauses. 0 without pauses."""
     by_node: dict[int, float] = defaultdict(float)
     for pause in facts("pauses") or ():
         by_node[pause["node"]] += seconds_of(pause)
@@ -137,7 +126,7 @@ def host_of(worker: dict[str, Any]) -> str | None:
 
 
 def get_gpu_id(worker: dict[str, Any]) -> str | None:
-    """Return the id of a worker's GPU in a timeline: NVML's number, or a MIG instance's UUID."""
+    """Return a GPU's id in a timeline: its NVML index, or a MIG instance's UUID."""
     gpu = value_at(worker["provenance"], "gpu") or {}
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
@@ -150,7 +139,7 @@ def unless_equal(
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
-    """Yield a sentence if a value does not equal that of a formula.
+    """Yield a sentence if a value does not equal the value of a formula.
 
     Args:
         what: Name of the value, such as its path in the record.
@@ -163,7 +152,7 @@ def unless_equal(
     if None in (value, other):
         return
     slack = absolute + relative * max(abs(value), abs(other))
-    if not abs(value - other) <= slack:  # so written, NaN is equal to nothing
+    if not abs(value - other) <= slack:  # written with `not`, so that NaN equals nothing
         yield f"{what} is {value:.6g}, but {formula} is {other:.6g}"
 
 
@@ -175,7 +164,7 @@ def unless_at_most(
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
-    """Yield a sentence if a value exceeds that of a formula.
+    """Yield a sentence if a value exceeds the value of a formula.
 
     Args:
         what: Name of the value, such as its path in the record.

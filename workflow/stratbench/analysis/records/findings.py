@@ -1,4 +1,4 @@
-"""audit.csv: its columns, and how others read it."""
+"""The columns of audit.csv, and functions to read it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ AUDIT_COLUMNS = (
 )  # fmt: skip
 
 
-#: `unusable`: draw no conclusion from it; `warning`: explain it first; `note`: be aware of it.
+#: `unusable` values allow no conclusion, a `warning` must be explained first, a `note` is information.
 SEVERITIES = ("unusable", "warning", "note")
 
 
 def read_audit(path: Path | None) -> pd.DataFrame:
-    """Return the findings of audit.csv; none if `path` is None."""
+    """Return the findings in audit.csv; empty if `path` is None."""
     if path is None:
         return pd.DataFrame(columns=list(AUDIT_COLUMNS))
     text = ("rule", "severity", "affects", "figures", "explanation", "version")
@@ -28,5 +28,5 @@ def read_audit(path: Path | None) -> pd.DataFrame:
 
 
 def format_tally(count: int, severity: str) -> str:
-    """Return how many findings have a severity: `2 unusable`, `1 warning`, `3 notes`."""
+    """Return the number of findings with a severity: `2 unusable`, `1 warning`, `3 notes`."""
     return f"{count} unusable" if severity == "unusable" else counted(count, severity)

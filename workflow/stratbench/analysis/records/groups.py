@@ -31,7 +31,7 @@ class Group(NamedTuple):
 
     @property
     def comparison(self) -> tuple[str, str]:
-        """The experiment and the model: a reader compares strategies and worker counts within these."""
+        """The experiment and the model, within which strategies and worker counts are compared."""
         return self.experiment, self.model
 
 
@@ -40,12 +40,12 @@ GROUP = list(Group._fields)
 
 
 def rows_by_group(frame: pd.DataFrame) -> dict[Group, pd.DataFrame]:
-    """Return the rows of each group, groups in the order of their first row."""
+    """Return the rows of each group, with groups in the order of their first row."""
     return {Group(*key): rows for key, rows in frame.groupby(GROUP, sort=False)}
 
 
 def bases_by_strategy(cells: pd.DataFrame) -> dict[str, str]:
-    """Return the strategy of each strategy or variant, if the records have it."""
+    """Return the base strategy of each strategy or variant, if the records state it."""
     known = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
     return dict(zip(known["strategy"], known["strategy_base"], strict=True))
 
@@ -55,8 +55,8 @@ def iter_findings_by_group(
 ) -> Iterator[tuple[Group, list[Row]]]:
     """Yield each group with the audit's findings on it.
 
-    A finding without some coordinates is on all cells that share its others. A finding without any is on the
-    study as a whole, and on no group.
+    A finding that lacks some coordinates applies to all cells with its other coordinates. A finding without
+    any coordinate applies to the whole study and to no group.
     """
     placed: defaultdict[tuple[tuple[str, Any], ...], list[Row]] = defaultdict(list)
     for finding in findings:
@@ -70,31 +70,32 @@ def iter_findings_by_group(
 
 
 class Repeats:
-    """The groups of repeats in rows of cells.csv, with the values of a column by repeat.
+    """The groups of repeats in rows of cells.csv, with access to the values of a column by repeat.
 
-    Tables, decisions, the audit, claims and comparisons of sets all use these values.
+    Tables, decisions, the audit, claims and comparisons of result sets all use these values.
     """
 
     def __init__(self, cells: pd.DataFrame, findings: Iterable[Row] = ()) -> None:
-        #: The rows of each group: all of them, and those that are `ok`, without groups that have none.
+        #: The rows of each group, and below the rows with status `ok` of each group that has any.
         self.all = rows_by_group(cells)
         self._ok = cells[cells["status"] == "ok"]
         self.ok = rows_by_group(self._ok)
         self._places = self._ok.groupby(GROUP).indices
         self._columns: dict[str, np.ndarray] = {}
-        #: Unusable values of each group by the audit: time, memory, score or all.
+        #: The kinds of values (time, memory, score or all) that the audit calls unusable, by group.
         self.rejected = {
             group: {f["affects"] for f in on_group if f["severity"] == "unusable"}
             for group, on_group in iter_findings_by_group(findings, self.ok)
         }
 
     def values(self, group: Group, column: str, concerns: str = "") -> dict[int, float]:
-        """Return a column's numbers by repeat, for repeats that are `ok` and have one.
+        """Return a column's numbers by repeat, for repeats that are `ok` and have a number.
 
         Args:
             group: The group.
             column: Name of the column.
-            concerns: Time, memory or score; there are no values if the audit calls that unusable.
+            concerns: Kind of the values (time, memory or score). None are returned if the audit calls it
+                unusable.
         """
         if group not in self.ok or self.rejected[group] & {concerns, "all"}:
             return {}
@@ -107,7 +108,7 @@ class Repeats:
         return {r: value for r, value in zip(repeats, selected, strict=True) if value == value}
 
     def common(self, groups: Sequence[Group], column: str, concerns: str = "") -> np.ndarray:
-        """Return the values of the repeats that all `groups` have, shape [groups, repeats].
+        """Return the values of the repeats that all groups share, shape [groups, repeats].
 
         Args:
             groups: The groups.
@@ -119,7 +120,7 @@ class Repeats:
         return np.array([[values[repeat] for repeat in shared] for values in by_group])
 
     def median(self, group: Group, column: str, concerns: str = "") -> float | None:
-        """Return the median of `values`, or None without any.
+        """Return the median of `values`, or None without values.
 
         Args:
             group: The group.
@@ -130,5 +131,5 @@ class Repeats:
         return float(np.median(values)) if values else None
 
     def are_served(self, groups: Iterable[Group]) -> bool:
-        """Return whether parameter servers take part in any of the groups."""
+        """Return whether any of the groups has parameter servers."""
         return any((self.all[group]["strategy_kind"] == "server").any() for group in groups)

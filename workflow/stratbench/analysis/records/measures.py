@@ -1,6 +1,6 @@
-"""The metrics of tables and figures: the column, the unit and the baseline of each.
+"""The metrics of tables and figures, each with its column, unit and baseline.
 
-A metric that shows a column as it is has the column's unit and definition.
+A metric that shows a column unchanged has the column's unit and definition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DOUBT = "†"
 #: The text in a table if the study has no such cell (`single` on two workers).
 NO_CELL = "–"
-#: The strategy without any distribution, on one worker, which speedups are relative to.
+#: The strategy without distribution, on one worker, to which speedups are relative.
 ALONE = "single"
 #: Number of bytes from which an experiment's tables and figures show memory in GiB.
 GIB_FROM = 2 * GIB
@@ -36,43 +36,43 @@ FACTORS = {
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure: a column of cells.csv in some unit, or its ratio to a baseline."""
+    """A metric: a column of cells.csv in some unit, or its ratio to a baseline."""
 
     name: str
     title: str
     #: The column of cells.csv.
     column: str
-    #: The unit in which it is shown; None: the column's. A ratio has none.
+    #: The shown unit; None for the column's unit. A ratio has no unit.
     shown_unit: str | None = None
-    #: The meaning; empty: the column's definition.
+    #: The definition; empty for the column's definition.
     own_definition: str = ""
-    better: Literal["lower", "higher"] | None = "lower"  # None: neither
-    #: `self`: divided by the same strategy at one worker; `single`: by strategy `single`; another
-    #: name: by that strategy on as many workers.
+    better: Literal["lower", "higher"] | None = "lower"  # None if neither is better
+    #: The strategy by whose value the measure is divided: `self` is the same strategy on one worker, `single`
+    #: runs on one worker, others on the same number of workers.
     baseline: Literal["self", "single", "ddp", "ps-sync"] | None = None
-    #: Divide the baseline by the measure instead.
+    #: Whether the baseline is divided by the measure instead.
     is_inverted: bool = False
-    #: Divide by the number of workers, too.
+    #: Whether the value is also divided by the number of workers.
     is_per_worker: bool = False
-    #: The kind of the audit's findings that concern it.
+    #: The kind of audit findings that concern the measure.
     audit_kind: Literal["time", "memory", "score"] = "time"
-    #: Digits after the point; None: three significant digits.
+    #: Digits after the decimal point; None for three significant digits.
     decimals: int | None = None
-    #: Whether its name comes from each experiment's records: the `score`, or what throughput `counts`.
+    #: What the experiment's records name: the `score`, or the unit that throughput `counts`.
     name_source: Literal["score", "counts"] | None = None
-    #: The factor from the column's values to the shown ones; None: from the units.
+    #: The factor from the column's values to the shown values; None to derive it from the units.
     shown_factor_override: float | None = None
 
     @property
     def unit(self) -> str:
-        """The unit in which it is shown; empty for a ratio."""
+        """The shown unit; empty for a ratio."""
         if self.baseline:
             return ""
         return BY_NAME[self.column].unit if self.shown_unit is None else self.shown_unit
 
     @property
     def scale(self) -> float:
-        """The factor from the column's values to the shown ones; a ratio has none."""
+        """The factor from the column's values to the shown values; 1 for a ratio."""
         if self.shown_factor_override is not None:
             return self.shown_factor_override
         unit = BY_NAME[self.column].unit
@@ -85,11 +85,11 @@ class Measure:
 
     @property
     def heading(self) -> str:
-        """Title with the unit, for axes and captions."""
+        """The title with the unit, for axes and captions."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
     def named(self, score: Score) -> Measure:
-        """Return the measure as shown in an experiment with this score."""
+        """Return the measure with the names and units of an experiment with this score."""
         if self.name_source == "score":
             return replace(
                 self,
@@ -105,9 +105,9 @@ class Measure:
         return self
 
     def with_unit_for(self, rows: pd.DataFrame) -> Measure:
-        """Return the metric in a suitable unit for rows of cells.csv, such as GiB.
+        """Return the measure in a suitable unit for rows of cells.csv, such as GiB.
 
-        All measures of memory follow the peak, so that they share a unit.
+        All measures of memory have the unit that suits the peak.
         """
         column = "peak_memory_bytes" if self.audit_kind == "memory" else self.column
         return (
@@ -178,22 +178,22 @@ MEASURES: dict[str, Measure] = {
 
 
 def list_measures(rows: pd.DataFrame) -> dict[str, Measure]:
-    """Return the measures by name, with the names of one experiment's records (rows of cells.csv)."""
+    """Return the measures by name, with titles and units for one experiment's rows of cells.csv."""
     score = score_of(rows)
     return {name: m.named(score).with_unit_for(rows) for name, m in MEASURES.items()}
 
 
 def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
-    """Return the measures by name, for each experiment with its names."""
+    """Return the measures by name, for each experiment."""
     return {
         str(name): list_measures(rows) for name, rows in cells.groupby("experiment", sort=False)
     }
 
 
 def format_number(value: float, decimals: int | None) -> str:
-    """`value` as text with `decimals` digits after the point.
+    """Return a number as text with `decimals` digits after the point.
 
-    None: as many as give three significant digits, but at most three.
+    None gives three significant digits, with at most three digits after the point.
     """
     if decimals is None:
         magnitude = abs(value)
@@ -202,12 +202,12 @@ def format_number(value: float, decimals: int | None) -> str:
 
 
 def marked(text: str, flags: str) -> str:
-    """Return the text of a value, with a mark if the audit's `flags` concern it."""
+    """Return the text of a value, with a dagger if the audit flags it."""
     return f"{text} {DOUBT}" if flags else text
 
 
 def format_status(status: str, time_limit_s: float | None, reason: str | None = None) -> str:
-    """Return the text in place of a number, for a cell that is not `ok`.
+    """Return the text that replaces a number, for a cell that is not `ok`.
 
     Args:
         status: Status of the cell.

@@ -1,4 +1,4 @@
-"""Extensions' additions to decisions and the report: evidence, notices, sections and pages."""
+"""Interfaces for extensions' additions to decisions and the report."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportInput:
-    """Input of a report: tables, and folders of the other files."""
+    """The input of a report: tables, and folders with further files."""
 
-    #: Where the other stages' files are.
+    #: The folder with the files of the other stages.
     folder: Path
-    #: results/STUDY.
+    #: The folder results/STUDY.
     study_dir: Path
     cells: pd.DataFrame
     findings: pd.DataFrame
-    #: answers.json.
+    #: The content of answers.json.
     decided: Mapping[str, Any]
-    #: By extension, the path of a file that it shows and that does not lie in `folder`.
+    #: Paths of files that extensions show and that are not in `folder`, by extension.
     evidence: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report, as HTML, and how the list of sections calls it."""
+    """A section of the report as HTML."""
 
     id: str
     html: Markup
-    #: Empty: the list does not name it.
+    #: The section's title in the navigation; empty if it is not listed there.
     link: str = ""
-    #: Whether it is above the experiments, next to the answers.
+    #: Whether the section is above the experiments, next to the answers.
     answers: bool = False
 
 
@@ -52,13 +52,13 @@ class Reading:
     """Additions of one extension to decisions and the report.
 
     Attributes:
-        notices: cells and findings -> sentences that a reader must see before any number.
-        sections: Returns none where the study has nothing of the kind.
-        page: Returns a page next to the report as HTML; its second argument: the notices of the report.
+        notices: Returns sentences that precede all numbers, given the cells and the findings.
+        sections: Returns the extension's sections of the report, none if the study has nothing to show.
+        page: Returns a further page as HTML, given the input and the notices of the report.
         page_name: The page's file name.
-        page_link: The page's title in the list of sections.
-        evidence: The path of the extension's file ("" if there is none) and the constraints -> evidence on
-            a decision's candidates.
+        page_link: The page's title in the navigation.
+        evidence: Returns evidence for decisions, given the path of the extension's file ("" without one) and
+            the constraints.
     """
 
     notices: Callable[[pd.DataFrame, Sequence[Row]], Iterable[str]] | None = None
@@ -70,12 +70,12 @@ class Reading:
 
 
 def render_section(template: Path, **values: Any) -> Markup:
-    """Fill in a section's template, a file in the folder of its extension."""
+    """Return the HTML of a section's template, a file in the folder of its extension."""
     from markupsafe import Markup
 
     return Markup(pages.render(template.name, template.parent, values=values))
 
 
 def list_readings() -> dict[str, Reading]:
-    """Return what each extension that is installed adds, in the order of the report's sections."""
+    """Return the additions of each installed extension, in the order of the report's sections."""
     return dict(at("reading"))

@@ -1,4 +1,4 @@
-"""The samples of a cell's timeline, summed in one pass over the file, for tables and rules."""
+"""Summarises the samples of a cell's timeline in one pass over the file, for tables and audit rules."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-#: Throttle reasons that mean a GPU is too hot or short of power, not at a normal limit.
+#: Throttle reasons of a GPU that is too hot or lacks power, in contrast to normal limits.
 SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
-#: The reason of a GPU that is at its power limit.
+#: The throttle reason of a GPU at its power limit.
 CAPPED = "sw_power_cap"
-#: The columns that say of what a row is, and of when.
+#: The columns that identify the source and the time of a sample.
 PLACE, MOMENT = ("node", "kind", "id"), ("t_s", "phase", "throttle")
-#: The columns that are added up, by the kind of a row.
+#: The columns that are summarised, by the kind of a sample.
 COLUMNS = {
     "gpu": ("gpu_util_pct", "mem_used_bytes", "power_w", "sm_clock_mhz"),
     "process": ("cpu_pct", "rss_bytes"),
     "host": ("cpu_pct", "load_1m"),
 }
-#: The columns with the load of a GPU or a process, and its memory.
+#: The columns with the utilisation and the memory of a GPU or a process.
 BUSY = {"gpu": "gpu_util_pct", "process": "cpu_pct"}
 HELD = {"gpu": "mem_used_bytes", "process": "rss_bytes"}
-#: The utilisation from which a GPU's clock is one of work, in percent.
+#: The utilisation in percent from which a GPU counts as busy.
 WORKING_PCT = 50.0
 
 
 @dataclass(frozen=True)
 class ColumnSummary:
-    """The values of a column over some samples."""
+    """Number, mean and maximum of a column's values over some samples."""
 
     count: int
     mean: float
@@ -40,7 +40,7 @@ class ColumnSummary:
 
     @classmethod
     def of(cls, given: Iterable[float | None]) -> ColumnSummary | None:
-        """None without values; those that are None are left out."""
+        """Return the summary of the values that are not None, or None without such values."""
         values = [value for value in given if value is not None]
         if not values:
             return None
@@ -49,7 +49,7 @@ class ColumnSummary:
 
 
 class Sample(NamedTuple):
-    """A row of a timeline; `values` in the order of COLUMNS."""
+    """A row of a timeline, with `values` in the order of COLUMNS."""
 
     t_s: float
     phase: str
@@ -59,27 +59,27 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """The samples of one host, process or GPU, added up."""
+    """A summary of the samples of one host, process or GPU."""
 
     count: int
     first_s: float
     last_s: float
-    #: By column, over all samples, and over those in training.
+    #: Summaries by column, over all samples and over the samples during training.
     overall: dict[str, ColumnSummary]
     training: dict[str, ColumnSummary]
-    #: The first and the last sample, and the first one's phase: empty before the cell's first.
+    #: The values of the first and the last sample, and the first sample's phase (empty before any phase).
     first: dict[str, float]
     last: dict[str, float]
     first_phase: str
-    #: The number of samples in which heat or power brakes slowed a GPU.
+    #: The number of samples in which heat or the power brake slowed a GPU.
     slowed: int
-    #: Over samples of training with a working GPU: clocks, and the fraction at the power limit.
+    #: Over samples during training with a busy GPU: the clocks in MHz, and the fraction at the power limit.
     working_clock: ColumnSummary | None
     capped_share: float
 
     @classmethod
     def of(cls, kind: str, samples: Sequence[Sample]) -> Series:
-        """Return the series of at least one sample, by time."""
+        """Return the summary of at least one sample, in the order of time."""
         trained = [sample for sample in samples if sample.phase == "train"]
         index_of = {name: i for i, name in enumerate(COLUMNS[kind])}
         working = []
@@ -103,12 +103,14 @@ class Series:
 
 
 def select_known_values(index_of: dict[str, int], sample: Sample) -> dict[str, float]:
+    """Return the known values of a sample by column."""
     return {name: v for name, i in index_of.items() if (v := sample.values[i]) is not None}
 
 
 def summarize_by_column(
     index_of: dict[str, int], samples: Sequence[Sample]
 ) -> dict[str, ColumnSummary]:
+    """Return the summary of each column that has values in the samples."""
     by_column = {
         name: ColumnSummary.of([sample.values[i] for sample in samples])
         for name, i in index_of.items()
@@ -118,20 +120,17 @@ def summarize_by_column(
 
 @dataclass(frozen=True)
 class Timeline:
-    """Content of a cell's timeline. `series`: by node, kind (host, process, gpu) and id."""
+    """The content of a cell's timeline: series by node, kind (host, process, gpu) and id."""
 
     series: dict[tuple[str, str, str], Series]
 
     def of_kind(self, kind: str) -> dict[tuple[str, str], Series]:
-        """Return the series of hosts, processes or GPUs, by node and id."""
+        """Return the series of one kind (host, process or gpu), by node and id."""
         return {(node, name): one for (node, its, name), one in self.series.items() if its == kind}
 
 
 def read_timeline(path: Path) -> Timeline | None:
-    """Return the timeline in a file.
-
-    Return None if there is none, or it is no table of samples.
-    """
+    """Return the timeline in a file. Return None if there is no file or it has other content."""
     try:
         if not path.is_file():
             return None
@@ -142,9 +141,10 @@ def read_timeline(path: Path) -> Timeline | None:
 
 
 def parse_timeline(lines: Iterable[str]) -> Timeline | None:
-    """Return the timeline in the lines of a CSV file.
+    """Return the timeline in the lines of a CSV file, or None if it lacks columns.
 
-    Return None if it lacks columns. ValueError on no number.
+    Raises:
+        ValueError: A field is not a finite number.
     """
     rows = csv.reader(lines)
     names = {name: i for i, name in enumerate(next(rows, ()))}
@@ -154,7 +154,7 @@ def parse_timeline(lines: Iterable[str]) -> Timeline | None:
     wanted = {kind: [names[name] for name in listed] for kind, listed in COLUMNS.items()}
     samples_of: defaultdict[tuple[str, str, str], list[Sample]] = defaultdict(list)
     for row in rows:
-        if len(row) < len(names):  # cut short by a kill
+        if len(row) < len(names):  # a killed sampler leaves an incomplete line
             continue
         node, kind, name = (row[at] for at in index_of)
         if kind not in wanted:
@@ -166,10 +166,14 @@ def parse_timeline(lines: Iterable[str]) -> Timeline | None:
 
 
 def parse_finite(text: str) -> float | None:
-    """Return a finite number, or None for an empty field. ValueError for anything else."""
+    """Return a finite number, or None for an empty field.
+
+    Raises:
+        ValueError: The text is not a finite number.
+    """
     if not text:
         return None
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no sample")
+        raise ValueError(f"{text} is not a finite number")
     return value

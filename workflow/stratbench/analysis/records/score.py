@@ -1,4 +1,4 @@
-"""The score of an experiment's task, with its names and units in texts, axes and decisions."""
+"""The score of an experiment's task, with its name and unit for texts, axes and decisions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """A task's score; values are as shown: a fraction in percent, others in the record's unit."""
+    """The score of a task; shown values are in percent for a fraction, else in the record's unit."""
 
     name: str = "accuracy"
-    #: The record's unit.
+    #: The unit in the record.
     unit: str = "share"
     better: str = "higher"
-    #: Tolerated difference of a score, as shown.
+    #: Tolerated difference of two scores, in the shown unit.
     tolerance: float = 1.0
-    #: The unit that throughput counts, and how many of them a sample has.
+    #: What throughput counts (samples or tokens), and their number per sample.
     counts: str = "samples"
     counts_per_sample: float = 1.0
-    #: The least possible mean loss, in nats per token; None: not known.
+    #: The lowest possible mean loss in nats per token; None if unknown.
     least_loss: float | None = None
 
     @property
@@ -35,12 +35,12 @@ class Score:
 
     @property
     def factor(self) -> float:
-        """The factor from a record's value to the shown one."""
+        """The factor from a record's value to the shown value."""
         return 100.0 if self.is_share else 1.0
 
     @property
     def sign(self) -> float:
-        """The factor that makes the better of two values the larger one."""
+        """The factor (1 or -1) after which the better of two values is larger."""
         return 1.0 if self.better == "higher" else -1.0
 
     @property
@@ -54,15 +54,15 @@ class Score:
 
     @property
     def least_possible(self) -> float | None:
-        """The best possible value of the score, if it is a loss with a known minimum."""
+        """The best possible score if it is a loss with a known minimum, else None."""
         return self.least_loss if self.unit == "nats/token" else None
 
     def text(self, shown: float) -> str:
-        """Return a value with its unit."""
+        """Return a shown value with its unit as text."""
         return f"{shown:.{self.decimals}f} {self.shown_unit}".rstrip()
 
     def difference(self, shown: float, decimals: int | None = None) -> str:
-        """Return a difference of two values with its unit: `1.20 points`."""
+        """Return a difference of two shown values with its unit: `1.20 points`."""
         digits = self.decimals if decimals is None else decimals
         return f"{shown:.{digits}f} {'points' if self.is_share else self.unit}".rstrip()
 
@@ -80,6 +80,6 @@ _SAID = {
 
 
 def score_of(rows: pd.DataFrame) -> Score:
-    """Return the score in rows of cells.csv of one experiment, accuracy by default."""
+    """Return the score that one experiment's rows of cells.csv describe, accuracy by default."""
     recorded = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
     return Score(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})

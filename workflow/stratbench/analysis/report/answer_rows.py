@@ -1,4 +1,4 @@
-"""The answers of a study as rows of a page's first screen, each with a scale of alternatives."""
+"""Builds the rows of answers on a page's first screen, each with a drawn scale of the alternatives."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from stratbench.analysis.figures.marks import (
     svg_outline_path,
 )
 
-#: The scale of alternatives: its width in pixels, the positions of 1 × and of the maximum ratio.
+#: The scale of alternatives: its width, and the positions of ratio 1 and of the maximum, in pixels.
 WIDTH, ONE, END = 236, 40, 222
-#: Assumed width of a letter of its label, in pixels.
+#: Assumed width of a letter of the label, in pixels.
 LETTER = 6.8
-#: The farthest ratio that is drawn, and the ratios that have a tick.
+#: The largest ratio that is drawn, and the ratios with a tick.
 FARTHEST, TICKS = 3.0, (1.0, 1.5, 2.0, 3.0)
-#: The height of the middle; the lines above and below it on which marks are put that would overlap.
+#: The vertical middle, and the offsets of lines for marks that would overlap, in pixels.
 MIDDLE, LANES = 24, (0, -9, 9)
-#: Radii of the choice, its nearest alternative and the others; marks nearer than this overlap.
+#: Radii of the marks of the choice, the nearest alternative and the others, and the distance below which
+#: marks overlap, in pixels.
 CHOICE, NEAREST, OTHER, APART = 7.0, 5.0, 3.6, 8.0
-#: Number of filled dots, of three, by confidence.
+#: Number of filled dots among three, by confidence.
 DOTS = {"high": 3, "medium": 2, "low": 1, "none": 0}
 
 
 @dataclass(frozen=True)
 class DrawnMark:
-    """A mark on the scale: its path, its line's and inside's CSS colour, and its name."""
+    """A mark on the scale: its SVG path, the CSS colours of its line and filling, and its name."""
 
     path: str
     colour: str
@@ -44,7 +45,7 @@ class DrawnMark:
 
 
 def compute_scale_x(ratio: float) -> float:
-    """Return the position of a ratio on the logarithmic scale, in pixels."""
+    """Return the horizontal position of a ratio on the logarithmic scale, in pixels."""
     return ONE + (END - ONE) * math.log(ratio) / math.log(FARTHEST)
 
 
@@ -55,9 +56,9 @@ def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: 
         mark: The strategy's mark.
         x: Horizontal position.
         y: Vertical position.
-        radius: Its size.
-        title: Its name.
-        full: Whether in its family's full colour.
+        radius: Radius in pixels.
+        title: Text for a tooltip.
+        full: Whether it has the full colour of its family, instead of the quiet one.
     """
     quiet = "" if full else "-q"
     colour = f"var(--{mark.variable}{quiet})"
@@ -73,19 +74,19 @@ def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: 
 
 
 def build_icon(mark: Mark) -> DrawnMark:
-    """Return a strategy's mark in the middle of 18 x 18 pixels."""
+    """Return a strategy's mark, centred in 18 x 18 pixels."""
     return build_mark(mark, 9, 9, 6, "", full=True)
 
 
 def build_scale(
     short: Mapping[str, Any], marks: Mapping[str, Mark], margin: float
 ) -> dict[str, Any] | None:
-    """Return the drawing of a choice and its alternatives, or None without any.
+    """Return the drawing of a choice and its alternatives, or None without alternatives.
 
-    It has marks, intervals, and the band of equals.
+    It has marks, intervals, and the band of values that count as equal.
 
     Args:
-        short: The short answer.
+        short: The short answer of answers.json.
         marks: Marks by strategy.
         margin: Fraction within which strategies are equal.
     """
@@ -95,7 +96,9 @@ def build_scale(
     nearest = others[0]
     inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
     beyond = len(others) - len(inside)
-    inside = inside if nearest in inside else [nearest, *inside]  # it is at the end of the scale
+    inside = (
+        inside if nearest in inside else [nearest, *inside]
+    )  # the nearest is drawn at the end of the scale
     taken: list[tuple[float, int]] = [(compute_scale_x(1.0), 0), (compute_scale_x(1.0) + CHOICE, 0)]
     shown, lines = [], []
     for other in inside:
@@ -128,7 +131,7 @@ def build_scale(
         marks[short["strategy"]], compute_scale_x(1.0), MIDDLE, CHOICE, "", full=True
     )
     label = format_label(nearest)
-    # In the middle below its mark, as far as it stays on the scale.
+    # The label is centred below its mark, as far as it stays on the scale.
     half = min(LETTER * len(label) / 2, WIDTH / 2)
     x = min(max(compute_scale_x(min(nearest["ratio"], FARTHEST)), half), WIDTH - half)
     return {
@@ -187,20 +190,22 @@ def iter_answer_rows(
 
 
 def list_drawn_strategies(short: Mapping[str, Any]) -> list[str]:
-    """Return the strategies that a row draws."""
+    """Return the strategies that are drawn in the row of an answer."""
     own = [short["strategy"]] if short["strategy"] else []
     return [*own, *(other["strategy"] for other in short["others"])]
 
 
 def list_ticks() -> list[dict[str, Any]]:
-    """Return the head of the scale: a position and a text for each tick."""
+    """Return the position and the text of each tick of the scale."""
     return [{"x": compute_scale_x(t), "text": f"{t:g}×"} for t in TICKS]
 
 
 def first_screen(bases: Mapping[str, str | None], decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a page's first screen: a row per answer, and the marks' styles.
+    """Return the template's values for the first screen: answer rows and mark colours.
 
-    `bases` as in `iter_answer_rows`; `decided`: the content of answers.json.
+    Args:
+        bases: Base strategy of each strategy or variant.
+        decided: Content of answers.json.
     """
     rows = list(iter_answer_rows(decided["answers"], bases, decided["equivalence_margin"]))
     shown = {family for row in rows for family in row["families"]}

@@ -1,4 +1,4 @@
-"""The result of a finished study in a few terminal lines: choices, audit, start skew."""
+"""Summarises a finished study in a few lines for a terminal: choices, audit and start skew."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from stratbench.cell.text.words import counted
 
 
 def iter_answer_lines(folder: Path) -> Iterator[str]:
-    """Yield the lines, from the files of a study in `folder`.
+    """Yield lines that summarise the results in a study's folder.
 
-    Reads answers.json, cells.csv and audit.csv, if there is one, without pandas, which is slow to import.
+    Reads answers.json, cells.csv and, if there is one, audit.csv. Does without pandas, which is slow to
+    import.
     """
     decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
     yield decided["lead"]

@@ -1,4 +1,4 @@
-"""Writes the report, one self-contained HTML page, and extensions' pages next to it."""
+"""Writes the report as a self-contained HTML page, and the pages of extensions next to it."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ RUNS = {
 
 
 def distinct_values(rows: pd.DataFrame, column: str) -> str:
-    """Return the distinct values of a column as text, for the table of runs."""
+    """Return the distinct values of a column as a text, for the table of runs."""
     texts = [str(v).removesuffix(".0") for v in rows[column].dropna().unique()]
     return ", ".join(texts) or "not recorded"
 
 
 def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
-    """Return a row for each experiment: its matrix, its settings and its machine."""
+    """Return a row per experiment with its matrix, its settings and its machine."""
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
         noun = worker_noun(rows["device_kind"])
@@ -81,14 +81,14 @@ def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def format_training_length(rows: pd.DataFrame) -> str:
-    """Return the number of epochs as text, or of steps without evaluation."""
+    """Return the number of epochs, or of steps for training without evaluation, as text."""
     if rows["steps"].notna().any():
         return f"{distinct_values(rows, 'steps')} steps, no score"
     return distinct_values(rows, "epochs")
 
 
 def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
-    """Yield what a reader must know before any number, of what the core sees."""
+    """Yield the core's notices, which a reader must know before all numbers."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
     if partial and cells["status"].isin(["missing", "error"]).any():
@@ -114,7 +114,7 @@ def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
 def list_notices(
     cells: pd.DataFrame, findings: Sequence[Row], readings: Iterable[Reading], partial: bool
 ) -> list[str]:
-    """Return notices before any number, of the core and of extensions.
+    """Return the notices of the core and of extensions, which precede all numbers.
 
     Args:
         cells: Rows of cells.csv.
@@ -130,7 +130,7 @@ def list_notices(
 
 
 def describe_devices(cells: pd.DataFrame) -> str:
-    """Return a line on the devices of the cells, and how many finished."""
+    """Return a text on the devices of the cells, and on how many cells finished."""
     known = cells.dropna(subset=["device_kind"])
     kinds = set(known["device_kind"])
     ended = known[known["status"] == "ok"] if (known["status"] == "ok").any() else known
@@ -171,7 +171,7 @@ def describe_matrix(rows: pd.DataFrame) -> str:
 
 
 def describe_experiment(rows: pd.DataFrame) -> str:
-    """Return a note for all figures and tables of an experiment."""
+    """Return a note on workers, slowdowns and steps of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
     note = f" Workers were slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
     if rows["steps"].notna().any():
@@ -180,10 +180,10 @@ def describe_experiment(rows: pd.DataFrame) -> str:
 
 
 def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
-    """Return the best of summary rows, or None for a tie.
+    """Return the clearly best of some summary rows, or None.
 
-    It is a tie if the best is less than `margin` ahead, or if spreads overlap. None, too, if some of its
-    repeats have no value, or the audit calls it unusable.
+    There is no clear best if it is less than `margin` ahead, if spreads overlap, if some of its repeats have
+    no value, or if the audit calls it unusable.
 
     Args:
         rows: Rows of summary.csv.
@@ -206,9 +206,11 @@ def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | N
 
 
 def build_table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
-    """Return the values of a table's cell.
+    """Return the template's values for a table cell.
 
-    `row`: its summary row, None where the study has no such cell.
+    Args:
+        row: Row of summary.csv; None if the study has no such cell.
+        best: The clearly best row, if any.
     """
     if row is None:
         return {"text": NO_CELL, "rest": "", "sort": "", "kind": "none", "flags": ""}
@@ -222,7 +224,7 @@ def build_table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
 def build_table_values(
     rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, margin: float
 ) -> dict[str, Any]:
-    """Return the values of a table: texts split into number and rest, with the clear best marked.
+    """Return the template's values for a table, with the best value marked.
 
     Args:
         rows: Rows of cells.csv.
@@ -265,7 +267,7 @@ def build_table_values(
 def iter_cell_lines(
     cells: pd.DataFrame, study_dir: Path, page_dir: Path
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all cells, with links to their records and logs, relative to the page.
+    """Yield a row per cell, with links to record and log.
 
     Args:
         cells: Rows of cells.csv.
@@ -299,7 +301,7 @@ def iter_cell_lines(
 def iter_experiment_sections(
     inputs: ReportInput,
 ) -> Iterator[dict]:
-    """Yield the section of each experiment: its models with results and figures, and tables."""
+    """Yield the template's values for each experiment: its models with figures, and its tables."""
     cells, decided, folder = inputs.cells, inputs.decided, inputs.folder
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
@@ -335,7 +337,7 @@ def iter_experiment_sections(
 def build_page_values(
     inputs: ReportInput, notices: Sequence[str], sections: Iterable[Section]
 ) -> dict[str, Any]:
-    """Return all values that the template prints.
+    """Return all values of the report's template.
 
     Args:
         inputs: Input of the report.
@@ -364,18 +366,18 @@ def build_page_values(
 
 
 def render_report(values: dict[str, Any]) -> str:
-    """Return the page as HTML."""
+    """Return the report as HTML."""
     return pages.render("report.html.j2", TEMPLATES, values=values)
 
 
 def read_input(
     folder: Path, study_dir: Path, audit: Path | None, evidence: Iterable[str] = ()
 ) -> ReportInput:
-    """Read what a report is made from.
+    """Read the input of a report.
 
     Args:
-        folder: Where the other stages' files are.
-        study_dir: results/STUDY.
+        folder: Folder with the files of the other stages.
+        study_dir: The folder results/STUDY.
         audit: audit.csv, if there is one.
         evidence: Files of extensions, as EXTENSION=FILE.
     """
@@ -392,7 +394,7 @@ def read_input(
 def write_pages(
     inputs: ReportInput, readings: Sequence[Reading], partial: bool, description: str
 ) -> Iterator[Path]:
-    """Write the report and extensions' pages next to it; yield their paths.
+    """Write the report and the pages of extensions, and yield their paths.
 
     Args:
         inputs: Input of the report.
@@ -416,12 +418,17 @@ def write_pages(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.report.report", description=__doc__)
     parser.add_argument(
-        "--folder", type=Path, required=True, help="where the other stages' files are; for the page"
+        "--folder",
+        type=Path,
+        required=True,
+        help="folder of the tables, figures and answers to show",
     )
-    parser.add_argument("--study-dir", type=Path, required=True, help="results/<study>, for links")
+    parser.add_argument(
+        "--study-dir", type=Path, required=True, help="the folder results/<study>, to link records"
+    )
     parser.add_argument("--audit", type=Path, help="audit.csv, if there is one")
     parser.add_argument(
         "--evidence",
@@ -430,8 +437,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="EXTENSION=FILE",
         help="a file that an extension shows, such as verdict=verdict.json",
     )
-    parser.add_argument("--description", default="", help="what the study is for")
-    parser.add_argument("--partial", action="store_true", help="say that cells may be missing")
+    parser.add_argument("--description", default="", help="purpose of the study")
+    parser.add_argument(
+        "--partial", action="store_true", help="add a notice that cells may be missing"
+    )
     args = parser.parse_args(argv)
     inputs = read_input(args.folder, args.study_dir, args.audit, args.evidence)
     for page in write_pages(inputs, list(list_readings().values()), args.partial, args.description):

@@ -1,4 +1,4 @@
-"""Parts of the report as values for its template: strategies, machines, servers."""
+"""Values for the report's template on strategies, machines and parameter servers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from stratbench.strategies import REGISTRY, strategy_class
 
 
 def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
-    """Yield name, summary and rule of each strategy in the study.
-
-    A variant has those of its strategy.
-    """
+    """Yield name, summary and update rule of each strategy. A variant has those of its base strategy."""
     bases = bases_by_strategy(cells)
     for name in cells["strategy"].unique():
         of = bases.get(name, name)
-        if of not in REGISTRY:  # only records say of which strategy it is a variant
+        if of not in REGISTRY:  # only records state the base strategy of a variant
             untold = "a variant of a strategy that no record names."
             yield {"name": name, "summary": untold, "rule": untold}
             continue
@@ -31,7 +28,7 @@ def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
 
 
 def list_machine_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a row per combination of machine and versions, the most frequent first."""
+    """Return a row per combination of machine and software versions, most frequent first."""
     columns = {
         "host": "host",
         "device": "device_name",
@@ -51,7 +48,7 @@ def list_machine_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def list_server_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a row per strategy, model and worker count with parameter servers (sum of repeats)."""
+    """Return a row per strategy with parameter servers, model and worker count, over all repeats."""
     known = cells[cells["staleness"].notna()]
     lines = []
     keys = ["experiment", "strategy", "model", "gpus"]
@@ -59,7 +56,7 @@ def list_server_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
         counts = [json.loads(text) for text in rows["staleness"]]
         pushes = sum(map(sum, counts))
         weighted = sum(i * count for c in counts for i, count in enumerate(c))
-        # The time that servers blocked workers is unknown for a cell that was stopped.
+        # For stopped cells the time is unknown in which servers made workers wait.
         timed = rows[rows["train_time_s"] > 0]
         # A worker waits for all servers at the same time.
         worker_s = (timed["train_time_s"] * timed["gpus"] * timed["servers"]).sum()
@@ -80,5 +77,5 @@ def list_server_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def format_integer(value: float) -> str:
-    """Return an integer as text, empty if there is none."""
+    """Return a number as text without decimals, or an empty text for NaN."""
     return "" if pd.isna(value) else f"{value:.0f}"

@@ -1,4 +1,4 @@
-"""The figures of a study on a page: their descriptions, and the embedded files."""
+"""Reads the figures of a study for a page, with their captions and embedded files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stratbench.analysis.figures.figure_list import INDEX
 
 
 def data_uri(svg: bytes) -> str:
-    """Return an SVG as a data URI, which as an image can load and run nothing."""
+    """Return an SVG as a data URI. In an image it can neither load nor run anything."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
 def iter_shown_figures(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the figures of `figures.plots` in a folder, in their order, each with its `uri`."""
+    """Yield the entries of a folder's figures, each with its data URI as `uri`."""
     index = folder / INDEX
     if not index.exists():
         return

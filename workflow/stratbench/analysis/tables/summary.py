@@ -1,6 +1,6 @@
-"""Summarises a study in one long table: a value, a spread and a text per group and metric.
+"""Summarises a study in a long table with a value, a spread and a text per group and metric.
 
-Tables, figures and the report all take their numbers from here, so that they cannot disagree.
+Tables, figures and the report all take their numbers from this table, so that they agree.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ SUMMARY_COLUMNS = (
 
 
 def describe_outcome(frame: pd.DataFrame) -> str:
-    """Return the outcomes of cells that are not `ok`: `2 × OOM, >3000 s`.
-
-    Empty if all are `ok`.
-    """
+    """Return the outcomes of cells that are not `ok`: `2 × OOM, >3000 s`. Empty if all are `ok`."""
     labels = (
         format_status(status, limit if limit == limit else None, reason)
         for status, limit, reason in zip(
@@ -51,13 +48,13 @@ def describe_outcome(frame: pd.DataFrame) -> str:
 
 
 def outcome_kinds(outcome_text: str) -> str:
-    """Return the outcome without counts, for a cell with nothing else: `3 × OOM` becomes `OOM`."""
+    """Return outcomes without counts, for cells without values: `3 × OOM` gives `OOM`."""
     kinds = [part.split(" × ")[-1] for part in outcome_text.split(", ")]
     return ", ".join(dict.fromkeys(kinds))
 
 
 def build_absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return the median of a metric and the ends of its spread, or a reason as `text`.
+    """Return a metric's median and spread, or a `text` on why there is none.
 
     Args:
         groups: All repeats.
@@ -77,7 +74,7 @@ def build_absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
 
 
 def describe_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
-    """Return why cells that ended well may have no value of a metric.
+    """Return why cells with status `ok` have no value of a metric.
 
     Args:
         groups: All repeats.
@@ -96,7 +93,9 @@ def describe_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
 def count_missing_repeats(
     groups: Repeats, group: Group, measure: Measure, known: int, reason: str = ""
 ) -> Row:
-    """Return the number of repeats behind a value, and the outcomes of the others.
+    """Return the number of repeats behind a value and the outcomes of the other repeats.
+
+    Empty if all `ok` repeats have a value.
 
     Args:
         groups: All repeats.
@@ -117,7 +116,7 @@ def count_missing_repeats(
 
 
 def describe_outcomes_without_value(groups: Repeats, group: Group) -> str:
-    """Return the outcomes of a group without a value; empty if its cells ended well."""
+    """Return the outcomes of a group without a value; empty if its cells are `ok`."""
     return outcome_kinds(describe_outcome(groups.all[group]))
 
 
@@ -145,7 +144,7 @@ def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | st
 
 
 def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return a ratio to the baseline, as the `pair` of values behind it, or a reason as `text`.
+    """Return the `pair` of values behind a ratio, or a `text` on why there is none.
 
     Args:
         groups: All repeats.
@@ -165,16 +164,13 @@ def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     if measure.is_inverted:
         pair = pair[::-1]
     paired = count_missing_repeats(groups, group, measure, pair.shape[1], "without a baseline")
-    if baseline == group:  # certain, so without an interval
+    if baseline == group:  # the ratio to itself is exactly 1 and has no interval
         return {"value": mean_ratio(*pair)} | paired
     return {"pair": pair, "served": groups.are_served((group, baseline))} | paired
 
 
 def fill_ratios(rows: list[Row]) -> None:
-    """Replace each `pair` by its ratio and 95 % interval.
-
-    A measure's ratios share their variances.
-    """
+    """Replace each `pair` by its ratio and 95 % interval. Variances are pooled over a measure's ratios."""
     by_measure: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if "pair" in row:
@@ -189,7 +185,7 @@ def fill_ratios(rows: list[Row]) -> None:
 
 
 def format_cell(row: Row, measure: Measure) -> str:
-    """Return the text of a table's cell: value, spread, and outcomes that are not `ok`."""
+    """Return the text of a table cell: value, spread, and outcomes that are not `ok`."""
     if "text" in row:
         return row["text"]
     estimate = IntervalEstimate(row["value"], row.get("low"), row.get("high"))
@@ -202,7 +198,7 @@ def format_cell(row: Row, measure: Measure) -> str:
 def doubts_by_group(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], dict[str, str]]:
-    """Return audit rules on a group's values: (what, *group) to severities by rule."""
+    """Return the audit's severities by rule, for each (time, memory or score, *group)."""
     doubts: defaultdict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     shown = [finding for finding in findings if finding["severity"] != "note"]
     for key, on_group in iter_findings_by_group(shown, groups):
@@ -214,9 +210,9 @@ def doubts_by_group(
 
 
 def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Return the long table (SUMMARY_COLUMNS) from the rows of cells.csv, in their order.
+    """Return the long table (SUMMARY_COLUMNS) of the rows of cells.csv, in their order.
 
-    `flags`: severity and name of the audit's rules (rows of audit.csv, except notes) that concern the value.
+    The column `flags` has severity and name of the audit's rules that concern the value, except notes.
     """
     groups = Repeats(cells)
     measures = measures_by_experiment(cells)
@@ -238,12 +234,12 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
         row["text"] = format_cell(row, measure)
         flagged = doubts.get((measure.audit_kind, *(row[name] for name in GROUP)), {})
         flags = [f"{severity}: {rule}" for rule, severity in flagged.items()]
-        # A cell without the value needs no mark.
+        # A cell without a value needs no mark of the audit.
         row["flags"] = "" if row["text"].startswith("n/a") else "; ".join(flags)
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))
 
 
 def read_summary(path: Path) -> pd.DataFrame:
-    """Reads summary.csv, as `tables` wrote it."""
+    """Return the rows of summary.csv."""
     frame = read_table(path, text=("measure", "unit", "outcome", "spread", "text", "flags"))
     return frame.fillna({"unit": "", "outcome": "", "flags": ""})

@@ -1,6 +1,6 @@
-"""Writes the tables of a study: per experiment and metric, models and strategies by worker count.
+"""Writes a study's tables, one per experiment and metric: models and strategies by number of workers.
 
-Writes summary.csv (every number in a row of its own) and, for readers, each table as CSV, Markdown and LaTeX.
+Writes summary.csv with a row per number, and each table as CSV, Markdown and LaTeX.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ _LATEX = {
 
 
 def workers_are(cells: pd.DataFrame) -> str:
-    """Return a sentence on what a worker is in these rows of cells.csv.
+    """Return a sentence on the devices of the workers in rows of cells.csv.
 
-    For a cell in which no worker reported, such as a timeout, only the kind of device is known.
+    If no worker of a cell reported, as in a timeout, only the kind of device is known.
     """
     known = cells.dropna(subset=["device_kind", "device_name"])
     unnamed = set(cells["device_kind"].dropna()) - set(known["device_kind"])
     nouns = {"cuda": "one GPU", "cpu": "a CPU process"}
     parts = [
-        f"a worker is {nouns.get(kind, kind)}, of which no record has the name"
-        for kind in sorted(unnamed)
+        f"a worker is {nouns.get(kind, kind)}, whose name no record has" for kind in sorted(unnamed)
     ]
     for (kind, name), rows in known.groupby(["device_kind", "device_name"], dropna=False):
         hosts = "; ".join(sorted(set(rows["host"].dropna())))
@@ -70,12 +69,12 @@ def workers_are(cells: pd.DataFrame) -> str:
     if not parts:
         return "No record states the device of the workers."
     sentence = "; ".join(parts) + "."
-    mixed = "" if len(parts) == 1 else "The cells ran on different devices and do not compare: "
+    mixed = "" if len(parts) == 1 else "The cells ran on different devices and are not comparable: "
     return mixed + sentence if mixed else sentence[0].upper() + sentence[1:]
 
 
 def describe_brackets(cells: pd.DataFrame, measure: Measure) -> str:
-    """Return a sentence on the meaning of the brackets, or on why there are none."""
+    """Return a sentence on the intervals in brackets, or on why there are none."""
     max_repeats = cells.groupby(["strategy", "model", "gpus"]).size().max()
     if max_repeats < 2:
         return "The spread is unknown, since there is one repeat."
@@ -97,7 +96,7 @@ def format_table_heading(cells: pd.DataFrame, measure: Measure) -> str:
 
 
 def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str:
-    """Return sentences on one experiment's numbers: meaning, brackets, and what a worker is.
+    """Return sentences on one experiment's numbers: their definition, intervals and workers.
 
     Args:
         cells: Rows of cells.csv.
@@ -114,7 +113,7 @@ def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str
 
 
 def describe_lowest_score(cells: pd.DataFrame, measure: Measure) -> str:
-    """Return a sentence on the least possible score, if it is known; else empty."""
+    """Return a sentence on the lowest possible score. Return an empty text if it is unknown."""
     if measure.name_source != "score":
         return ""
     score = score_of(cells)
@@ -145,7 +144,7 @@ def build_wide_rows(
 
 
 def lines_by_model(entries: Iterable[tuple[Group, Any]]) -> list[tuple[str, str, dict[int, Any]]]:
-    """(model, strategy, entry by worker count), from the entries of groups of one experiment."""
+    """Return (model, strategy, entry by number of workers) tuples for the groups of one experiment."""
     by_model: dict[str, dict[str, dict[int, Any]]] = {}
     for group, entry in entries:
         by_model.setdefault(group.model, {}).setdefault(group.strategy, {})[int(group.gpus)] = entry
@@ -153,7 +152,7 @@ def lines_by_model(entries: Iterable[tuple[Group, Any]]) -> list[tuple[str, str,
 
 
 def describe_marks(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
-    """Return a sentence on the meaning of a table's marks, with the rules, empty without marks."""
+    """Return a sentence on a table's daggers with the audit's rules. Return an empty text without daggers."""
     by_severity = group_rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
     text = " or ".join(
         f"{severity} ({', '.join(rules)})" for severity, rules in by_severity.items()
@@ -162,7 +161,7 @@ def describe_marks(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) 
 
 
 def group_rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
-    """Return the rules in the flags of summary rows by severity, the worst first."""
+    """Return the audit rules in the flags of summary rows by severity, worst severity first."""
     named = dict.fromkeys(rule for flag in flags if flag for rule in flag.split("; "))
     by_severity: dict[str, list[str]] = {}
     for rule in named:
@@ -217,12 +216,12 @@ def markdown(table: pd.DataFrame, title: str) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """`text` escaped for LaTeX."""
+    """Return a text escaped for LaTeX."""
     return "".join(_LATEX.get(character, character) for character in text)
 
 
 def latex(table: pd.DataFrame, title: str) -> str:
-    """Return the table as a LaTeX float (needs booktabs)."""
+    """Return the table as a LaTeX float, which needs the package booktabs."""
     columns = "ll" + "r" * (len(table.columns) - 2)
     lines = [r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(title)}}}"]
     lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
@@ -235,9 +234,9 @@ def latex(table: pd.DataFrame, title: str) -> str:
 
 
 def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
-    """Return whether a metric has a table in an experiment: if any cell has a value.
+    """Return whether an experiment has a table of a metric, which needs any value.
 
-    The training time always has one, because it also shows how each cell ended.
+    The training time always has a table, because it also shows the outcomes of cells.
 
     Args:
         rows: The experiment's rows of cells.csv.
@@ -250,7 +249,7 @@ def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bo
 
 
 def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
-    """Write a table as <stem>.csv, .md and .tex.
+    """Write a table as <stem>.csv, <stem>.md and <stem>.tex.
 
     Args:
         table: The table.
@@ -263,9 +262,9 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
 
 
 def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
-    """Write <out_dir>/<experiment>/<measure>.{csv,md,tex}; return the number of tables.
+    """Write <out_dir>/<experiment>/<measure>.{csv,md,tex} and return the number of tables.
 
-    A metric without any value gets no table; an old one is removed.
+    A metric without values has no table, and its old table is removed.
 
     Args:
         cells: Rows of cells.csv.
@@ -293,11 +292,13 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.tables.tables", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, help="audit.csv, if there is one")
-    parser.add_argument("--summary-out", type=Path, required=True, help="every number (CSV)")
+    parser.add_argument(
+        "--summary-out", type=Path, required=True, help="CSV file to write, a row per number"
+    )
     parser.add_argument("--out-dir", type=Path, required=True, help="folder for the tables")
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)

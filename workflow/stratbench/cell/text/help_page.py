@@ -1,4 +1,4 @@
-"""Addresses of entries in docs/troubleshooting.md, with which the messages they explain end."""
+"""Builds addresses of entries in docs/troubleshooting.md, which are appended to error messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ PAGE = "docs/troubleshooting.md"
 
 
 def help_address(heading: str) -> str:
-    """Return the address of an entry, in square brackets.
+    """Return the address of an entry of docs/troubleshooting.md, in square brackets.
 
     Args:
-        heading: The entry's heading, which is a part of the message.
+        heading: Heading of the entry, which is a part of the message.
     """
     words = re.sub(r"[^\w\s-]", "", heading.lower())
     return f"[{PAGE}#{words.replace(' ', '-')}]"

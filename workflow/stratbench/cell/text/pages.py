@@ -1,6 +1,7 @@
-"""Fills in the templates of pages: in HTML every value is escaped, and a missing one is an error.
+"""Fills in the templates of pages; in HTML every value is escaped, and a missing value is an error.
 
-Characters that are not printable are never shown: a bundle's could reverse the neighbouring text.
+Characters that are not printable are replaced, because a character in a bundle could reverse the text after
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from stratbench.cell.text.words import printable
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-#: Common parts of all pages: their colours, their style and the sorting of tables.
+#: The folder with the common parts of all pages: colours, style and the sorting of tables.
 SHARED = Path(__file__).parent / "templates"
 
 
@@ -28,18 +29,18 @@ def render(
     values: dict[str, Any],
     filters: dict[str, Callable[..., Any]] | None = None,
 ) -> str:
-    """Return a page: the template filled in with these values.
+    """Return a page: a template filled in with values.
 
-    Templates may include those of SHARED. A template `*.txt.j2` gives a text for a terminal, in which nothing
-    is escaped.
+    Templates may include templates of SHARED. A template `*.txt.j2` gives a text for a terminal, without
+    escapes.
 
     Args:
         template: File name of the template.
-        folders: Folders to search it in.
+        folders: Folders that may contain the template.
         values: Values by name.
-        filters: Filters of templates by name.
+        filters: Further filters by name.
     """
-    import jinja2  # not where workers train
+    import jinja2  # machines that only train may lack it
 
     in_terminal = template.endswith(".txt.j2")
     shown = printable if in_terminal else unbroken
@@ -56,25 +57,25 @@ def render(
 
 
 def unbroken(text: str) -> str:
-    """Return a printable text without line breaks before `%` or in `ddp × 8`."""
+    """Return a printable text with no-break spaces before `%` and in `ddp × 8`."""
     return re.sub(r"(?<=\d) (?=%)| (?=× \d)|(?<=×) (?=\d)", "\u00a0", printable(text))
 
 
 def breakable(name: str) -> Markup:
-    """Return a name that may be broken after `_`, `.` and `/`, as after a hyphen."""
+    """Return a name in which a line may break after `_`, `.` and `/`."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(printable(name)))))
 
 
 def as_json(data: Any) -> str:
-    """JSON that no HTML parser reads as markup, whatever texts it holds."""
+    """Return data as JSON that contains no characters of HTML markup."""
     text = printable(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def script_values(path: Path) -> dict[str, str]:
-    """Return a page's one script, after what all such scripts share, and its hash for the page's policy."""
+    """Return a page's whole script, and its hash for the content security policy."""
     script = "".join(p.read_text(encoding="utf-8") for p in (SHARED / "interactive.js", path))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {"script": script, "script_hash": f"sha256-{digest}"}

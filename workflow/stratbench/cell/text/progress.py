@@ -1,4 +1,4 @@
-"""A bar that shows how far what takes long has got."""
+"""Shows a progress bar for long operations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 
 def progress_bar(total: int, unit: str, description: str) -> Any:
-    """Return a tqdm bar on stderr, shown after two seconds.
+    """Return a tqdm bar on stderr that appears after two seconds.
 
-    It is seldom redrawn if stderr is a log file. Without tqdm (if only the engine is installed) it shows
-    nothing.
+    If stderr is a log file, the bar is updated every 10 s. Without tqdm nothing is shown.
 
     Args:
         total: Number of units.

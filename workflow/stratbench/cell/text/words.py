@@ -1,4 +1,4 @@
-"""Counts and nouns (`1 GPU`, `4 CPU processes`), memory, foreign text, wrong values."""
+"""Formats counts with nouns (`4 CPU processes`), memory, times, foreign texts and wrong values."""
 
 from __future__ import annotations
 
@@ -9,34 +9,31 @@ from typing import Any
 MIB = 1 << 20
 GIB = 1 << 30
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10))
-_MAX_SHOWN = 80  # characters of a wrong value in a message
+_MAX_SHOWN = 80  # maximum number of characters of a wrong value in a message
 #: Noun for a worker, by the kind of its device.
 WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 
 
 def unit_for(n_bytes: float) -> tuple[str, int]:
-    """Return the unit in which an amount is at least one, and its bytes.
-
-    The smallest unit is KiB.
-    """
+    """Return the largest unit (KiB, MiB, GiB) that an amount reaches, and its bytes."""
     return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
 
 
 def bytes_text(n_bytes: float) -> str:
-    """Return bytes as text: GiB with three digits, MiB or KiB as whole numbers."""
+    """Return bytes as text: GiB with three digits, MiB or KiB without decimals."""
     name, unit = unit_for(n_bytes)
-    value = float(n_bytes) / unit  # of numpy, two truths add up to one
+    value = float(n_bytes) / unit  # `float`, since two bools of numpy add up to True
     decimals = (abs(value) < 99.95) + (abs(value) < 9.995) if unit == GIB else 0
     return f"{value:,.{decimals}f} {name}" if n_bytes else "0"
 
 
 def hours_text(hours: float) -> str:
-    """Return hours as text: two digits, and from 10 on integers."""
+    """Return hours as text with two significant digits, from 10 hours on as an integer."""
     return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Return the most seconds that something takes as text, in s, min or h."""
+    """Return an upper bound on a time as text, in s, min or h."""
     if seconds < 1:
         return "1 s"
     if seconds < 100:
@@ -45,14 +42,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """Return a time as text with three digits at most, from microseconds on."""
+    """Return a time in s, ms or µs, with at most three significant digits."""
     unit, name = next(((u, n) for u, n in ((1, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "µs"))
     value = seconds / unit
     return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
 
 
 def counted(count: int, noun: str) -> str:
-    """Return the count with its noun, in the plural unless one: `4 CPU processes`."""
+    """Return a count with its noun in singular or plural: `4 CPU processes`."""
     return f"{count} {noun if count == 1 else plural(noun)}"
 
 
@@ -64,32 +61,29 @@ def plural(noun: str) -> str:
 
 
 def names_text(names: Sequence[str], max_names: int = 4) -> str:
-    """Return at most `max_names` names in a sentence: `a, b, c, d and 2 more`."""
+    """Return at most `max_names` names for a sentence: `a, b, c, d and 2 more`."""
     shown = ", ".join(names[:max_names])
     return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more"
 
 
 def joined_with_and(values: Iterable[object]) -> str:
-    """Return the values as a list in words: `1, 2 and 4`."""
+    """Return values as a list for a sentence: `1, 2 and 4`."""
     *texts, last = map(str, values)
     return f"{', '.join(texts)} and {last}" if texts else last
 
 
 def worker_noun(device_kinds: Iterable[object]) -> str:
-    """Return the noun for workers on these kinds of device.
-
-    It is `worker` where kinds differ or none is known.
-    """
+    """Return the noun for workers on these kinds of device, `worker` if ambiguous."""
     nouns = [WORKER_NOUNS[kind] for kind in WORKER_NOUNS.keys() & set(device_kinds)]
     return nouns[0] if len(nouns) == 1 else "worker"
 
 
-#: The columns of a terminal that every text fits.
+#: Maximum number of characters in a line for a terminal.
 COLUMNS = 100
 
 
 def folded(lines: Iterable[str]) -> str:
-    """Return lines for a terminal, each broken at COLUMNS, with a hanging indent of two."""
+    """Return lines as a text, wrapped at COLUMNS with a hanging indent."""
     wrapped: list[str] = []
     for line in "\n".join(lines).split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
@@ -105,23 +99,20 @@ def folded(lines: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a foreign text with `?` for characters that could control a terminal or reverse text."""
+    """Return a text with `?` for characters that could control a terminal or reverse text."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def shortened(text: str) -> str:
-    """Return a foreign text, as `printable` does, short enough for a table."""
+    """Return a text like `printable`, cut to 80 characters for a table."""
     text = printable(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def repr_of(value: Any) -> str:
-    """Return a wrong value as a message shows it.
-
-    Null, true and false are as in YAML, and a long one is cut.
-    """
+    """Return a wrong value for a message, in YAML's notation and cut if long."""
     names = {None: "null", True: "true", False: "false"}
     text = next((name for known, name in names.items() if value is known), repr(value))
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
