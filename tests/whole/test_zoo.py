@@ -1,4 +1,4 @@
-"""Every network of the zoo under every strategy: the plain loop's losses to 1e-12, or why not in a sentence.
+"""Each network of the zoo under each strategy: the plain loop's losses to 1e-12, or why not in a sentence.
 
 Two real workers go the way of a cell: set-up with the trial, warm-up, timed epochs, evaluation. The networks
 are in zoo.py.
@@ -69,6 +69,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
     "local": ("local-sgd", {"period": 1}, 2),
     "ps-sync": ("ps-sync", {}, 2),
 }
+#: Of strategies that a network is trained with otherwise, too: each network goes one of these ways.
+FURTHER = ("fsdp-alone", "fsdp-kept", "ps-alone")
 
 
 # --- what the processes run -----------------------------------------------------------------------
@@ -388,7 +390,11 @@ def test_networks_as_people_bring_them_train_as_the_plain_loop_does(tmp_path):
 def test_so_does_the_rest_of_the_zoo_under_every_strategy(tmp_path):
     quick = set(product(QUICK, QUICK_WAYS))
     rest = [
-        (name, way, "") for name, way in product(zoo.NETWORKS, WAYS) if (name, way) not in quick
+        (name, way, "")
+        for number, name in enumerate(zoo.NETWORKS)
+        for way in WAYS
+        if (name, way) not in quick
+        and way in (set(WAYS) - set(FURTHER) | {FURTHER[number % len(FURTHER)]})
     ]
     check_all(trained(rest, tmp_path))
 
