@@ -51,7 +51,7 @@ class Miscompiled(Net):
 
 
 #: One worker computes what two do, and the second would compile the same once more.
-SERVED = {"gpus": 1, "per_worker_batch": 16}
+ALONE = {"gpus": 1, "per_worker_batch": 16}
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_compiled_training_is_the_same_and_compiles_in_the_warm_up(
     for strategy, compiles in (("ddp", False), ("ddp", True), ("fsdp", True), ("ps-sync", True)):
         s = settings(
             strategy, model="net", own_model=code, precision="fp64", epochs=2, compile=compiles,
-            **(SERVED if strategy == "ps-sync" else {}),
+            **({} if strategy == "fsdp" else ALONE),
         )  # fmt: skip
         cell = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
         exit_code, output = cell.finish(timeout_s=300)
@@ -111,8 +111,8 @@ def test_code_that_computes_other_gradients_is_refused(
     if reason := missing_compiler(cuda=False):
         pytest.skip(reason)
     wrong = code | {"call": "small_net.Miscompiled"}
-    served = SERVED if strategy == "ps-sync" else {}
-    s = settings(strategy, model="net", own_model=wrong, compile=True, **served)
+    workers = ALONE if strategy == "ps-sync" else {}
+    s = settings(strategy, model="net", own_model=wrong, compile=True, **workers)
     cell = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     exit_code, output = cell.finish(timeout_s=300)
     assert exit_code == 0, output
