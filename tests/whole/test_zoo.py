@@ -35,6 +35,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint.request import Request
+from stratbench.extensions.plan.remarks import iter_remarks
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.strategy import server_configs
 from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
@@ -441,7 +442,7 @@ def test_what_is_worth_knowing_is_remarked(kind, said):
     x, y = samples(2, 0)
     with generators.restoring_generators():
         found = trial.take_trial("it", model, x, y, [2, CLASSES], (), CLASSES)
-    remarks = list(acceptance.remarks(model, found))
+    remarks = list(iter_remarks(model, found))
     assert len(remarks) == len(said)
     assert all(part in remark for part, remark in zip(said, remarks, strict=True)), remarks
 

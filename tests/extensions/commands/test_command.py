@@ -20,6 +20,7 @@ from launching import LIMITS_S, LaunchedCell, assert_gone, settings, until
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
+from stratbench.extensions.commands.files import files_of_command
 from stratbench.extensions.commands.process import meeting_place
 from stratbench.extensions.commands.reading import ReportError, read_report
 from stratbench.extensions.plan.check import check_study
@@ -31,7 +32,7 @@ from stratbench.strategies.needs import faults
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.sampler import CellProcesses
-from stratbench.workload.users_code import digest_of, files_of_command
+from stratbench.workload.users_code import digest_of
 
 pytestmark = pytest.mark.timeout(300)
 Command = strategy_class("command")

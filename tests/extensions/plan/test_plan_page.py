@@ -391,8 +391,11 @@ def test_each_control_changes_what_it_says_and_the_keyboard_does_it_too(page: Br
     page.press("ArrowLeft")
     assert page.run("S.workers") == 2
     assert page.run("document.activeElement.name + document.activeElement.value") == "workers2"
-    page.run("document.querySelector('#table button').focus()")
+    page.run(
+        "document.querySelector(`#table button[aria-pressed=false][aria-label*=' on 2.']`).focus()"
+    )
     page.press("Enter")
+    assert page.run("document.activeElement.ariaPressed") == "true"
     labelled = (
         "[...document.querySelectorAll('input, select, button')].filter((e) => e.offsetParent && !("
         "e.labels?.length || e.ariaLabel || e.textContent.trim())).length"

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from stratbench.analysis.records.columns import BY_NAME, EPOCH_BY_NAME
-from stratbench.cell.files import MARK
 from stratbench.cell.options import build_field_rules
 from stratbench.extensions.sets.__main__ import main
 from stratbench.extensions.sets.export import EXPORTS, REQUIREMENTS, export_set
 from stratbench.extensions.sets.export.runs import iter_runs
+from stratbench.extensions.sets.folders import MARK
 from stratbench.extensions.sets.keys import Sets
 from stratbench.extensions.sets.reading import read_set
 

@@ -16,8 +16,6 @@ from typing import Any
 
 #: The maximum size in bytes of a JSON file that is read into memory.
 MAX_JSON_BYTES = 64 << 20
-#: The file that marks a folder as written by stratbench, for folders that users name.
-MARK = ".stratbench"
 #: Integers from this number on do not fit in a column of 64-bit integers.
 _MAX_WHOLE = 1 << 63
 _MAX_DIGITS = len(f"-{_MAX_WHOLE}")
@@ -73,30 +71,6 @@ def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[
         writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
         writer.writerows(rows)
-
-
-def claim_folder(folder: Path, about: str = "") -> str:
-    """Create a marked folder or reuse one, so that foreign files are never overwritten.
-
-    Args:
-        folder: The folder.
-        about: Text to store in the marker.
-
-    Returns:
-        The text that the marker had before; empty for a new folder.
-
-    Raises:
-        FileExistsError: The folder has files and lacks the marker.
-    """
-    mark = folder / MARK
-    ours = mark.is_file()
-    if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(
-            f"{folder} was not written by stratbench; name a folder that does not exist yet"
-        )
-    before = read_regular(mark, MAX_JSON_BYTES).decode(errors="replace") if ours else ""
-    write_atomic(mark, about)
-    return before
 
 
 def reason_of(error: OSError) -> str:

@@ -95,33 +95,6 @@ def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
     return dict(sorted(by_path.items()))
 
 
-#: Largest size of a file that counts as code of a command; larger files count as data.
-_LARGEST_BYTES = 1 << 20
-
-
-def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
-    """Return the user's files that a command names, and the local imports of its Python files.
-
-    The files are by their names in the command, or by their relative paths. A module after `-m` is searched
-    in the working directory. Binary files, files above 1 MiB and installed packages are left out.
-    """
-    by_name: dict[str, Path] = {}
-    before = ""
-    for argument in arguments:
-        path = Path(argument).expanduser()
-        if before == "-m":
-            by_name |= sources(argument, [Path.cwd()])
-        elif (
-            path.is_file()
-            and path.stat().st_size <= _LARGEST_BYTES
-            and b"\0" not in path.read_bytes()
-        ):
-            beside = sources(path.stem, [path.parent]) if path.suffix == ".py" else {}
-            by_name |= {name: p for name, p in beside.items() if p != path} | {argument: path}
-        before = argument
-    return dict(sorted(by_name.items()))
-
-
 def _list_module_files(folder: Path, name: str, namespace: bool) -> list[Path]:
     package, module = folder / name, folder / f"{name}.py"
     if (package / "__init__.py").is_file():

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import RunFolder
+from stratbench.workload.users_code import sources
+
+#: The largest file that counts as a part of a command, in bytes: a larger one is data.
+MAX_PART_BYTES = 1 << 20
 
 
 def command_name(node: int) -> str:
@@ -37,3 +42,26 @@ def read_ends(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:
         for node, path in paths.items()
         if path.exists()
     ]
+
+
+def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
+    """Return the user's files that a command names, and the local imports of its Python files.
+
+    The files are by their names in the command, or by their relative paths. A module after `-m` is searched
+    in the working directory. Binary files, files above 1 MiB and installed packages are left out.
+    """
+    by_name: dict[str, Path] = {}
+    before = ""
+    for argument in arguments:
+        path = Path(argument).expanduser()
+        if before == "-m":
+            by_name |= sources(argument, [Path.cwd()])
+        elif (
+            path.is_file()
+            and path.stat().st_size <= MAX_PART_BYTES
+            and b"\0" not in path.read_bytes()
+        ):
+            beside = sources(path.stem, [path.parent]) if path.suffix == ".py" else {}
+            by_name |= {name: p for name, p in beside.items() if p != path} | {argument: path}
+        before = argument
+    return dict(sorted(by_name.items()))

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from stratbench.cell.options import option
 from stratbench.cell.settings import GIVEN
+from stratbench.extensions.commands.files import files_of_command
 from stratbench.strategies.base import Options, Strategy, Traits
-from stratbench.workload.users_code import files_of_command
 
 #: Placeholders in an argument, besides the names of an experiment's settings.
 PLACEHOLDERS = {

@@ -340,6 +340,7 @@ def _found_of_network(request: Request) -> CheckResult:
 
 def _tried(request: Request, on_fakes: bool) -> CheckResult:
     from stratbench.extensions.plan.footprint import fake
+    from stratbench.extensions.plan.remarks import iter_remarks
 
     with fake.surroundings(request, on_fakes):
         model, _, worker = fake.built(request, on_fakes)
@@ -364,7 +365,7 @@ def _tried(request: Request, on_fakes: bool) -> CheckResult:
             dropout=trial.draws,
             writes_buffers=models.has_batchnorm(model) or bool(trial.written),
             skipped=trial.skipped,
-            remarks=list(acceptance.remarks(model, trial)),
+            remarks=list(iter_remarks(model, trial)),
             trial=dataclasses.asdict(trial),
             blocks=equal_blocks(request, model),
         )

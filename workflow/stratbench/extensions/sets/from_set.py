@@ -10,13 +10,13 @@ from typing import Any
 
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import decisions, read_evidence, write_decisions
-from stratbench.cell.files import claim_folder
 from stratbench.cell.text.words import folded, printable
 from stratbench.command import CommandError
 from stratbench.command.subcommands import changed
 from stratbench.extensions.sets.archive import SetError, extract_bundle
 from stratbench.extensions.sets.check import INVALID, compute_exit_code, describe_set
 from stratbench.extensions.sets.export import export_set
+from stratbench.extensions.sets.folders import claim_folder
 from stratbench.extensions.sets.keys import existing_sets
 from stratbench.extensions.sets.reading import ResultSet, read_set
 from stratbench.study.config.messages import ConfigError

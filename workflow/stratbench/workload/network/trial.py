@@ -415,14 +415,6 @@ def _set_parameter(module: nn.Module, key: str, p: nn.Parameter) -> None:
         setattr(module, key, p)
 
 
-def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several names."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(p, []).append(name)
-    return [aliases for aliases in names.values() if len(aliases) > 1]
-
-
 def _are_scores(outputs: Sequence[int], y: Tensor) -> bool:
     """Return whether outputs of this shape are scores per class for the targets `y`."""
     return not y.is_floating_point() and list(outputs[:-1]) == list(y.shape)

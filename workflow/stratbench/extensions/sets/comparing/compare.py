@@ -9,13 +9,14 @@ from pathlib import Path
 
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import describe_decisions
-from stratbench.cell.files import claim_folder, write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import folded, printable
 from stratbench.extensions.sets.archive import NAME, SetError, quote_untrusted
 from stratbench.extensions.sets.comparing import figures, page, regression, tables
 from stratbench.extensions.sets.comparing.comparison import compare, make_headline
 from stratbench.extensions.sets.comparing.exploring import write_explore
 from stratbench.extensions.sets.comparing.union import decide_over_sets, iter_constraint_sentences
+from stratbench.extensions.sets.folders import claim_folder
 from stratbench.extensions.sets.keys import EXPLORE, INDEX, PAGES
 from stratbench.extensions.sets.reading import ResultSet, read_set
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import claim_folder
 from stratbench.extensions.sets.archive import SetError
+from stratbench.extensions.sets.folders import claim_folder
 from stratbench.extensions.sets.reading import ResultSet
 
 #: Formats, each with the packages to install for it.

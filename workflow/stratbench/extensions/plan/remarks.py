@@ -1,0 +1,81 @@
+"""Remarks of the check on properties of a model that do not prevent training.
+
+Importing this file imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from stratbench.cell.text.words import names_text
+from stratbench.workload.network import models
+from stratbench.workload.network.trial import Trial
+from stratbench.workload.torch_internals import BatchNorm, tree_leaves
+
+
+def iter_remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
+    """Yield remarks on properties of a model that do not prevent training."""
+    for names in find_tied(model):
+        yield (
+            f"tied: {' = '.join(names)} is one parameter, and stays one with every strategy; if a module "
+            "outside its shard group shares it, it is sharded with the root"
+        )
+    if formats := models.changed_formats(model):
+        yield formats
+    norms = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, BatchNorm))
+    if written := [name for name in trial.written if not name.startswith(norms)]:
+        yield f"forward writes the buffers {names_text(written)}"
+    if trial.replaced:
+        yield (
+            f"forward replaces the buffers {names_text(trial.replaced)} by new tensors: strategies that send "
+            "or average buffers keep using the old tensors; write to them in place (copy_, add_)"
+        )
+    if trial.overwritten:
+        yield (
+            f"forward changes the parameters {names_text(trial.overwritten)}: strategies that gather or pull "
+            "weights would lose the change, so they refuse the model"
+        )
+    if trial.hooked:
+        yield (
+            f"{names_text(trial.hooked)} has a gradient hook, which gets each worker's own gradient before "
+            "the average, and with gradient_accumulation_steps that of each part"
+        )
+    if counted := set(trial.counts + trial.kept_aside).intersection(trial.attributes):
+        yield (
+            f"forward changes the plain attributes {names_text(sorted(counted))}: the warm-up restores them, "
+            "but no checkpoint has them; use a buffer (register_buffer), which checkpoints save"
+        )
+    if loose := find_unregistered_parameters(model):
+        yield (
+            f"{names_text(loose)} contains parameters that no module has registered and that are not "
+            "trained; use nn.ParameterList or nn.ParameterDict, or assign them to attributes"
+        )
+
+
+def find_tied(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    return [aliases for aliases in names.values() if len(aliases) > 1]
+
+
+def find_unregistered_parameters(model: nn.Module) -> list[str]:
+    """Return paths of the lists, tuples and dicts of a model that contain unregistered parameters."""
+    known = set(model.parameters())
+    paths = []
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key.startswith("_") or not isinstance(value, list | tuple | dict):
+                continue
+            held = [
+                p
+                for leaf in tree_leaves(value)
+                for p in (leaf.parameters() if isinstance(leaf, nn.Module) else [leaf])
+                if isinstance(p, nn.Parameter)
+            ]
+            if not known.issuperset(held):
+                paths.append(f"{prefix}.{key}" if prefix else key)
+    return paths
