@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from test_launch import check_log_is_appended
 
 import invariants
 from launching import LIMIT_S, LIMITS_S, WORKFLOW, assert_gone, settings, until
@@ -328,3 +329,7 @@ def test_what_is_no_block_is_named(tmp_path):
         path.write_text(text)
         with pytest.raises(blocks.BlockError, match=r"block\.json"):
             blocks.read_block(path)
+
+
+def test_a_block_that_waits_leaves_the_log_of_the_one_that_trains():
+    check_log_is_appended("verdict", "extensions.verdict.block")
