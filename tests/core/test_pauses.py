@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -26,7 +25,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry import pauses
 from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.pauses import Pause, pauses_of_workers
-from stratbench.telemetry.timeline import SAMPLE_COLUMNS, PhaseLog, read_phases
+from stratbench.telemetry.timeline import SAMPLE_COLUMNS, PhaseLog
 from stratbench.train import agent, forkserver, standing
 from stratbench.train.agent import Exits
 from stratbench.train.ending import Ending
@@ -201,43 +200,6 @@ def test_a_cell_that_is_stopped_while_it_trains_trains_again(
     found = record.read(launched.record)
     assert found["status"] == "ok"
     assert "pauses" not in found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "ps-ormo"])
-def test_an_elastic_cell_that_is_stopped_while_it_trains_says_so(start_cell, strategy):
-    """The pause counts towards no limit, and the audit calls the times unusable."""
-    slow = {"workers": [0], "factor": 10}
-    s = settings(
-        strategy,
-        gpus=2,
-        more={"elastic": {"elastic": True}},
-        epochs=15,
-        lr=1e-6,
-        slowdown=slow,
-        warmup_steps=1,
-    )
-    launched = start_cell(s, time_limit_s=LIMIT_S)
-    # Members of a group train once they have joined.
-    until(
-        lambda: any(
-            p.phase == "train" or (p.phase == "join" and math.isfinite(p.end_s))
-            for p in read_phases(launched.folder.phase_logs())
-        )
-    )
-    tree = [launched.process, *psutil.Process(launched.process.pid).children(recursive=True)]
-    for process in tree:
-        process.send_signal(signal.SIGSTOP)
-    time.sleep(2 * pauses.SHORTEST_S)
-    for process in tree:
-        process.send_signal(signal.SIGCONT)
-    code, output = launched.finish()
-    assert code == 0, output
-    found = record.read(launched.record)
-    assert found["status"] == "ok"
-    [pause] = found["pauses"]
-    assert pause["in_training"]
-    assert pause["length_s"] > pauses.SHORTEST_S
 
 
 def test_a_deadline_is_put_off_by_pauses():
