@@ -3,8 +3,8 @@
     PYTHONPATH=workflow python benchmarks/prediction/public_steps.py > benchmarks/results/public-steps.md
 
 Writes the plan's one time for each run into workflow/reference/public_runs.csv, whose other columns are
-restated from the source that each row names. Run it again when the plan's rates have changed. A network is
-followed at four and five blocks; work and bytes of its blocks are a line from these. Takes minutes.
+restated from the source that each row names. Run it again when the plan's rates have changed. Networks are
+followed with few of their equal blocks. Takes minutes.
 """
 
 from __future__ import annotations
@@ -12,56 +12,20 @@ from __future__ import annotations
 import csv
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "workflow")]
 
 from public_plans import Planner, read_configurations  # noqa: E402
+from public_sweep_runs import equal_blocks  # noqa: E402
 
 from stratbench.extensions.plan import public_runs  # noqa: E402
-from stratbench.extensions.plan.footprint.footprint import Affine, Footprint  # noqa: E402
 
 COMMAND = "PYTHONPATH=workflow python benchmarks/prediction/public_steps.py"
-#: Blocks of the networks that are followed.
-BLOCKS = (4, 5)
 VOCABULARY = 50368
-
-
-def draw_out(shorter: Footprint, longer: Footprint, blocks: int) -> Footprint:
-    """Return what the time of a network of equal blocks needs, from those of BLOCKS.
-
-    Work, bytes and collectives are lines in the number of blocks; the peak is not, and stays the shorter's.
-    """
-    more = blocks - BLOCKS[0]
-
-    def line(a: float, b: float) -> float:
-        return a + (b - a) * more
-
-    calls, each = Counter(shorter.collectives), Counter(longer.collectives)
-    each.subtract(calls)
-    for call, n in each.items():
-        calls[call] += n * more
-    forward = line(shorter.flops_per_sample, longer.flops_per_sample)
-    attention = (f.attention_share * f.flops_per_sample for f in (shorter, longer))
-    training = (f.training_flops_per_sample for f in (shorter, longer))
-    touched = [f.touched_bytes for f in (shorter, longer)]
-    return replace(
-        shorter,
-        flops_per_sample=forward,
-        training_flops_per_sample=line(*training),
-        operations_per_step=round(line(shorter.operations_per_step, longer.operations_per_step)),
-        touched_bytes=Affine(
-            line(*(t.fixed for t in touched)), line(*(t.per_sample for t in touched))
-        ),
-        collectives=list(calls.elements()),
-        attention_share=line(*attention) / forward,
-    )
 
 
 def plan_s(planner: Planner, run: Mapping[str, str]) -> float:
@@ -86,20 +50,9 @@ def plan_s(planner: Planner, run: Mapping[str, str]) -> float:
         "cluster": {"gpu": run["gpu"], "network_gb_per_s": float(run["network_gb_per_s"])},
     }
 
-    def set_blocks(layers: int) -> None:
-        arguments = {"layers": layers, "bias": True, **sizes}
-        model = {"call": "public_networks.GPT", "kwargs": arguments, "wrap_classes": ["GPTBlock"]}
-        planner.models["public"] = model
-
-    def request_at(layers: int) -> Any:
-        set_blocks(layers)
-        return planner.subject(configuration)[2].request
-
-    whole = request_at(int(run["layers"]))
-    if whole not in planner.footprints:
-        each = [planner.footprint(request_at(n)) for n in BLOCKS]
-        planner.footprints[whole] = draw_out(*each, int(run["layers"]))
-    set_blocks(int(run["layers"]))
+    arguments = {"layers": int(run["layers"]), "bias": True, **sizes}
+    model = {"call": "public_networks.GPT", "kwargs": arguments, "wrap_classes": ["GPTBlock"]}
+    planner.models["public"] = model
     return planner.plan(configuration).fit.usual_s
 
 
@@ -155,7 +108,7 @@ def page(runs: list[dict[str, str]]) -> str:
 
 def main() -> None:
     """Plan all runs, write the table and print the page."""
-    runs, planner = public_runs.read_runs(), Planner(read_configurations()["models"])
+    runs, planner = public_runs.read_runs(), Planner(read_configurations()["models"], equal_blocks)
     for i, run in enumerate(runs, 1):
         run["planned_s"] = f"{plan_s(planner, run):.4g}"
         if i % 20 == 0:
