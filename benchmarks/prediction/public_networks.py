@@ -155,7 +155,7 @@ class Llama(nn.Module):
         super().__init__()
         size = head_size or width // heads
         norm = EagerRMSNorm if eager_norm else partial(nn.RMSNorm, eps=1e-5)
-        self.embed = nn.Embedding(vocab_size, width)
+        self.embed, self.stream = nn.Embedding(vocab_size, width), nn.Identity()
         turns = None if norm_heads else torch.ones(sequence, size // 2, dtype=torch.complex64)
         self.register_buffer("turns", turns, persistent=False)
         self.layers = nn.ModuleList(
@@ -171,7 +171,7 @@ class Llama(nn.Module):
             self.output.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        h = self.embed(tokens)
+        h = self.stream(self.embed(tokens))
         turns = None if self.turns is None else self.turns[: tokens.shape[1]]
         for layer in self.layers:
             h = layer(h, turns)
@@ -189,6 +189,15 @@ LLAMA_TENSOR_PLAN = {
     "layers.*.feed_forward.w3": "colwise of input",
     "layers.*.feed_forward.w2": "rowwise",
     "output": "scores",
+}
+#: The same, by which the stream between blocks can be divided by positions, too.
+LLAMA_SEQUENCE_PLAN = LLAMA_TENSOR_PLAN | {
+    "stream": "first",
+    "layers.*.n1": "norm",
+    "layers.*.attention": "input",
+    **{f"layers.*.attention.{name}": "colwise of input" for name in ("wq", "wk", "wv")},
+    "layers.*.n2": "norm",
+    "norm": "norm",
 }
 
 

@@ -93,3 +93,13 @@ def test_the_tables_times_are_those_of_the_plan(monkeypatch):
     run = next(r for r in public_runs.read_runs() if r["model"] == "MPT-125m")
     planned_s = plan_s(Planner({}, equal_blocks), run)
     assert planned_s == pytest.approx(float(run["planned_s"]), rel=0.01)
+
+
+def test_a_measured_peak_is_held_to_the_planned_one_of_its_kind(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    from public_gpus import GIB, KINDS, Measured
+
+    measured = Measured("name", {}, [], None, None, allocated_bytes=8 * GIB, reserved_bytes=9 * GIB)
+    planned = {kind: measured.planned_gib(name) for kind, name in KINDS.items()}
+    assert planned == {"allocated": 8, "active": 8, "reserved": 9, "nvidia-smi": 9}
+    assert measured.error_percent(KINDS["reserved"], 10) == pytest.approx(-10)
