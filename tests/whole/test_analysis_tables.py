@@ -14,12 +14,13 @@ from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import COORDINATES, EPOCH_COLUMNS, read_cells
 from stratbench.analysis.records.groups import Repeats
 from stratbench.analysis.records.measures import MEASURES, format_number
-from stratbench.analysis.report import report, sections
+from stratbench.analysis.report import report
 from stratbench.analysis.tables import tables
 from stratbench.analysis.tables.summary import read_summary, summarise
 from stratbench.cell import record
 from stratbench.extensions.audit import audit
 from stratbench.extensions.paper.metrics import MEMORY_RATIO, METRICS
+from stratbench.extensions.servers import section
 
 
 def analysed(root, cells, statuses=None, change=None, device="cuda"):
@@ -157,7 +158,7 @@ def test_servers_hold_back_workers_of_which_the_time_is_known(tmp_path):
     found, _ = analysed(tmp_path, cells, change=change)
     found["server_wait_s"], found["servers"] = [300.0, 40.0, 40.0], [2, 2, 2]
     found["train_time_s"] = [float("nan"), 100.0, 100.0]
-    (line,) = sections.list_server_rows(found)
+    (line,) = section.list_server_rows(found)
     assert line["waiting"] == "5.0%"  # 80 s, seen by two servers, of 8 x 100 s
 
 

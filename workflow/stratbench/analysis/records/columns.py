@@ -238,16 +238,9 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("staleness", "json", "", derived.staleness,
            "Number of pushes by staleness, which is the index in the list. The staleness of a push is the "
            "number of updates since the weights that it was computed from."),
-    Column("servers", "number", "", derived.count_servers, "Number of parameter servers."),
     Column("processes", "number", "", derived.count_processes,
            "Number of workers plus parameter servers. GPU-hours, worker-hours and costs count only the "
            "workers."),
-    Column("server_bytes", "number", "bytes", derived.sum_server_bytes,
-           "Bytes that all parameter servers received and sent."),
-    Column("server_wait_s", "number", "s", derived.server_wait_s,
-           "Time that servers made workers wait for other workers, summed over servers and workers."),
-    Column("server_lost", "number", "", derived.count_lost_workers,
-           "Number of workers that disconnected from a server before they finished."),
     *(Column(*values) for _, columns in at("columns") for values in columns),
     Column("record_path", "text", "", None, "Path of the record below results/<study>."),
     Column("log_path", "text", "", None, "Path of the log below results/<study>."),

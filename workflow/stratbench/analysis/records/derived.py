@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,44 +189,12 @@ def list_servers(record: Record) -> list[dict[str, Any]]:
     return value_at(record, "server.servers") or []
 
 
-def iter_server_worker_entries(record: Record) -> Iterator[dict[str, Any]]:
-    """Yield the entries of the workers in the entries of all servers."""
-    for server in list_servers(record):
-        yield from server.get("workers") or ()
-
-
-def count_servers(record: Record) -> int | None:
-    """Return the number of parameter servers."""
-    return len(list_servers(record)) or None
-
-
 def count_processes(record: Record) -> int | None:
     """Return the number of workers plus servers, or None if the servers left no statistics."""
     servers = list_servers(record)
     if value_at(record, "strategy.kind") == "server" and not servers:
         return None
     return value_at(record, "cell.gpus") + len(servers)
-
-
-def sum_server_bytes(record: Record) -> int | None:
-    """Return the bytes that all servers received and sent, or None without servers."""
-    if not list_servers(record):
-        return None
-    return sum(link["bytes_in"] + link["bytes_out"] for link in iter_server_worker_entries(record))
-
-
-def server_wait_s(record: Record) -> float | None:
-    """Return the time in s that workers waited for servers, summed over servers and workers."""
-    if not list_servers(record):
-        return None
-    return sum(link.get("wait_s") or 0.0 for link in iter_server_worker_entries(record))
-
-
-def count_lost_workers(record: Record) -> int | None:
-    """Return the number of distinct workers that disconnected from any server before they finished."""
-    if not list_servers(record):
-        return None
-    return len({str(w) for server in list_servers(record) for w in server.get("lost") or ()})
 
 
 def staleness(record: Record) -> str | None:

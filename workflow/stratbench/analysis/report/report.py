@@ -23,7 +23,6 @@ from stratbench.analysis.report.answer_rows import first_screen
 from stratbench.analysis.report.sections import (
     iter_strategy_rows,
     list_machine_rows,
-    list_server_rows,
 )
 from stratbench.analysis.report.shown import iter_shown_figures
 from stratbench.analysis.tables.summary import read_summary
@@ -353,7 +352,6 @@ def build_page_values(
         **first_screen(bases_by_strategy(cells), decided),
         "strategies": list(iter_strategy_rows(cells)),
         "experiments": list(iter_experiment_sections(inputs)),
-        "servers": list_server_rows(cells),
         "sections": list(sections),
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),

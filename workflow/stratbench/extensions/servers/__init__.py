@@ -9,4 +9,6 @@ EXTENSION = Extension(
     says="parameter servers and their policies",
     strategies=dict.fromkeys(POLICIES, "stratbench.extensions.servers.strategy:class_of_policy"),
     runner="stratbench.extensions.servers.runner:ServedRunner",
+    reading="stratbench.extensions.servers.section:READING",
+    columns="stratbench.extensions.servers.columns:COLUMNS",
 )

@@ -1,0 +1,55 @@
+"""The columns of cells.csv on parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from stratbench.analysis.records.derived import list_servers
+from stratbench.cell.record import Record
+
+
+def iter_server_worker_entries(record: Record) -> Iterator[dict[str, Any]]:
+    """Yield the entries of the workers in the entries of all servers."""
+    for server in list_servers(record):
+        yield from server.get("workers") or ()
+
+
+def count_servers(record: Record) -> int | None:
+    """Return the number of parameter servers."""
+    return len(list_servers(record)) or None
+
+
+def sum_server_bytes(record: Record) -> int | None:
+    """Return the bytes that all servers received and sent, or None without servers."""
+    if not list_servers(record):
+        return None
+    return sum(link["bytes_in"] + link["bytes_out"] for link in iter_server_worker_entries(record))
+
+
+def server_wait_s(record: Record) -> float | None:
+    """Return the time in s that workers waited for servers, summed over servers and workers."""
+    if not list_servers(record):
+        return None
+    return sum(link.get("wait_s") or 0.0 for link in iter_server_worker_entries(record))
+
+
+def count_lost_workers(record: Record) -> int | None:
+    """Return the number of distinct workers that disconnected from any server before they finished."""
+    if not list_servers(record):
+        return None
+    return len({str(w) for server in list_servers(record) for w in server.get("lost") or ()})
+
+
+# fmt: off
+#: The arguments of `analysis.records.columns.Column`.
+COLUMNS = (
+    ("servers", "number", "", count_servers, "Number of parameter servers."),
+    ("server_bytes", "number", "bytes", sum_server_bytes,
+     "Bytes that all parameter servers received and sent."),
+    ("server_wait_s", "number", "s", server_wait_s,
+     "Time that servers made workers wait for other workers, summed over servers and workers."),
+    ("server_lost", "number", "", count_lost_workers,
+     "Number of workers that disconnected from a server before they finished."),
+)
+# fmt: on
