@@ -24,6 +24,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.elastic.split import WeightedTask
 from stratbench.extensions.servers.figures import mean_loss
+from stratbench.extensions.servers.loop import summed
 from stratbench.extensions.servers.policies.averaging import SyncPolicy
 from stratbench.extensions.servers.ps import server
 from stratbench.extensions.servers.ps.server_run import ServerRun
@@ -33,7 +34,6 @@ from stratbench.strategies import make_strategy, option_defaults
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.telemetry.shards import whole_tensor
-from stratbench.train.loop import summed
 from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT
 from stratbench.workload.tasks import NextToken
