@@ -113,7 +113,7 @@ class ComparisonWithChoice:
     rival: Candidate
     ratio: IntervalEstimate
     repeats: int
-    #: `slower`, `tied_alternatives` (a near tie, or no clear difference), or `unknown`.
+    #: `slower`, `tied` (a near tie, or no clear difference), or `unknown`.
     status: str
 
 
@@ -288,7 +288,7 @@ class RankedGroup:
         )
         return Ranking(
             first=self.candidates[self.chosen],
-            comparisons=tuple(comparisons(comparison, stood, margin)),
+            comparisons=tuple(iter_comparisons(comparison, stood, margin)),
             max_lead=float(np.expm1(stood.max_lead)) if np.isfinite(stood.max_lead) else None,
             noise=self.noise,
             corrects_repeated_looks=bool(not fixed and stood.repeats.max() > 1),
@@ -338,7 +338,7 @@ def rank_by_preference(comparison: Sequence[Candidate]) -> np.ndarray:
     return np.array([places[key] for key in keys], dtype=float)
 
 
-def comparisons(
+def iter_comparisons(
     comparison: Sequence[Candidate], standings: Standings, margin: float
 ) -> Iterator[ComparisonWithChoice]:
     """Yield the comparison of each alternative with the choice, best alternative first.
