@@ -55,7 +55,7 @@ HOUSE_WORDS = {
     "unheld": ("unsatisfiable", 7),
     "unlike": ("mismatch", 32),
     "whoever": ("the process that", 19),
-    "why": ("reason", 255),
+    "why": ("reason", 258),
     "worth": ("sample efficiency", 85),
 }
 #: Classes that bear the name of what another program calls them.
