@@ -97,7 +97,7 @@ def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence)
         paired[group] = replace(found, claim=claim)
     (found,) = decide.decisions(cells, findings, decide.Constraints(), [BlocksEvidence(paired)])
     assert found.confidence == "medium"
-    assert ("does not claim it" in " ".join(found.sure)) == (confidence is None)
+    assert ("makes no claim for the choice" in " ".join(found.sure)) == (confidence is None)
 
 
 def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
