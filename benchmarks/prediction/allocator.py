@@ -38,7 +38,7 @@ sys.path[:0] = [str(BENCHMARKS / "gpu"), str(REPOSITORY / "workflow")]
 from stratbench.cell.files import read_json, write_atomic  # noqa: E402
 from stratbench.cell.text.words import MIB  # noqa: E402
 from stratbench.extensions.plan.against_records import measured_peak_bytes  # noqa: E402
-from stratbench.extensions.plan.check import rehearsals_of  # noqa: E402
+from stratbench.extensions.plan.check import rehearse_requests  # noqa: E402
 from stratbench.extensions.plan.device_rates import find_gpu  # noqa: E402
 from stratbench.extensions.plan.footprint.request import Request, data_bytes  # noqa: E402
 from stratbench.strategies import strategy_class  # noqa: E402
@@ -158,7 +158,7 @@ def row_of(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
     found = measured(case, folder, timeout_s)
     s, data = settings_of(case), describe("data", case.spec)
     request = Request.of(s, data, on_cuda=True, local_world=case.gpus)
-    _, made = rehearsals_of([request], folder / "plan-cache")
+    _, made = rehearse_requests([request], folder / "plan-cache")
     if (footprint := made[request].footprint) is None:
         raise RuntimeError(f"{case.name}: {made[request].fault}")
     gpu = find_gpu(found["gpu"])

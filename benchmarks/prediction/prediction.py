@@ -32,7 +32,7 @@ sys.path.insert(0, str(WORKFLOW))
 from stratbench.extensions.plan.against_records import prediction_rows  # noqa: E402
 from stratbench.extensions.plan.check import check_study  # noqa: E402
 from stratbench.extensions.plan.pages.table import write_rows  # noqa: E402
-from stratbench.extensions.plan.schedule import make_plan, records_by_cell  # noqa: E402
+from stratbench.extensions.plan.schedule import make_plan, read_records_by_cell  # noqa: E402
 from stratbench.study.config import config as configuration  # noqa: E402
 from stratbench.workload.data.prepare import prepare  # noqa: E402
 
@@ -212,7 +212,7 @@ def main() -> None:
                 study_config(model, args.strategies, args.workers, precision, results)
             )
             train(study, config, allocator, args.timeout_s)
-            records = records_by_cell(study, config["results"])
+            records = read_records_by_cell(study, config["results"])
             plan = make_plan(config, check_study(config, study), records)
             steps |= {record["batch"]["steps_per_epoch"] for record in records.values()}
             compared = prediction_rows(plan, records)

@@ -14,9 +14,9 @@ import yaml
 
 from stratbench.extensions.plan.check import Checked, CheckResult, Network, Rehearsal, try_footprint
 from stratbench.extensions.plan.footprint.drawn_out import UnlikeError
-from stratbench.extensions.plan.footprint.few_parts import FEW, MORE, draw_steps
+from stratbench.extensions.plan.footprint.few_parts import FEW, MORE, extrapolate_steps
 from stratbench.extensions.plan.footprint.footprint import Footprint
-from stratbench.extensions.plan.footprint.processes import prepare
+from stratbench.extensions.plan.footprint.processes import prepare_process
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.needs import Subject, subject_of
 from stratbench.extensions.plan.schedule import Planned, make_plan
@@ -46,7 +46,7 @@ class Planner:
         models: Mapping[str, Any],
         blocks_of: Callable[[Request], tuple[str, int] | None] = lambda request: None,
     ):
-        prepare()
+        prepare_process()
         torch.set_num_threads(1)
         self.models, self.blocks_of = dict(models), blocks_of
         self.footprints: dict[Request, Footprint | str] = {}
@@ -81,7 +81,7 @@ class Planner:
     def _footprint(self, request: Request) -> Footprint | str:
         if request.gradient_accumulation_steps > FEW + MORE:
             with suppress(UnlikeError):  # steps in many parts share those in few
-                return draw_steps(request, self._few_parts)
+                return extrapolate_steps(request, self._few_parts)
         return try_footprint(request, None, self.blocks_of(request))
 
     def _few_parts(self, request: Request) -> Footprint:

@@ -210,7 +210,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         if strategy == "single":  # what a factor refers to: of every strategy the bare model's
             slowdown.measure_step_s(s, net, shape, CLASSES, DEVICE)
         measured = dict(seen)
-        fake.set_up(made, net, worker)
+        fake.set_up_strategy(made, net, worker)
         loop.warm_up(made, data, worker)
         clock = StepClock(DEVICE)
         worker.mark = clock.mark

@@ -391,7 +391,7 @@ def test_predictions_are_told_by_strategy_with_their_worst(tmp_path, page):
         "e,ddp,101,100,1.0,8,8,0.0,5,,,True\ne,ddp,92.5,100,-7.5,8,8,0.0,5,,,False\n"
         "e,ddp,102,100,2.0,8,8,0.0,5,,,\ne,fsdp,3,,,100001,100000,0.0,103,100,3.0,\n"
     )
-    first, second = prediction_section.prediction_lines(path)
+    first, second = prediction_section.read_prediction_lines(path)
     assert (first["cells"], first["peak_mib"]) == (3, "median +1.0 %, worst -7.5 %")
     assert (first["states_bytes"], first["sent_bytes"], first["time"]) == ("exact", "", "1 of 2")
     assert (second["peak_mib"], second["sent_bytes"]) == ("", "+3.0 %")
@@ -409,7 +409,7 @@ def test_predictions_are_told_by_strategy_with_their_worst(tmp_path, page):
     assert "median +1.0 %, worst -7.5 %" in " ".join(page.text)
     assert "keeps part of the memory" in " ".join(page.text)
     path.write_text("study,experiment,strategy\n")  # no cell was predicted
-    assert prediction_section.prediction_lines(path) == []
+    assert prediction_section.read_prediction_lines(path) == []
 
 
 def test_experiments_stand_in_the_order_of_the_config(tmp_path):

@@ -220,7 +220,7 @@ def test_a_policy_goes_by_its_own_name_and_not_by_the_strategys(monkeypatch):
     assert config.policy_options == {"staleness_bound": 5, "lr_scale": "1/N"}
     sizes = {"weights": 100, "buffers": 8}
     needs = [
-        servers.server_needs(replace(s, strategy=name), sizes, 2)
+        servers.predict_server_bytes(replace(s, strategy=name), sizes, 2)
         for name in ("my-servers", "ps-ssp")
     ]
     assert needs[0] == needs[1]

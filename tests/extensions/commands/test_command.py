@@ -24,7 +24,7 @@ from stratbench.extensions.commands.files import files_of_command
 from stratbench.extensions.commands.process import meeting_place
 from stratbench.extensions.commands.reading import ReportError, read_report
 from stratbench.extensions.plan.check import check_study
-from stratbench.extensions.plan.duration import span_by_records
+from stratbench.extensions.plan.duration import estimate_from_records
 from stratbench.extensions.plan.pages.check_text import check_text
 from stratbench.extensions.plan.schedule import make_plan
 from stratbench.strategies import option_defaults, strategy_class
@@ -452,10 +452,10 @@ def test_plan_and_check_say_of_a_command_what_they_cannot_know(tmp_path):
         "time": {"train_time_s": 10.0},
         "program": {},
     }
-    span = span_by_records(planned.cell, [found])
+    span = estimate_from_records(planned.cell, [found])
     assert (span.low_s, span.high_s) == (9.0, 11.0)
     # Of others it says nothing.
-    assert span_by_records(replace(planned.cell, strategy="ddp"), [found]) is None
+    assert estimate_from_records(replace(planned.cell, strategy="ddp"), [found]) is None
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the check leaves to other processes is done in this one."""
-    monkeypatch.setattr(cache, "pool_of", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(cache, "make_pool", lambda *_: ThreadPoolExecutor(1))
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def code(monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def study_of(names: dict[str, list[str] | None], **changes):
+def make_model_study(names: dict[str, list[str] | None], **changes):
     """A config and its study of odd networks; `names`: each with the classes to shard by."""
     experiment = {
         "dataset": "digits", "models": list(names),
@@ -209,10 +209,10 @@ def study_of(names: dict[str, list[str] | None], **changes):
 
 def found_of(name: str, wrap_classes: list[str] | None = None, **changes) -> dict[str, str | None]:
     """What the check says of a network: strategy -> why it is refused."""
-    config, study = study_of({name: wrap_classes}, **changes)
+    config, study = make_model_study({name: wrap_classes}, **changes)
     subjects = [subject_of(config, study, cell) for cell in study.cells]
     with tempfile.TemporaryDirectory() as folder:
-        networks, made = check.rehearsals_of([s.request for s in subjects], Path(folder))
+        networks, made = check.rehearse_requests([s.request for s in subjects], Path(folder))
     (network,) = networks.values()
     return {s.cell.strategy: network.fault or made[s.request].refusal for s in subjects}
 
@@ -236,14 +236,14 @@ def test_the_check_says_what_strategies_really_do(name, outcomes):
 
 
 def test_a_network_in_a_format_of_its_own_is_told_what_it_is_trained_in():
-    config, study = study_of({"Halved": None, "HalvedInput": None}, strategies=["ddp"])
+    config, study = make_model_study({"Halved": None, "HalvedInput": None}, strategies=["ddp"])
     requests = [subject_of(config, study, cell).request for cell in study.cells]
     halved = check.check_network(requests[0])
     told = "its code creates parameters in bfloat16, but all strategies train them in float32 (`precision`)"
     assert halved.fault is None
     assert told in halved.remarks
     with pytest.raises(users_code.ModelError, match="BFloat16") as raised:
-        check._tried(requests[1], on_fakes=False)
+        check._run_trial(requests[1], on_fakes=False)
     assert str(raised.value).endswith(f"; {told}: cast a layer's input to the dtype of its weight")
 
 
@@ -286,7 +286,9 @@ def test_what_is_too_large_to_be_tried_with_real_numbers_is_not_checked_and_no_f
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(check, "MAX_REAL_PARAMETERS", 100)
-    config, study = study_of({"Branches": None, "Unused": None}, strategies=["ddp", "zero1"])
+    config, study = make_model_study(
+        {"Branches": None, "Unused": None}, strategies=["ddp", "zero1"]
+    )
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
     text = check_text(checked)
     assert (
@@ -298,7 +300,7 @@ def test_what_is_too_large_to_be_tried_with_real_numbers_is_not_checked_and_no_f
 
 
 def test_an_error_of_fakes_alone_leaves_a_small_network_without_a_prediction_only(tmp_path):
-    config, study = study_of({"RaisesOnFakes": None}, strategies=["ddp"])
+    config, study = make_model_study({"RaisesOnFakes": None}, strategies=["ddp"])
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
     (found,) = checked.rehearsals.values()
     assert (found.refusal, found.footprint, found.unchecked) == (None, None, None)
@@ -314,7 +316,7 @@ def test_workers_that_gather_in_another_order_do_not_go_on_unnoticed(outcomes):
 
 
 def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch):
-    config, study = study_of(
+    config, study = make_model_study(
         {"Unused": ["Block"]}, strategies=["local-sgd", "ddp", "fsdp", "ps-sync"]
     )
     text = check_text(check.check_study(config | {"results": str(tmp_path)}, study))
@@ -326,7 +328,7 @@ def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch)
 
 def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
     names = {"Unused": ["Block"], "Tied": ["Block"], "Counts": None, "Branches": None}
-    config, study = study_of(names, strategies=["ddp", "ps-sync"], gpus=[1, 2])
+    config, study = make_model_study(names, strategies=["ddp", "ps-sync"], gpus=[1, 2])
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
     text = check_text(checked)
     for line in (
@@ -514,7 +516,9 @@ def test_what_one_experiment_asks_of_a_network_refuses_no_other(tmp_path, monkey
 
 
 def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monkeypatch):
-    config, study = study_of({"Normalises": None}, strategies=["ddp"], gpus=[1, 2], global_batch=2)
+    config, study = make_model_study(
+        {"Normalises": None}, strategies=["ddp"], gpus=[1, 2], global_batch=2
+    )
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
     assert list(checked.refused.values()) == [
         "model 'Normalises' (odd_networks.Normalises): it normalises over the batch (BatchNorm), but a "
@@ -524,7 +528,7 @@ def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monk
 
 
 def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys, monkeypatch):
-    config, study = study_of({"Plain": None, "Unused": None}, strategies=["ddp"])
+    config, study = make_model_study({"Plain": None, "Unused": None}, strategies=["ddp"])
     config |= {"results": str(tmp_path)}
     for networks, cells in ((2, ["Plain", "Unused"]), (0, ["Unused"])):
         checked = check.check_study(config, study)
@@ -536,7 +540,7 @@ def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys,
 
 
 def test_it_is_told_how_long_the_rest_will_take(tmp_path, capsys):
-    config, study = study_of({"Plain": None}, strategies=["ddp", "zero1"])
+    config, study = make_model_study({"Plain": None}, strategies=["ddp", "zero1"])
     check.check_study(config | {"results": str(tmp_path)}, study)
     first, last = (line for line in capsys.readouterr().out.splitlines() if " of 2" in line)
     assert re.fullmatch(r"  Plain with (ddp|zero1): 1 of 2, about \d+ (s|min) left", first), first
@@ -545,9 +549,11 @@ def test_it_is_told_how_long_the_rest_will_take(tmp_path, capsys):
 
 def test_a_footprint_is_made_where_the_check_has_been_without_a_second_look(tmp_path, monkeypatch):
     """One walk through a network says whether a strategy takes it, and what a step of it takes."""
-    config, study = study_of({"Plain": None}, strategies=["fsdp"])
+    config, study = make_model_study({"Plain": None}, strategies=["fsdp"])
     config |= {"results": str(tmp_path)}
-    monkeypatch.setattr(check, "_refusal", lambda *_: pytest.fail("it was walked through twice"))
+    monkeypatch.setattr(
+        check, "_find_refusal", lambda *_: pytest.fail("it was walked through twice")
+    )
     checked = check.check_study(config, study)
     assert not checked.refused
     assert checked.rehearsals[checked.subjects[0].request].footprint.collectives
@@ -555,7 +561,9 @@ def test_a_footprint_is_made_where_the_check_has_been_without_a_second_look(tmp_
 
 def test_every_strategy_that_the_settings_refuse_is_told_at_once():
     with pytest.raises(ConfigError) as raised:
-        study_of({"Plain": None}, strategies=["ps-dana", "ddp", "ps-dcasgd"], optimizer="adamw")
+        make_model_study(
+            {"Plain": None}, strategies=["ps-dana", "ddp", "ps-dcasgd"], optimizer="adamw"
+        )
     lines = str(raised.value).splitlines()
     assert [line.partition("; remove ")[2].split()[0] for line in lines] == ["ps-dana", "ps-dcasgd"]
     assert all(line.startswith("config: studies.s.experiments.e.optimizer = ") for line in lines)

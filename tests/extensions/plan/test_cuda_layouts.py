@@ -54,7 +54,7 @@ def test_every_strategy_steps_as_on_cuda(model: str, precision: str, strategy: s
     request = request_for(
         strategy, model, workers, options=options, precision=precision, device="cuda"
     )
-    trace, made = fake.traced_steps(replace(request, eval_batch=4), [4])
+    trace, made = fake.trace_steps(replace(request, eval_batch=4), [4])
     assert [p.name for p in trace.phases] == [
         "setup",
         "forward",
@@ -74,7 +74,7 @@ def test_fsdp_hands_pytorch_no_container(monkeypatch: pytest.MonkeyPatch):
         return real(module, **arguments)
 
     monkeypatch.setattr(fsdp, "fully_shard", as_in_211)
-    fake.traced_steps(replace(request_for("fsdp", "densenet-compact", 4), eval_batch=4), [4])
+    fake.trace_steps(replace(request_for("fsdp", "densenet-compact", 4), eval_batch=4), [4])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

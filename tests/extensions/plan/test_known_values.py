@@ -110,7 +110,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "masked_texts.py").write_text(NETWORKS)
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cache, "pool_of", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(cache, "make_pool", lambda *_: ThreadPoolExecutor(1))
     yield tmp_path
     sys.modules.pop("masked_texts", None)
 

@@ -17,13 +17,17 @@ from stratbench.cell.text.words import COLUMNS
 from stratbench.command.__main__ import main as stratbench_main
 from stratbench.extensions.plan import public_runs
 from stratbench.extensions.plan.__main__ import main as plan_main
-from stratbench.extensions.plan.device_rates import find_gpu, gpu_device
+from stratbench.extensions.plan.device_rates import find_gpu, make_gpu_device
 from stratbench.extensions.plan.footprint import drawn_out, equal_blocks
 from stratbench.extensions.plan.footprint.footprint import make_footprint
 from stratbench.extensions.plan.needs import subject_of
 from stratbench.extensions.plan.one_model import model_answer, one_network, rows
-from stratbench.extensions.plan.one_model.model_answer import Question, answer_for, choose_batch
-from stratbench.extensions.plan.pages.model_answer import answer_text
+from stratbench.extensions.plan.one_model.model_answer import (
+    Question,
+    answer_question,
+    choose_batch,
+)
+from stratbench.extensions.plan.pages.model_answer import format_answer
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
 from stratbench.strategies import mesh_of, option_defaults
 from stratbench.study.config.messages import ConfigError
@@ -48,7 +52,7 @@ def small(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(small):
     first = []
-    answer = answer_for(CONFIG | {"results": "results"}, QUESTION, first.append)
+    answer = answer_question(CONFIG | {"results": "results"}, QUESTION, first.append)
     assert {c.strategy for c in first[0].choices} == {"fsdp-zero3"}
     found = {(c.strategy, c.checkpointing): c for c in answer.choices}
     names = {"fsdp-zero3", "ddp", "tensor-2", "tensor-2-sequence", "pipeline-2"}
@@ -70,7 +74,7 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
     for checkpointing in (False, True):
         whole, divided = (found[f"tensor-2{s}", checkpointing] for s in ("", "-sequence"))
         assert divided.micro_batch > whole.micro_batch
-    text = answer_text(answer)
+    text = format_answer(answer)
     assert "gpt-compact (" in text.splitlines()[0]
     assert "on 2 x A10G 24 GiB: texts of 64 tokens, adamw, bf16" in text.splitlines()[0]
     best = answer.choices[0]
@@ -88,13 +92,13 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
 @pytest.mark.slow
 def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_least(tmp_path):
     config = CONFIG | {"results": str(tmp_path)}
-    given = model_answer._template_for(QUESTION, config)
-    config, study, left_out = one_network.study_of(config, "gpt-compact", "text", 64, given)
+    given = model_answer._fill_template(QUESTION, config)
+    config, study, left_out = one_network.make_model_study(config, "gpt-compact", "text", 64, given)
     assert left_out == []
     cell = next(c for c in study.cells if c.strategy == "ddp")
-    s = model_answer._unevaluated(subject_of(config, study, cell))
+    s = model_answer._without_evaluation(subject_of(config, study, cell))
     footprint, cluster = make_footprint(s.request), config["cluster"]
-    device = gpu_device(find_gpu("A10G"), "bf16", cluster)
+    device = make_gpu_device(find_gpu("A10G"), "bf16", cluster)
     chosen = choose_batch(s, footprint, device, cluster)
     more = choose_batch(s, footprint, device, cluster, batch=chosen.micro_batch + 1)
     assert chosen.verdict == FITS
@@ -113,13 +117,13 @@ def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monk
     monkeypatch.setattr(public_runs, "band", lambda: known._replace(least_s=0.0))
     question = replace(QUESTION, gpu="H100 80GB", gpus=1)
     config = CONFIG | {"results": str(tmp_path)}
-    given = model_answer._template_for(replace(question, gpus=2), config)
-    config, study, _ = one_network.study_of(config, "gpt-compact", "text", 64, given)
+    given = model_answer._fill_template(replace(question, gpus=2), config)
+    config, study, _ = one_network.make_model_study(config, "gpt-compact", "text", 64, given)
     choices = {}
     for name in ("ddp", "fsdp-zero3", "fsdp-offload"):
         cell = next(c for c in study.cells if c.strategy == name)
-        s = model_answer._unevaluated(subject_of(config, study, cell))
-        device = gpu_device(find_gpu(question.gpu), "bf16", config["cluster"])
+        s = model_answer._without_evaluation(subject_of(config, study, cell))
+        device = make_gpu_device(find_gpu(question.gpu), "bf16", config["cluster"])
         if name == "fsdp-zero3":  # no time goes by on links
             device = replace(device, link_bytes_per_s=1e15, network_bytes_per_s=1e15)
         choices[name] = choose_batch(s, make_footprint(s.request), device, config["cluster"])
@@ -130,7 +134,7 @@ def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monk
     best_s, worst_s, usual_s = choices["ddp"].step_s
     assert worst_s / best_s > known.high / known.low
     sheet = find_gpu(question.gpu)
-    text = answer_text(
+    text = format_answer(
         model_answer.Answer(question, sheet, config["cluster"], s.data, "adamw", "bf16", 10**6,
                             [choices["fsdp-zero3"], choices["ddp"]], given["variants"], [], "all else")
     )  # fmt: skip
@@ -185,7 +189,7 @@ def test_what_is_not_planned_is_counted_and_named():
 def test_what_cannot_be_answered_is_told_by_its_option(changes, told, tmp_path):
     question = Question(**vars(QUESTION) | changes)
     with pytest.raises(ConfigError) as error:
-        answer_for(CONFIG | {"results": str(tmp_path)}, question)
+        answer_question(CONFIG | {"results": str(tmp_path)}, question)
     assert str(error.value).startswith(told)
 
 
@@ -282,9 +286,9 @@ def test_equal_blocks_of_a_module_are_followed_once(monkeypatch):
         nn.Embedding(64, 32), nn.Sequential(*(layer() for _ in range(10))), nn.Linear(32, 64)
     )
     followed = []
-    original = drawn_out.draw_footprint
+    original = drawn_out.extrapolate_footprint
     monkeypatch.setattr(
-        drawn_out, "draw_footprint", lambda *a: followed.append(a[1]) or original(*a)
+        drawn_out, "extrapolate_footprint", lambda *a: followed.append(a[1]) or original(*a)
     )
     by_blocks = stratbench.estimate(model, tokens(4))
     assert followed == [("1", 10)]

@@ -13,7 +13,7 @@ from torch import nn
 from stratbench.extensions.plan.footprint import drawn_out, equal_blocks, fake
 from stratbench.extensions.plan.footprint.drawn_out import (
     UnlikeError,
-    draw_footprint,
+    extrapolate_footprint,
     make_by_blocks,
 )
 from stratbench.extensions.plan.footprint.equal_blocks import Blocks, are_called_alike, find_blocks
@@ -77,7 +77,7 @@ def request_of(name: str, strategy: str, **changes) -> Request:
 
 def blocks_of(request: Request) -> Blocks | None:
     with fake.surroundings(request):
-        model, _, _ = fake.built(request)
+        model, _, _ = fake.build_worker(request)
         blocks = find_blocks(model)
         x, _ = request.example_batch(2)
         return blocks if blocks and are_called_alike(model, blocks, x) else None
@@ -133,7 +133,7 @@ def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(
     request = request_of(name, strategy, activation_checkpointing=checkpointing, **changes)
     blocks = blocks_of(request)
     assert blocks == ("blocks", 12 if strategy == "tensor" else LAYERS)
-    drawn = draw_footprint(partial(follow, request, 0, None), blocks)
+    drawn = extrapolate_footprint(partial(follow, request, 0, None), blocks)
     assert_equal(drawn, make_footprint(request), request.parts)
 
 
@@ -154,7 +154,7 @@ def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(
     blocks = blocks_of(request)
     assert blocks is not None
     with pytest.raises(UnlikeError, match=reason):
-        draw_footprint(partial(follow, request, 0, None), blocks)
+        extrapolate_footprint(partial(follow, request, 0, None), blocks)
     monkeypatch.setattr(drawn_out, "make_footprint", lambda *asked: asked)
     assert make_by_blocks(request, None, blocks) == (request, None)
 
@@ -196,6 +196,6 @@ def test_a_block_that_computes_something_else_by_its_number_is_found(special, al
 
 def test_numbers_are_drawn_along_a_line():
     few, more = {"a": (1, 2.5), "b": "x"}, {"a": (3, 2.5), "b": "x"}
-    assert drawn_out.draw(few, more, 10) == {"a": (23, 2.5), "b": "x"}
+    assert drawn_out.extrapolate(few, more, 10) == {"a": (23, 2.5), "b": "x"}
     with pytest.raises(UnlikeError):
-        drawn_out.draw({"b": "x"}, {"b": "y"}, 10)
+        drawn_out.extrapolate({"b": "x"}, {"b": "y"}, 10)

@@ -10,8 +10,8 @@ from test_plan_footprint import ADAMW, changed, request_for
 from stratbench.extensions.plan.footprint import few_parts
 from stratbench.extensions.plan.footprint.drawn_out import UnlikeError
 from stratbench.extensions.plan.footprint.few_parts import (
-    draw_listed,
-    draw_parts,
+    extrapolate_listed,
+    extrapolate_parts,
     make_by_few_parts,
 )
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, make_footprint
@@ -76,7 +76,7 @@ def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
 @pytest.mark.slow
 def test_what_few_parts_do_not_tell_is_followed_whole(monkeypatch):
     request = request_of("pipeline", 2, {"microbatches": 6, "pipeline_parallel_size": 2})
-    monkeypatch.setattr(few_parts, "combine", raise_unlike)
+    monkeypatch.setattr(few_parts, "combine_weighted", raise_unlike)
     assert_same(make_by_few_parts(request), make_footprint(request), request.parts)
 
 
@@ -92,18 +92,18 @@ def test_collectives_of_more_parts_are_repeated_where_the_longer_step_has_them()
         ("send", 0.0, 2, 4.0 + 1e-9),
         ("all_reduce", 16),
     ]
-    assert draw_listed(few, more, 3) == [few[0], *[few[1]] * 5, few[2]]
-    assert draw_listed(few, few, 3) == few
+    assert extrapolate_listed(few, more, 3) == [few[0], *[few[1]] * 5, few[2]]
+    assert extrapolate_listed(few, few, 3) == few
     for unlike in ([few[0], few[1], ("all_reduce", 17)], [*few[1:], few[0], few[0]], few[:1]):
         with pytest.raises(UnlikeError):
-            draw_listed(few, unlike, 3)
+            extrapolate_listed(few, unlike, 3)
 
 
 @pytest.mark.slow
 def test_footprints_with_other_moments_are_not_drawn_out():
     request = request_of("single", 1, {}, gradient_accumulation_steps=3)
     few, more = (make_footprint(changed(request, gradient_accumulation_steps=n)) for n in (3, 4))
-    draw_parts([few, more], [3, 4, 12], (-8, 9))
+    extrapolate_parts([few, more], [3, 4, 12], (-8, 9))
     other = replace(more.moments[0], total_bytes=Affine(1.0, 1.0))
     with pytest.raises(UnlikeError):
-        draw_parts([few, replace(more, moments=[*more.moments, other])], [3, 4, 12], (-8, 9))
+        extrapolate_parts([few, replace(more, moments=[*more.moments, other])], [3, 4, 12], (-8, 9))

@@ -24,7 +24,7 @@ from stratbench.extensions.plan.footprint.footprint import Affine, upper_envelop
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import wire_bytes
-from stratbench.extensions.plan.pages.answers import larger_networks
+from stratbench.extensions.plan.pages.answers import compute_parameter_growth
 from stratbench.strategies import base, option_defaults, strategy_class
 from stratbench.workload.data.datasets import describe
 from stratbench.workload.data.device_data import example_batch
@@ -160,12 +160,17 @@ def test_a_tensor_of_another_kind_has_other_words():
             torch.zeros(4, 6, requires_grad=True),
             torch.zeros(4, 6, dtype=torch.cfloat).conj(),
         ]
-        words = [mode._words([t]) for t in kinds] + [mode._words([v]) for v in (1, 1.0, True, [1])]
+        words = [mode._describe_values([t]) for t in kinds] + [
+            mode._describe_values([v]) for v in (1, 1.0, True, [1])
+        ]
         assert len(set(words)) == len(words)
-        with pytest.raises(torch_internals._NoWords):
-            mode._words([torch.zeros(3).to_sparse()])
-    with torch_internals.FakeTensors() as other, pytest.raises(torch_internals._NoWords):
-        other._words([x])
+        with pytest.raises(torch_internals._IndescribableOperand):
+            mode._describe_values([torch.zeros(3).to_sparse()])
+    with (
+        torch_internals.FakeTensors() as other,
+        pytest.raises(torch_internals._IndescribableOperand),
+    ):
+        other._describe_values([x])
 
 
 def test_a_profilers_marks_are_no_operations(monkeypatch):
@@ -221,8 +226,8 @@ def planned(request: Request) -> footprint.Footprint:
 
 def peak_of(request: Request, batch: int) -> int:
     """By running one step of that batch, not by the line through two others; of each kind of steps."""
-    trace, made = fake.traced_steps(request, [batch])
-    later = [fake.traced_steps(request, [batch], n)[0] for n in made.first_steps[1:]]
+    trace, made = fake.trace_steps(request, [batch])
+    later = [fake.trace_steps(request, [batch], n)[0] for n in made.first_steps[1:]]
     return max(max(t.live_bytes(t.phases[1].first, t.phases[4].first)) for t in (trace, *later))
 
 
@@ -301,7 +306,7 @@ def test_two_batches_tell_the_peak_of_every_other(strategy: str, options: dict):
 )
 def test_the_first_step_is_like_the_next(strategy: str):
     request = request_for(strategy, workers=1 if strategy == "ps-sync" else 4, precision="bf16")
-    trace, _ = fake.traced_steps(request, [8, 8])
+    trace, _ = fake.trace_steps(request, [8, 8])
     first, second, end = (trace.phases[i].first for i in (1, 4, 7))
     assert trace.live_bytes(first, second) == trace.live_bytes(second, end)
 
@@ -311,7 +316,7 @@ def test_a_worker_of_divided_layers_makes_no_tensor_of_the_whole_scores():
     """DTensor asks its rules on fake tensors of the whole shape, in every step; no memory is that."""
     asked = changed(request_for("tensor", "gpt-compact"), precision="bf16", device="cuda")
     batches = [16, 32]
-    trace, _ = fake.traced_steps(replace(asked, classes=4096), batches)
+    trace, _ = fake.trace_steps(replace(asked, classes=4096), batches)
     positions = max(batches) * asked.input_shape[0]
     evaluated = trace.phases[-1].first
     # A worker's half of the scores in float32.
@@ -367,7 +372,7 @@ def test_workers_that_train_alone_hold_and_exchange_the_whole_model(
 
 def test_what_gloo_copies_to_reduce_and_scatter_lives_until_the_update():
     """`zero1` reduces beside backward, and asks for the results when it is over."""
-    trace, made = fake.traced_steps(request_for("zero1", options={"bucket_cap_mb": 1}), [4])
+    trace, made = fake.trace_steps(request_for("zero1", options={"bucket_cap_mb": 1}), [4])
     assert len(made.buckets) > 1
     start, update = trace.phases[1].first, trace.phases[3].first
     before, after = trace.live_bytes(start, update)[:: update - start]
@@ -379,7 +384,7 @@ def test_what_gloo_copies_to_reduce_and_scatter_lives_until_the_update():
 
 def test_a_compressed_bucket_is_under_way_while_backward_fills_the_next():
     request = request_for("ddp", options={"compress": "fp16", "bucket_cap_mb": 1})
-    trace, made = fake.traced_steps(request, [4])
+    trace, made = fake.trace_steps(request, [4])
     halves = [2 * bucket.numel() for bucket in made.module.buckets]
     assert len(halves) > 1
     found = []
@@ -808,7 +813,7 @@ def test_how_much_larger_a_network_may_be_holds_for_deeper_and_wider_ones(strate
     parameters = "parameters_bytes"
     for f in larger:
         times = f.model_states_bytes[parameters] / small.model_states_bytes[parameters]
-        least, most = larger_networks(small, 8, f.needed_bytes(8))
+        least, most = compute_parameter_growth(small, 8, f.needed_bytes(8))
         assert 1 < least <= times <= most
 
 

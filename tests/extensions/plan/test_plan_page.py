@@ -20,7 +20,7 @@ from stratbench.extensions.plan.duration import ProjectedDuration, Span
 from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.one_model import one_network
 from stratbench.extensions.plan.pages import what_fits
-from stratbench.extensions.plan.pages.text import side_by_side, write_html
+from stratbench.extensions.plan.pages.text import group_columns, write_html
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.study.config import config as configuration
 
@@ -222,7 +222,7 @@ def test_a_network_of_ones_own_alone_needs_neither_arguments_nor_an_experiment(d
         "datasets": {"tiny-text": text},
         "code": [str(Path(__file__).parent)],
     }
-    _, study, _ = one_network.study_of(config, "mine", dataset)
+    _, study, _ = one_network.make_model_study(config, "mine", dataset)
     optimizers = {study.settings(cell).optimizer for cell in study.cells}
     assert optimizers == {"adamw" if dataset == "tiny-text" else "sgd"}
 
@@ -421,10 +421,10 @@ def test_nothing_runs_over_the_edge_of_the_page(page: Browser, width: int):
 
 
 def test_columns_that_do_not_fit_a_terminal_stand_in_a_further_table():
-    assert side_by_side([20, 30, 30]) == [[1, 2]]
-    assert side_by_side([20, 30, 30, 30, 9]) == [[1, 2], [3, 4]]
-    assert side_by_side([20, 200, 9]) == [[1], [2]]  # what is wider than all stands alone
-    assert side_by_side([20]) == [[]]
+    assert group_columns([20, 30, 30]) == [[1, 2]]
+    assert group_columns([20, 30, 30, 30, 9]) == [[1, 2], [3, 4]]
+    assert group_columns([20, 200, 9]) == [[1], [2]]  # what is wider than all stands alone
+    assert group_columns([20]) == [[]]
 
 
 def test_the_bars_groups_are_all_parts_of_the_memory_but_the_data():
@@ -436,7 +436,7 @@ def test_the_bars_groups_are_all_parts_of_the_memory_but_the_data():
 def test_the_steps_in_which_workers_exchange_follow_from_what_the_page_is_told(name: str):
     cls = strategy_class(name)
     strategy = cls(cls.Options(**option_defaults(name)))
-    start, period = what_fits.exchanging(strategy)
+    start, period = what_fits.find_exchange_steps(strategy)
     for steps in (1, 3, 7, 24, 25, 100, 1001, 5000):
         apart = max(0, steps - start)
         assert strategy.exchanges(steps) == steps - apart + -(-apart // period), steps

@@ -20,7 +20,7 @@ from stratbench.extensions.plan.footprint import cache, processes
 #: Two pools; of a process of each: its parent, whether a fresh one has what takes long to import, its GPUs.
 PROGRAM = """
 import json, os, sys
-from stratbench.extensions.plan.footprint.processes import pool_of
+from stratbench.extensions.plan.footprint.processes import make_pool
 
 def found():
     imported = [m in sys.modules for m in ("torch._dynamo", "stratbench.extensions.plan.footprint.fake")]
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     import program
     both = []
     for _ in range(2):
-        with pool_of(1) as pool:
+        with make_pool(1) as pool:
             both.append(pool.submit(program.found).result())
     print(json.dumps(both))
 """
@@ -69,7 +69,7 @@ def test_a_pool_of_a_test_has_what_processes_of_all_tests_import():
 @pytest.mark.parametrize("kind", [CheckResult, Rehearsal])
 def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind, tmp_path, capsys):
     jobs = {"mine": cache.CachedJob("resnet", (9,), {"some": "request"})}
-    made = cache.results_of("networks to check: {}", kind, os._exit, jobs, tmp_path)
+    made = cache.compute_results("networks to check: {}", kind, os._exit, jobs, tmp_path)
     assert made["mine"].fault == "its process was killed (out of memory?)"
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == "networks to check: 1\n  resnet: 1 of 1\n"
@@ -77,7 +77,7 @@ def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind,
 
 def test_results_have_the_order_of_the_jobs_though_the_longest_ends_first(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "usable_cores", lambda: [0])
-    monkeypatch.setattr(cache, "pool_of", lambda n, *_: ThreadPoolExecutor(n))
+    monkeypatch.setattr(cache, "make_pool", lambda n, *_: ThreadPoolExecutor(n))
     jobs = {
         name: cache.CachedJob(name, (name,), {"name": name}, 1 + i) for i, name in enumerate("abc")
     }
@@ -87,7 +87,7 @@ def test_results_have_the_order_of_the_jobs_though_the_longest_ends_first(tmp_pa
         ended.append(name)
         return CheckResult()
 
-    made = cache.results_of("networks to check: {}", CheckResult, work, jobs, tmp_path)
+    made = cache.compute_results("networks to check: {}", CheckResult, work, jobs, tmp_path)
     assert ended == ["c", "b", "a"]
     assert list(made) == ["a", "b", "c"]
 
@@ -98,5 +98,5 @@ def test_a_folder_in_which_no_semaphore_can_be_made_is_named(monkeypatch):
 
     monkeypatch.setattr(processes, "ProcessPoolExecutor", refuse)
     with pytest.raises(OSError, match="/dev/shm") as told:
-        processes.pool_of(1)
+        processes.make_pool(1)
     assert reason_of(told.value) == "Read-only file system: /dev/shm"

@@ -122,7 +122,7 @@ def test_a_peak_holds_the_buffer_for_the_batch_and_the_gpu():
         Moment("forward", Affine(20 << 20, 0), {"activations": Affine(20 << 20, 0)}),
         Moment("backward", Affine(10 << 20, 0), {"gradients": Affine(10 << 20, 0)}, sums),
     ]
-    kept = footprint._highest(moments, 1)
+    kept = footprint._select_highest(moments, 1)
     assert kept == moments
     made = footprint.Footprint(
         {}, {}, kept, footprint.MemoryPeak(0, "evaluation", {}), [], 0, 0, 0, Affine(0, 0), {}

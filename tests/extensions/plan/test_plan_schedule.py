@@ -26,8 +26,8 @@ from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, Me
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.needs import subject_of
 from stratbench.extensions.plan.pages import table
-from stratbench.extensions.plan.pages.answers import answered_questions
-from stratbench.extensions.plan.pages.text import plan_text, write_html
+from stratbench.extensions.plan.pages.answers import answer_questions
+from stratbench.extensions.plan.pages.text import format_plan, write_html
 from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.extensions.servers.policies.policy import Hyper
 from stratbench.extensions.servers.policies.preview import CHUNK
@@ -101,7 +101,7 @@ def plan_of(tmp_path: Path, monkeypatch):
 
         nets = defaultdict(check.CheckResult)
         monkeypatch.setattr(
-            check, "rehearsals_of", lambda wanted, _: (nets, {r: rehearsal(r) for r in wanted})
+            check, "rehearse_requests", lambda wanted, _: (nets, {r: rehearsal(r) for r in wanted})
         )
         checked = check.check_study(config, study, resharding=True)
         return schedule.make_plan(config, checked, records or {})
@@ -130,11 +130,11 @@ def test_a_cell_needs_its_peak_and_the_data_set_and_on_a_cpu_the_warm_ups_copy(p
 def test_rates_that_the_config_does_not_give_are_said(plan_of):
     told = "assumed, as config.yaml gives no rate: 32 GB/s between GPUs of a node (PCIe 4 x16; "
     told += "cluster.link_gb_per_s); 12.5 GB/s between nodes (cluster.network_gb_per_s)"
-    assert told in " ".join(plan_text(plan_of()).split())
+    assert told in " ".join(format_plan(plan_of()).split())
     given = {"link_gb_per_s": 300, "network_gb_per_s": 50}
-    assert "assumed" not in plan_text(plan_of(cluster=given))
-    assert "between nodes" not in plan_text(plan_of(strategies=["ddp"], gpus=[2]))
-    assert "assumed" not in plan_text(plan_of(strategies=["single"], gpus=[1]))
+    assert "assumed" not in format_plan(plan_of(cluster=given))
+    assert "between nodes" not in format_plan(plan_of(strategies=["ddp"], gpus=[2]))
+    assert "assumed" not in format_plan(plan_of(strategies=["single"], gpus=[1]))
 
 
 def test_a_worker_that_splits_its_batch_computes_on_a_part_of_it(plan_of):
@@ -157,7 +157,7 @@ def test_a_need_fits_to_81_and_is_tight_to_103_percent_of_a_gpu(
     plan = plan_of(footprint, strategies=["ddp"], gpus=[8], cluster=cluster)
     c = cell(plan, "ddp", 8)
     assert c.fit.needed_bytes == pytest.approx(share * gib * GIB)
-    assert c.fit.verdict == table.row_of(c, [])["fits"] == verdict
+    assert c.fit.verdict == table.make_row(c, [])["fits"] == verdict
     assert c.state == ("infeasible" if verdict == "does not fit" else "to do")
     assert ("GiB" in c.reason) == (verdict == "does not fit")
     told = {
@@ -165,7 +165,7 @@ def test_a_need_fits_to_81_and_is_tight_to_103_percent_of_a_gpu(
         "tight": "0 of 1 cells fit, 1 tight (",
         "does not fit": "1 do not",
     }
-    assert told[verdict] in plan_text(plan)
+    assert told[verdict] in format_plan(plan)
 
 
 def test_recorded_and_failed_cells_say_so(plan_of, tmp_path: Path):
@@ -188,19 +188,19 @@ def test_recorded_and_failed_cells_say_so(plan_of, tmp_path: Path):
 def test_a_cell_that_cannot_be_predicted_is_told_and_spoils_nothing(plan_of):
     plan = plan_of("NotImplementedError: no such operator")
     assert all(c.state == "to do" and "no such operator" in c.reason for c in plan.cells)
-    assert "no such operator" in plan_text(plan)
+    assert "no such operator" in format_plan(plan)
 
 
 def test_what_is_not_known_is_counted_apart(plan_of):
     """It does not fit, and it does not not: nothing says `all` beside it, nor that nothing is left."""
     plan = plan_of("RuntimeError: it cannot", strategies=["ddp"], gpus=[2])
-    told = plan_text(plan)
+    told = format_plan(plan)
     assert "A10G: 0 of 1 cells fit, 1 not known (margin 10%)" in told
     assert "no cell could be predicted" in told
     assert "all cells fit" not in told
     assert "nothing left to do" not in told
     assert quantities.totals(plan, plan.device)["gpu_hours"] is None
-    assert "all cells fit" in plan_text(plan_of(strategies=["ddp"], gpus=[2]))
+    assert "all cells fit" in format_plan(plan_of(strategies=["ddp"], gpus=[2]))
 
 
 def test_each_column_of_the_table_has_what_its_name_says(plan_of):
@@ -208,7 +208,7 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
     cluster = {"price_per_gpu_hour": 3, "compare_gpus": ["A100 40GB"]}
     plan = plan_of(made_up(model_states_bytes=states), cluster=cluster)
     c = cell(plan, "ps-async-modified", 8)
-    row = table.row_of(c, plan.others)
+    row = table.make_row(c, plan.others)
     assert [name for name, value in row.items() if value == ""] == ["reason", "stage_peaks_mib"]
     MIB = 1 << 20
     for name, n_bytes in (
@@ -222,7 +222,7 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
     assert float(row["gpu_hours_high"]) == pytest.approx(8 * c.fit.total.high_s / 3600, rel=1e-5)
     assert float(row["cost_high"]) == pytest.approx(3 * float(row["gpu_hours_high"]), rel=1e-5)
     assert row["fits A100 SXM 40 GB"] == "fits"
-    unknown = table.row_of(cell(plan_of("no such operator"), "ddp", 2), [])
+    unknown = table.make_row(cell(plan_of("no such operator"), "ddp", 2), [])
     assert {unknown[name] for name in ("needed_mib", "fits", "train_time_s_low", "cost_high")} == {
         ""
     }
@@ -233,12 +233,12 @@ def test_the_peaks_of_all_stages_are_told(plan_of):
     stages = [made_up(gib) for gib in (2.0, 4.0, 3.0)]
     plan = plan_of(made_up(stages=stages), strategies=["ddp"], gpus=[8])
     c = plan.cells[0]
-    row = table.row_of(c, [])
+    row = table.make_row(c, [])
     peaks = [float(mib) for mib in row["stage_peaks_mib"].split()]
     assert max(peaks) == peaks[1] == row["peak_mib"]
     assert [round(peaks[1] - mib) for mib in peaks] == [2048, 0, 1024]
     each = ", ".join(bytes_text(mib * 2**20) for mib in peaks)
-    (said,) = dict(answered_questions(plan))["What takes the memory?"]
+    (said,) = dict(answer_questions(plan))["What takes the memory?"]
     assert said.endswith(f"; the peaks of the stages are {each}.")
 
 
@@ -251,13 +251,16 @@ def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
     shown = re.findall("<td>(.*?)</td>", page)
     fit, (amount, unit) = c.fit, bytes_text(c.fit.needed_bytes).split()
     peak, sent = bytes_text(fit.peak.n_bytes), bytes_text(c.needs.wire_bytes)
-    span, batch = quantities.span_text(fit.train), str(fit.largest_batch)
+    span, batch = quantities.format_span(fit.train), str(fit.largest_batch)
     at = shown.index(peak)
     assert 'title="the weights: 1.00 GiB"' in shown[at + 1]
-    usual, compared = seconds_text(fit.usual_s), quantities.compared_text(fit.usual_s, fit.train)
+    usual, compared = (
+        seconds_text(fit.usual_s),
+        quantities.format_compared_time(fit.usual_s, fit.train),
+    )
     rest = [f"{amount} {unit}", "fits", batch, sent, usual, span, fit.train.source]
     assert shown[at + 2 : at + 9] == rest
-    told = plan_text(plan).splitlines()
+    told = format_plan(plan).splitlines()
     over = next(i for i, line in enumerate(told) if line.endswith("(! does not fit, ? tight)"))
     assert told[over].startswith(f"   {unit} per worker that a cell needs, at 8 workers")
     assert told[over + 2].split() == ["ddp", amount]
@@ -320,14 +323,14 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
         lambda: schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite"),
     )
     plan = plan_of()
-    told = " ".join(plan_text(plan).split())  # its lines are broken at 100 columns
+    told = " ".join(format_plan(plan).split())  # its lines are broken at 100 columns
     asked = "s/e: ddp, resnet50, 2 workers, repeat 0 asks for a node with 2 GPUs, 16 CPU cores"
     assert f"no node can hold: {asked}" in told
     told = told.partition(asked)[2]
     assert "the largest node of partition gpu has 4 GPUs, 16 CPU cores, 24,000 MiB" in told
     assert "lower cluster.mem_mib_per_gpu" in told
     monkeypatch.setattr(schedule.nodes, "cluster_nodes", list)
-    assert "no node can hold" not in plan_text(plan_of())
+    assert "no node can hold" not in format_plan(plan_of())
 
 
 def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_path: Path):
@@ -360,8 +363,8 @@ def test_the_time_limit_cuts_off_what_cannot_end_before_it(plan_of):
 
 
 def test_cost_is_told_where_a_price_is_known(plan_of):
-    assert ", cost " not in plan_text(plan_of())
-    assert ", cost " in plan_text(plan_of(cluster={"price_per_gpu_hour": 3}))
+    assert ", cost " not in format_plan(plan_of())
+    assert ", cost " in format_plan(plan_of(cluster={"price_per_gpu_hour": 3}))
 
 
 def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of):
@@ -370,10 +373,10 @@ def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of):
     only = cell(plan, "ddp", 2).cell
     found = {only: record | {"cell": only.as_dict()}}
     plan = plan_of(records=found, strategies=["ddp"], gpus=[2])
-    told = plan_text(plan)
+    told = format_plan(plan)
     assert "nothing left to do" in told
     assert "0.0 to 0.0" not in told
-    answers = dict(answered_questions(plan))
+    answers = dict(answer_questions(plan))
     assert answers["How does the peak memory change with the number of workers?"] == [
         "No strategy of the study has cells on two numbers of workers."
     ]
@@ -389,7 +392,7 @@ def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
     plan = plan_of(
         small, strategies=["ddp", "zero1", "ps-sync", "fsdp"], gpus=[2], steps=1, epochs=None
     )
-    told = plan_text(plan)
+    told = format_plan(plan)
     assert "GiB per worker" not in told
     assert "MiB per worker that a cell needs" in told
     assert "KiB that a worker sends in a step" in told
@@ -400,13 +403,13 @@ def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
     assert "ddp and 2 alike" in told
     assert "     equal values: ddp, zero1, fsdp" in told
     assert "A batch of all 50,000 training samples would fit." in " ".join(told.split())
-    assert "The largest batch that" in plan_text(
+    assert "The largest batch that" in format_plan(
         plan_of(strategies=["single"], gpus=[1])
     )  # with a MiB for each sample
 
 
 def test_nothing_sent_is_told_in_the_unit_of_the_networks_weights(plan_of):
-    told = plan_text(plan_of(strategies=["single"], gpus=[1]))
+    told = format_plan(plan_of(strategies=["single"], gpus=[1]))
     assert "KiB that a worker sends" not in told
     assert "MiB that a worker sends" in told or "GiB that a worker sends" in told
 
@@ -421,14 +424,14 @@ def test_amounts_have_units_in_which_they_are_at_least_one():
     assert bytes_text(5 << 20) == "5 MiB"
     assert bytes_text(-(2 << 10)) == "-2 KiB"
     assert bytes_text(0) == "0"
-    assert quantities.in_unit(1023 << 20, 1 << 20) == "1023"
-    assert quantities.in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
-    assert quantities.span_text(Span(0.01, 0.4, "")) == "under 1 s"
+    assert quantities.format_in_unit(1023 << 20, 1 << 20) == "1023"
+    assert quantities.format_in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
+    assert quantities.format_span(Span(0.01, 0.4, "")) == "under 1 s"
 
 
 def test_the_questions_are_answered(plan_of):
     plan = plan_of(models=["resnet50", "vgg16"])
-    found = dict(answered_questions(plan))
+    found = dict(answer_questions(plan))
     assert all(found.values())
     assert "the batch fits" in " ".join(
         found["Can FSDP keep the gathered weights between forward and backward?"]
@@ -451,7 +454,7 @@ def test_each_kind_of_fsdp_is_told_what_keeping_its_weights_costs(plan_of):
     def told(**block: Any) -> list[str]:
         block = {"variants": variants, "gpus": [4], "precision": "fp32"} | block
         plan = plan_of(kept_weights, **block)
-        return [said.partition("4 workers")[2] for said in dict(answered_questions(plan))[question]]
+        return [said.partition("4 workers")[2] for said in dict(answer_questions(plan))[question]]
 
     one, other = told(strategies=["ddp", "fsdp", "fsdp-zero2", "fsdp-offload"])
     assert one.startswith(", fsdp: keeping gathered weights takes 1.00 GiB ")
@@ -464,7 +467,7 @@ def test_where_some_cells_are_on_cpus_each_is_judged_by_its_own_memory(plan_of):
     plan = plan_of(kept_weights, strategies=["fsdp"], gpus=[4])
     on_cpu = replace(plan.cells[0].fit, device="CPU", room_bytes=1.0 * GIB)
     cells = [replace(plan.cells[0], fits_on={"CPU": on_cpu})]
-    answers = dict(answered_questions(replace(plan, cells=cells)))
+    answers = dict(answer_questions(replace(plan, cells=cells)))
     (said,) = answers["Can FSDP keep the gathered weights between forward and backward?"]
     assert "the batch does not fit (at most 0 samples do)" in said
 
@@ -479,15 +482,15 @@ def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypat
     plan = plan_of(records=found, strategies=["ddp"], gpus=[2])
     assert (plan.cells[0].state, plan.unheld) == ("unsupported", [])
     assert quantities.totals(plan, plan.device)["gpu_hours"] == (0, 0)
-    assert "nothing left to do" in plan_text(plan)
+    assert "nothing left to do" in format_plan(plan)
 
 
 def test_the_plan_names_types_of_gpus_where_none_is_chosen(plan_of, monkeypatch):
     mixed = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:a100:2,gpu:v100:2|infinite")
     monkeypatch.setattr(schedule.nodes, "cluster_nodes", lambda: mixed)
     cuda = {"strategies": ["ddp"], "gpus": [2], "device": "cuda"}
-    assert "several types, a100" in plan_text(plan_of(**cuda))
-    typed = plan_text(plan_of(**cuda, cluster={"gpu_type": "a100"}))
+    assert "several types, a100" in format_plan(plan_of(**cuda))
+    typed = format_plan(plan_of(**cuda, cluster={"gpu_type": "a100"}))
     assert "several types" not in typed
 
 
@@ -503,8 +506,8 @@ def test_no_node_is_missed_for_a_cell_that_is_skipped(plan_of, monkeypatch):
 
 
 def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(plan_of):
-    long = dict(answered_questions(plan_of(epochs=2000)))
-    short = dict(answered_questions(plan_of(epochs=1)))
+    long = dict(answer_questions(plan_of(epochs=2000)))
+    short = dict(answer_questions(plan_of(epochs=1)))
     (question,) = (q for q in long if "verdict" in q)
     assert not any("too short" in sentence for sentence in long[question])
     assert "few strategies compete" in long[question][1]  # there are three
@@ -562,20 +565,22 @@ def test_repeats_of_the_cell_are_the_best_source():
         record_of("ddp", 4, 120, repeat=1),
         record_of("ddp", 2, 150),
     ]
-    span = duration.span_by_records(TARGET, records)
+    span = duration.estimate_from_records(TARGET, records)
     assert (span.low_s, span.high_s) == pytest.approx((90, 132))
     assert "2 records" in span.source
 
 
 def test_another_worker_count_bounds_the_time_by_perfect_and_no_scaling():
-    span = duration.span_by_records(TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)])
+    span = duration.estimate_from_records(
+        TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)]
+    )
     assert (span.low_s, span.high_s) == pytest.approx((45, 110))
 
 
 def test_records_of_other_experiments_and_failures_do_not_count():
     oom = record_of("ddp", 4, 100) | {"status": "oom"}
     assert (
-        duration.span_by_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")])
+        duration.estimate_from_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")])
         is None
     )
 
@@ -602,7 +607,7 @@ def test_records_of_another_gpu_say_nothing_of_the_times_on_this_one(plan_of, na
 def test_records_of_any_gpu_that_a_short_name_may_mean_count():
     record = {"workers": [{"provenance": {"gpu": {"name": "NVIDIA A100 80GB PCIe"}}}]}
     for gpu, counts in ((None, 1), ("A100 80GB", 1), ("A100 40GB", 0), ("A100 SXM 80 GB", 0)):
-        assert len(schedule.timed_records({TARGET: record}, gpu)) == counts, gpu
+        assert len(schedule.select_timed_records({TARGET: record}, gpu)) == counts, gpu
 
 
 # --- traffic and servers -------------------------------------------------------------------------
@@ -648,7 +653,7 @@ def test_a_server_keeps_as_many_tensors_as_its_policy_does(policy: str, moments:
     optimizer = adamw if moments == 2 else {"momentum": hyper.momentum}
     options = option_defaults(policy)
     s = settings(policy, gpus=workers, options=options, **optimizer)
-    needs = servers.server_needs(s, {"weights": 4 * n, "buffers": 0}, 1)
+    needs = servers.predict_server_bytes(s, {"weights": 4 * n, "buffers": 0}, 1)
     chunk = CHUNK if policy == "ps-preview" else 0  # of a shard, a view is made in
     assert needs["weights"] + needs["optimizer"] == 4 * (tensors_in(kept, set()) - chunk)
 
@@ -658,11 +663,11 @@ def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():
     flat = {"weights": 1000, "buffers": 10}
     shared = settings("ps-sync", options=options)
     over_tcp = replace(shared, options=options | {"transport": "tcp"})
-    needs = servers.server_needs(over_tcp, flat, 1)
+    needs = servers.predict_server_bytes(over_tcp, flat, 1)
     assert needs["weights"] == 500
-    assert needs["lanes"] > servers.server_needs(shared, flat, 1)["lanes"] == 0
-    assert servers.server_needs(shared, flat, 2)["lanes"] == needs["lanes"]
-    scaled = servers.server_needs(replace(over_tcp, precision="fp16"), flat, 1)
+    assert needs["lanes"] > servers.predict_server_bytes(shared, flat, 1)["lanes"] == 0
+    assert servers.predict_server_bytes(shared, flat, 2)["lanes"] == needs["lanes"]
+    scaled = servers.predict_server_bytes(replace(over_tcp, precision="fp16"), flat, 1)
     assert scaled["lanes"] - needs["lanes"] == 2 * 500 // 2  # held as they came, until the verdict
     assert servers.worker_traffic_bytes(over_tcp, flat) == (510, 1000)
     assert servers.worker_traffic_bytes(shared, flat) == (1010, 1000)
@@ -698,7 +703,7 @@ def test_the_command_plans_a_real_cell_and_then_reads_it_from_disk(
     def never(*given):
         raise AssertionError("all is on disk")
 
-    monkeypatch.setattr(cache, "pool_of", never)
+    monkeypatch.setattr(cache, "make_pool", never)
     assert command.main(["--config", json.dumps(config)]) == 0
     kept = list((tmp_path / "plan-cache").iterdir())
     assert len(kept) == 2  # of the network, and of the strategy with it
@@ -726,12 +731,12 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
 def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, tmp_path: Path):
     config, study = configuration.load_config(config_of(tmp_path))
     request = subject_of(config, study, study.cells[0]).request.as_dict()
-    before = cache.key_of(request)
-    monkeypatch.setattr(cache, "source_sha256", lambda: "changed")
-    assert cache.key_of(request) != before
+    before = cache.make_cache_key(request)
+    monkeypatch.setattr(cache, "hash_sources", lambda: "changed")
+    assert cache.make_cache_key(request) != before
     monkeypatch.undo()
     monkeypatch.setattr(cache, "version", lambda name: "0")
-    assert cache.key_of(request) != before
+    assert cache.make_cache_key(request) != before
 
 
 def test_footprints_depend_on_files_that_are_there():
@@ -758,7 +763,7 @@ def test_of_what_fits_the_quickest_and_those_near_it_are_named(plan_of):
             by_device = ends and Span(*ends, "")
             fit = replace(c.fit, by_device=by_device, usual_s=usual_s, verdict=verdict)
             cells.append(replace(c, fits_on={"A": fit}, state=state))
-        (answer,) = dict(answered_questions(replace(plan, cells=cells)))[
+        (answer,) = dict(answer_questions(replace(plan, cells=cells)))[
             "Which cells fit, and which strategy is the fastest?"
         ]
         return answer
@@ -798,7 +803,7 @@ def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_i
         )
         footprint = made_up(moments=[moment], between_steps_bytes={})
         cells.append(replace(c, footprint=footprint, fits_on={plan.device: fit}))
-    (said,) = dict(answered_questions(replace(plan, cells=cells)))[
+    (said,) = dict(answer_questions(replace(plan, cells=cells)))[
         "By how much can the model grow and still fit?"
     ]
     # All grows: 9 / 3 and 9 / 2. The states alone: (9 - 1) / 2 and (9 - 1) / 1.
@@ -810,7 +815,7 @@ def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_i
 
 def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_does_not_fit(plan_of):
     question = "Which division of the model among workers is best?"
-    assert question not in dict(answered_questions(plan_of(strategies=["ddp"], gpus=[4])))
+    assert question not in dict(answer_questions(plan_of(strategies=["ddp"], gpus=[4])))
     gpts = {
         "models": ["gpt-compact"],
         "dataset": "tinyshakespeare",
@@ -834,7 +839,7 @@ def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_doe
                 verdict=verdict,
             )
             cells.append(replace(c, fits_on={"A": fit}))
-        (said,) = dict(answered_questions(replace(plan, cells=cells)))[question]
+        (said,) = dict(answer_questions(replace(plan, cells=cells)))[question]
         return said.partition(": ")[2]
 
     assert (
@@ -886,9 +891,9 @@ def test_what_a_group_sends_within_a_node_takes_that_nodes_link(plan_of):
     activations = 2 * 3 / 4 * 10**6 * c.subject.samples_per_step
     assert (c.needs.node_bytes, c.needs.awaited_node_bytes) == (activations, activations)
     assert c.needs.wire_bytes == 10**9 + activations
-    device = device_rates.gpu_device(device_rates.find_gpu("A10G"), "fp32", plan.cluster)
+    device = device_rates.make_gpu_device(device_rates.find_gpu("A10G"), "fp32", plan.cluster)
     for rates, rate in enumerate(duration.LINK_UTILISATION):
-        step = duration.step_on(device, c.subject, c.needs, rates)
+        step = duration.plan_step(device, c.subject, c.needs, rates)
         awaited_s = activations / 32e9 / rate
         assert step.awaited_s == pytest.approx(awaited_s)
         assert step.link_s == pytest.approx(10**9 / 12.5e9 / rate + awaited_s)
@@ -903,9 +908,9 @@ def on_an_a100(plan_of):
 
     def times(c: schedule.Planned, **changes: Any) -> list[float]:
         cluster = {"link_gb_per_s": None, "network_gb_per_s": None}
-        device = device_rates.gpu_device(A100, c.subject.settings.precision, cluster)
+        device = device_rates.make_gpu_device(A100, c.subject.settings.precision, cluster)
         needs = replace(c.needs, slowest=replace(c.needs.slowest, **changes))
-        return [duration.step_on(device, c.subject, needs, rates).seconds for rates in range(3)]
+        return [duration.plan_step(device, c.subject, needs, rates).seconds for rates in range(3)]
 
     def make(**experiment: Any) -> schedule.Planned:
         block = {"strategies": ["fsdp"], "gpus": [8], "precision": "bf16"} | experiment
@@ -934,7 +939,7 @@ def test_fused_attention_is_slower_where_cells_are_compared(on_an_a100):
     without, with_it = times(c, **flops), times(c, attention_share=0.5, **flops)
     assert with_it[:2] == without[:2]
     assert with_it[2] - without[2] == pytest.approx(0.5 * (1 / 0.6 - 1 / 0.7))
-    hopper = device_rates.gpu_device(
+    hopper = device_rates.make_gpu_device(
         device_rates.find_gpu("H100"), "bf16", {"link_gb_per_s": 1, "network_gb_per_s": 1}
     )
     assert hopper.attention_utilisation == 0.33
@@ -992,16 +997,16 @@ def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
     """At best, too: 3 s of computation beside 4 s of sending of which 1, 3 or 4 s are waited for."""
     plan = plan_of(strategies=["ddp"], gpus=[4])
     c = cell(plan, "ddp", 4)
-    device = device_rates.gpu_device(device_rates.find_gpu("A10G"), "fp16", plan.cluster)
-    rate = device.link(1) * duration.LINK_UTILISATION[0]
+    device = device_rates.make_gpu_device(device_rates.find_gpu("A10G"), "fp16", plan.cluster)
+    rate = device.slowest_link_bytes_per_s(1) * duration.LINK_UTILISATION[0]
     slowest = replace(c.needs.slowest, training_flops_per_sample=0, operations_per_step=1)
     alone = replace(c.needs, slowest=slowest, wire_bytes=0)
-    computes_s = duration.step_on(device, c.subject, alone, 0).seconds
+    computes_s = duration.plan_step(device, c.subject, alone, 0).seconds
     sent = {"wire_bytes": 4 * computes_s * rate}
     for share in (0, 1, 3, 4):
         awaited = replace(alone, awaited_bytes=share * computes_s * rate, **sent)
         expected = max(1, 4 - share) + share
-        assert duration.step_on(device, c.subject, awaited, 0).seconds == pytest.approx(
+        assert duration.plan_step(device, c.subject, awaited, 0).seconds == pytest.approx(
             expected * computes_s
         )
 
@@ -1011,4 +1016,4 @@ def test_the_time_to_compare_by_has_its_ranges_unit():
         (0, 0.5, 0.2, "under 1 s"), (12, 64, 31.4, "31 (12-64 s)"),
         (240, 1200, 600, "10.0 (4.0-20 min)"), (3600, 18_000, 7200, "2.0 (1.0-5.0 h)"),
     ):  # fmt: skip
-        assert quantities.compared_text(usual, Span(low, high, "")) == text
+        assert quantities.format_compared_time(usual, Span(low, high, "")) == text

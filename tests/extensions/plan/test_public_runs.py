@@ -54,13 +54,13 @@ def test_the_range_says_from_how_many_runs_it_is():
     ],
 )
 def test_only_cells_like_the_runs_take_their_range(changes, reads_text, alike):
-    assert public_runs.is_like(replace(SHARDED, **changes), reads_text) == alike
+    assert public_runs.is_like_public_runs(replace(SHARDED, **changes), reads_text) == alike
 
 
 def test_a_step_on_other_gpus_or_a_short_or_a_waiting_one_keeps_its_range():
     step = duration.PlannedStep(2.0, 1.0, 0.0, 0.0, 0.0, 0.7)
     gpu, band = public_runs.GPUS[0], public_runs.band()
-    span = public_runs.span_from_runs(gpu, SHARDED, True, step, steps=10)
+    span = public_runs.estimate_from_runs(gpu, SHARDED, True, step, steps=10)
     assert [*span] == pytest.approx([20 * band.low, 20 * band.high])
     assert span.source == band.source
     for other, changes in (
@@ -68,7 +68,9 @@ def test_a_step_on_other_gpus_or_a_short_or_a_waiting_one_keeps_its_range():
         (gpu, {"compute_s": 0.1, "link_s": 0.0}),
         (gpu, {"link_s": 1.6}),
     ):
-        seen = public_runs.span_from_runs(other, SHARDED, True, replace(step, **changes), steps=10)
+        seen = public_runs.estimate_from_runs(
+            other, SHARDED, True, replace(step, **changes), steps=10
+        )
         assert seen is None, (other, changes)
 
 

@@ -22,7 +22,7 @@ from stratbench.extensions.links.collective_cost import (
     ring,
     tree,
 )
-from stratbench.extensions.plan.schedule import records_by_cell
+from stratbench.extensions.plan.schedule import read_records_by_cell
 from stratbench.extensions.projection import __main__ as command
 from stratbench.extensions.projection.evidence import gather_projection_inputs
 from stratbench.extensions.projection.shown.section import make_section_entries
@@ -305,7 +305,7 @@ def test_the_plan_is_told_of_trainings_on_counts_that_exist_nowhere(study):
     block = study["studies"]["small"]["experiments"]["one"]
     block["gpus"] = [1, 2, 4, 8]
     config, read = configuration.load_config(study)
-    found = project_trainings(config, read, records_by_cell(read, config["results"]))
+    found = project_trainings(config, read, read_records_by_cell(read, config["results"]))
     ddp = {c.gpus: p for c, p in found.items() if c.strategy == "ddp"}
     assert set(ddp) == {8}  # 16 and 32 are on nodes between which nothing was measured
     assert ddp[8].global_batch == 128
@@ -317,12 +317,12 @@ def test_the_plan_is_told_of_trainings_on_counts_that_exist_nowhere(study):
 
 def test_records_of_other_settings_than_the_configs_are_left_out_by_name(study, capsys):
     config, read = configuration.load_config(study)
-    known = records_by_cell(read, config["results"])
+    known = read_records_by_cell(read, config["results"])
     assert len(known) > 3
     assert capsys.readouterr().out == ""
     study["studies"]["small"]["experiments"]["one"]["lr"] = 0.375
     config, read = configuration.load_config(study)
-    assert records_by_cell(read, config["results"]) == {}
+    assert read_records_by_cell(read, config["results"]) == {}
     (told,) = capsys.readouterr().out.splitlines()
     assert "was trained with lr 0.1 (config: 0.375)" in told
     assert told.endswith(f" (and {len(known) - 1} more records of other settings)")
@@ -331,20 +331,20 @@ def test_records_of_other_settings_than_the_configs_are_left_out_by_name(study, 
 def test_records_of_the_software_gpu_are_left_out_of_plans_predictions_and_projections(
     study, capsys
 ):
-    """All three read by `records_by_cell`."""
+    """All three read by `read_records_by_cell`."""
     config, read = configuration.load_config(study)
-    known = records_by_cell(read, config["results"])
+    known = read_records_by_cell(read, config["results"])
     marked = next(iter(known))
     path = marked.record_path(config["results"])
     record = json.loads(path.read_text())
     record["provenance"]["software_gpu"] = True
     path.write_text(json.dumps(record))
-    assert records_by_cell(read, config["results"]).keys() == known.keys() - {marked}
+    assert read_records_by_cell(read, config["results"]).keys() == known.keys() - {marked}
     assert capsys.readouterr().out == f"left out: {path} was {software_gpu.WHY}\n"
 
 
 def evidence_of_ddp(config: dict[str, Any], read: Any) -> Any:
-    found = gather_projection_inputs(records_by_cell(read, config["results"]))
+    found = gather_projection_inputs(read_records_by_cell(read, config["results"]))
     return next(e for e in found if e.strategy == "ddp")
 
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class EmitError(Exception):
-    """A cell cannot be written for a target; the message is one sentence that names the reason."""
+    """A cell cannot be written for a target, for the reason in the message."""

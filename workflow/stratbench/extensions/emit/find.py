@@ -1,4 +1,4 @@
-"""Finds the record to write: by its path, by a cell's name, or as the choice of `decide`."""
+"""Finds the record to write, by path, by name or by `decide`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes the cost of a collective on a layout: steps and bytes by the algorithms of NCCL and gloo.
+"""Computes the cost of collectives by the algorithms of NCCL and gloo.
 
 It does not import torch. The formulas count steps and bytes. The cost of a step and of a byte is measured
 (`extensions/links/measure.py`), never fitted to training times. Fits at 1 and 2 GPUs were wrong by more
@@ -185,7 +185,7 @@ ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
 
 
 def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of pushes and pulls of all workers, which a server answers one after the other.
+    """Return the cost of pushes and pulls that a server answers in turn.
 
     Args:
         kind: Kind of the collective.

@@ -19,7 +19,7 @@ MAX_MEASURED_MIB = 256
 
 
 def links_request(study: Study, cluster: Mapping[str, Any], offered: Sequence[Node]) -> JobRequest:
-    """Return the resources of the measuring job: the largest request of the study's cells on full nodes.
+    """Return the resources of the job that measures links.
 
     The job has two nodes, so that links between nodes are measured as well. It has one node if no partition
     of `offered` has two suitable ones.

@@ -7,7 +7,7 @@ The first command starts the processes of this machine itself, with NCCL if --gp
 In a SLURM job of several nodes it starts them on each node. Under torchrun, or any launcher that sets RANK,
 WORLD_SIZE and MASTER_ADDR, this process is one of them. The order of the measurements changes in each
 round, so that changes of the machine affect all alike. The output is `times.csv` with every measurement,
-and `links.csv` with a row per kind and level: latency of a step, rate, knee and scatter.
+and `links.csv` with a row per kind and level: latency of a step, rate, knee and spread.
 """
 
 from __future__ import annotations

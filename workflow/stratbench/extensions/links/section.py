@@ -23,7 +23,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "links.html.j2"
 
 #: Colours of the plots' lines, one per number of workers.
 COLOURS = ("replicas", "bad", "averaging-servers", "wait", "ink", "muted")
-#: Maximum scatter (ln) of times around a fit that can be trusted.
+#: Maximum spread (ln) of times around a fit that can be trusted.
 TRUSTED_SD = 0.35
 
 
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for r in section["rows"]:
         print(
-            f"{r['name']}, {r['level']}: latency {r['alpha']} per step, rate {r['rate']}, scatter of times "
+            f"{r['name']}, {r['level']}: latency {r['alpha']} per step, rate {r['rate']}, spread of times "
             f"{r['off']}"
         )
     return 0

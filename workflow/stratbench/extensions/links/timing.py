@@ -78,7 +78,7 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[Collec
 
 
 def _list_rank_groups(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the groups of ranks to time: the first ranks of each count, and one rank per node.
+    """Return the groups of ranks to time together.
 
     Args:
         sweep: The measurements to make.

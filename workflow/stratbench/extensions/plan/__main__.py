@@ -19,13 +19,18 @@ from stratbench.cell.text.words import counted, folded
 from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.device_rates import named_gpus
 from stratbench.extensions.plan.duration import ProjectedDuration
-from stratbench.extensions.plan.one_model.model_answer import Answer, answer_for
-from stratbench.extensions.plan.one_model.one_network import study_of
+from stratbench.extensions.plan.one_model.model_answer import Answer, answer_question
+from stratbench.extensions.plan.one_model.one_network import make_model_study
 from stratbench.extensions.plan.pages import table
 from stratbench.extensions.plan.pages.check_text import check_text
-from stratbench.extensions.plan.pages.model_answer import answer_text, first_text
-from stratbench.extensions.plan.pages.text import network_text, plan_text, write_html
-from stratbench.extensions.plan.schedule import Records, make_plan, records_by_cell, timed_records
+from stratbench.extensions.plan.pages.model_answer import format_answer, format_first_choice
+from stratbench.extensions.plan.pages.text import format_network, format_plan, write_html
+from stratbench.extensions.plan.schedule import (
+    Records,
+    make_plan,
+    read_records_by_cell,
+    select_timed_records,
+)
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import set_job_environment
@@ -44,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.model is None:
             config, study = load_config(config)
         else:
-            config, study, left_out = study_of(config, args.model, args.dataset)
+            config, study, left_out = make_model_study(config, args.model, args.dataset)
             print("".join(f"left out: {reason}\n" for reason in left_out), end="", flush=True)
         cluster = config["cluster"]
         named_gpus(cluster)  # raises for unknown names before the check, which takes minutes
@@ -64,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
             )
             more = "" if args.model else ", and `check`"
             print(f"{text}: see below{more}", flush=True)
-        records = records_by_cell(study, config["results"])
-        timed = timed_records(records, cluster["gpu"])
+        records = read_records_by_cell(study, config["results"])
+        timed = select_timed_records(records, cluster["gpu"])
         projected = list_projected(config, study, timed)
         plan = make_plan(config, checked, records, args.partition, projected)
     except ConfigError as error:
@@ -75,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     table.write_csv(plan, out / "plan.csv")
     table.write_json(plan, out / "plan.json")
     write_html(plan, out / "plan.html")
-    print(plan_text(plan) if args.model is None else f"{network_text(plan)}\n")
+    print(format_plan(plan) if args.model is None else f"{format_network(plan)}\n")
     print(f"Written: {out / 'plan.csv'}, {out / 'plan.html'}")
     return 0
 
@@ -87,9 +92,9 @@ def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
     """
 
     def tell(first: Answer) -> None:
-        print(first_text(first), file=sys.stderr, flush=True)
+        print(format_first_choice(first), file=sys.stderr, flush=True)
 
-    print(answer_text(answer_for(config, question_of(args), tell)))
+    print(format_answer(answer_question(config, question_of(args), tell)))
 
 
 def list_projected(

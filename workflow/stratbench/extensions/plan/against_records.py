@@ -19,7 +19,7 @@ from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.extensions.plan.needs import Subject, mean_wire_bytes, sent_bytes
 from stratbench.extensions.plan.pages.table import write_rows
-from stratbench.extensions.plan.schedule import Plan, Planned, make_plan, records_by_cell
+from stratbench.extensions.plan.schedule import Plan, Planned, make_plan, read_records_by_cell
 from stratbench.study.config import config as configuration
 
 #: Values of a record's `method` that measure a peak on a CPU.
@@ -175,7 +175,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     config, study = configuration.load_config(json.loads(args.config))
-    records = records_by_cell(study, config["results"])
+    records = read_records_by_cell(study, config["results"])
     plan = make_plan(config, check_study(config, study), records)
     rows = prediction_rows(plan, records)
     write_rows(rows, args.out, [f.name for f in fields(Cell)])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.extensions.plan.footprint.cache import CachedJob, results_of
+from stratbench.extensions.plan.footprint.cache import CachedJob, compute_results
 from stratbench.extensions.plan.footprint.few_parts import make_by_few_parts
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING, Request
@@ -173,17 +173,19 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
     requests = [s.request for s in subjects]
     max_gpus = {name: max(e.matrix["gpus"]) for name, e in study.experiments.items()}
     others = {
-        s.cell: other_resharding(s.request)
+        s.cell: switch_resharding(s.request)
         for s in subjects
         if s.request.may_reshard and s.cell.gpus == max_gpus[s.cell.experiment]
     }
     if resharding:
         requests += others.values()
-    networks, rehearsals = rehearsals_of(requests, Path(config["results"]) / "plan-cache")
+    networks, rehearsals = rehearse_requests(requests, Path(config["results"]) / "plan-cache")
     refused = {
         s.cell: reason
         for s in subjects
-        if (reason := refusal_of_cell(s, networks[Network.of(s.request)], rehearsals[s.request]))
+        if (
+            reason := cell_refusal_reason(s, networks[Network.of(s.request)], rehearsals[s.request])
+        )
     }
     both = {
         s.request: {
@@ -196,13 +198,13 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
     return Checked(study, subjects, networks, rehearsals, refused, known)
 
 
-def other_resharding(request: Request) -> Request:
+def switch_resharding(request: Request) -> Request:
     """Return the request with the other value of `reshard_after_forward`."""
     other = {"always": "never", "never": "always"}[request.options[RESHARDING]]
     return request.with_options(**{RESHARDING: other})
 
 
-def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
+def cell_refusal_reason(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
     """Return why a cell cannot be trained, by its model, batch or strategy, or None.
 
     Args:
@@ -224,12 +226,12 @@ def refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> s
     return rehearsal.refusal
 
 
-def rehearsals_of(
+def rehearse_requests(
     requests: Iterable[Request], folder: Path
 ) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
-    """Return checks of models and dry runs of strategies, cached in `folder` or run in processes."""
+    """Return checks of models and dry runs of strategies, from the cache or new."""
     network_by_request = {request: Network.of(request) for request in requests}
-    networks = networks_of(network_by_request, folder)
+    networks = check_networks(network_by_request, folder)
     jobs = {
         request: CachedJob(
             f"{network.model} with {request.strategy}",
@@ -242,7 +244,7 @@ def rehearsals_of(
         if networks[network].fault is None and networks[network].unchecked is None
         if not request.by_command
     }
-    rehearsals = results_of(
+    rehearsals = compute_results(
         "kinds of cells to trace: {}; results are cached for the next run",
         Rehearsal,
         rehearse,
@@ -251,12 +253,14 @@ def rehearsals_of(
     )
     by_command = Rehearsal(unpredicted=BY_COMMAND)
     return networks, {
-        r: by_command if r.by_command else rehearsals.get(r, _not_tried(networks[network]))
+        r: by_command
+        if r.by_command
+        else rehearsals.get(r, _make_untried_rehearsal(networks[network]))
         for r, network in network_by_request.items()
     }
 
 
-def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, CheckResult]:
+def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, CheckResult]:
     """Return the checks of the models of `requests`, cached in `folder` or run in processes."""
     sharing: dict[Network, list[Request]] = {}
     for request in dict.fromkeys(requests):
@@ -269,7 +273,7 @@ def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, Chec
     }
     own = (r.settings.own_model for r in firsts.values())
     builders = {library_of(spec["call"]).built_by for spec in own if spec}
-    return results_of(
+    return compute_results(
         "models to check: {}",
         CheckResult,
         check_network,
@@ -279,7 +283,7 @@ def networks_of(requests: Iterable[Request], folder: Path) -> dict[Network, Chec
     )
 
 
-def _not_tried(network: CheckResult) -> Rehearsal:
+def _make_untried_rehearsal(network: CheckResult) -> Rehearsal:
     return Rehearsal(unpredicted=network.unchecked, unchecked=network.unchecked)
 
 
@@ -297,7 +301,7 @@ def check_network(request: Request) -> CheckResult:
             warnings.catch_warnings()
         ):  # warnings of a model during the check do not concern the study
             warnings.simplefilter("ignore")
-            result = _found_of(request)
+            result = _check_with_task(request)
     except ModelError as error:
         result = CheckResult(fault=str(error))
     except Exception as error:  # a model may raise anything
@@ -305,31 +309,31 @@ def check_network(request: Request) -> CheckResult:
     return replace(result, seconds=time.perf_counter() - started)
 
 
-def _found_of(request: Request) -> CheckResult:
+def _check_with_task(request: Request) -> CheckResult:
     _, kind = request.tried_task()
-    result = _found_of_network(request)
+    result = _try_model(request)
     return result if kind.adds_up else replace(result, remarks=[*result.remarks, NO_SUM])
 
 
-def _found_of_network(request: Request) -> CheckResult:
+def _try_model(request: Request) -> CheckResult:
     from stratbench.workload.network.trial import NO_VALUES, PassFailed
 
     if models.has_name_alone(request.network):
         return CheckResult(
             unchecked="config.yaml only names it, and the command that trains it builds it"
         )
-    parameters = _parameters(request)
+    parameters = _count_model_parameters(request)
     if models.facts_of(request.network).own and parameters <= MAX_REAL_PARAMETERS:
-        result = _tried(request, on_fakes=False)
+        result = _run_trial(request, on_fakes=False)
         if result.trial["reads_values"]:  # checked here once instead of for each kind of cell
             try:
-                _tried(request, on_fakes=True)
+                _run_trial(request, on_fakes=True)
             except PassFailed as error:
                 if isinstance(error.__cause__, NO_VALUES):
                     return replace(result, unpredicted=NO_PREDICTION)
         return result
     try:
-        return _tried(request, on_fakes=True)
+        return _run_trial(request, on_fakes=True)
     except PassFailed as error:
         return CheckResult(
             unchecked=f"{error}: it was tried on tensors without values, which may be the cause; with "
@@ -338,12 +342,12 @@ def _found_of_network(request: Request) -> CheckResult:
         )
 
 
-def _tried(request: Request, on_fakes: bool) -> CheckResult:
+def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
     from stratbench.extensions.plan.footprint import fake
     from stratbench.extensions.plan.remarks import iter_remarks
 
     with fake.surroundings(request, on_fakes):
-        model, _, worker = fake.built(request, on_fakes)
+        model, _, worker = fake.build_worker(request, on_fakes)
         groups = worker.wrap_groups
         network, shape = request.network, request.input_shape
         trial = models.trial_of(
@@ -351,13 +355,16 @@ def _tried(request: Request, on_fakes: bool) -> CheckResult:
         )
         names = {module: name for name, module in model.named_modules()}
         sizes = [
-            (_span(names[ms[0]], names[ms[-1]]), _numel(p for m in ms for p in m.parameters()))
+            (
+                _describe_group(names[ms[0]], names[ms[-1]]),
+                _count_elements(p for m in ms for p in m.parameters()),
+            )
             for _, ms in groups
         ]
-        parameters = _numel(model.parameters())
+        parameters = _count_elements(model.parameters())
         return CheckResult(
             parameters=parameters,
-            frozen=_numel(p for p in model.parameters() if not p.requires_grad),
+            frozen=_count_elements(p for p in model.parameters() if not p.requires_grad),
             groups=sizes,
             root=parameters - sum(size for _, size in sizes),
             rule=models.sharding_rule(request.network, model),
@@ -367,11 +374,11 @@ def _tried(request: Request, on_fakes: bool) -> CheckResult:
             skipped=trial.skipped,
             remarks=list(iter_remarks(model, trial)),
             trial=dataclasses.asdict(trial),
-            blocks=equal_blocks(request, model),
+            blocks=find_equal_blocks(request, model),
         )
 
 
-def equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
+def find_equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
     """Return the path and number of equal blocks that the model calls alike, or None."""
     from stratbench.extensions.plan.footprint.equal_blocks import are_called_alike, find_blocks
     from stratbench.workload.network.trial import SAMPLES
@@ -383,21 +390,21 @@ def equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
     return tuple(blocks) if are_called_alike(model, blocks, x) else None
 
 
-def _span(first: str, last: str) -> str:
+def _describe_group(first: str, last: str) -> str:
     """Return the text for a shard group, from its first and last module."""
     return first if first == last else f"{first} to {last}"
 
 
-def _numel(parameters: Any) -> int:
+def _count_elements(parameters: Any) -> int:
     return sum(p.numel() for p in dict.fromkeys(parameters))
 
 
-def _parameters(request: Request) -> int:
+def _count_model_parameters(request: Request) -> int:
     from stratbench.workload.known_values import KnownFakes
 
     with KnownFakes():
         model = models.build_without_memory(request.network, request.classes, request.input_shape)
-    return _numel(model.parameters())
+    return _count_elements(model.parameters())
 
 
 # --- one kind of cell ----------------------------------------------------------------------------
@@ -421,8 +428,8 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
             return Rehearsal(made)
         # Fake tensors may have caused the error. If the model is small, a step with real numbers decides.
         if network.parameters <= MAX_REAL_PARAMETERS:
-            return Rehearsal(refusal=_refusal(request, trial), unpredicted=made)
-        if refusal := _refusal(request, trial, by_rules=True):
+            return Rehearsal(refusal=_find_refusal(request, trial), unpredicted=made)
+        if refusal := _find_refusal(request, trial, by_rules=True):
             return Rehearsal(refusal=refusal, unpredicted=made)
         return Rehearsal(unpredicted=made, unchecked=made)
 
@@ -430,7 +437,7 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
 def try_footprint(
     request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
 ) -> Footprint | str:
-    """Return the footprint, or the error in one line, since one model must not stop the plan.
+    """Return the footprint, or the error in one line.
 
     Args:
         request: The request.
@@ -451,8 +458,8 @@ def try_footprint(
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def _refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
-    """Return why the strategy cannot train the model, by its rules or by the error of a real step.
+def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
+    """Return why the strategy cannot train the model, by rules or by a real step.
 
     Args:
         request: The request.
@@ -466,7 +473,7 @@ def _refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | No
         try:
             stack.enter_context(strategy_class(request.strategy).on_fakes())
             stack.enter_context(fake.surroundings(request, by_rules))
-            model, strategy, worker = fake.built(request, by_rules)
+            model, strategy, worker = fake.build_worker(request, by_rules)
             worker.trial = trial
             acceptance.check_model(strategy, request.network, model, worker)
             if by_rules:

@@ -73,15 +73,15 @@ class Device:
         """
         return self.memory_bytes * (1 + margin if self.is_gpu else 1)
 
-    def link(self, nodes: int) -> float:
+    def slowest_link_bytes_per_s(self, nodes: int) -> float:
         """Return one-way bytes per second of the slowest link in a ring over `nodes` nodes."""
         if nodes == 1:
             return self.link_bytes_per_s
         return min(self.link_bytes_per_s, self.network_bytes_per_s)
 
 
-def gpus_called(text: str) -> list[Datasheet]:
-    """Return the GPUs that `text` may mean, such as `A10G 24GB`, in the order of the table."""
+def find_matching_gpus(text: str) -> list[Datasheet]:
+    """Return the GPUs that `text` may mean, such as `A10G 24GB`."""
     if (exact := datasheet_of(text)) is not None:
         return [exact]
     size = re.search(r"(\d+)\s*gi?b\b", text, re.IGNORECASE)
@@ -102,14 +102,14 @@ def find_gpu(text: str, where: str = "config: cluster.gpu") -> Datasheet:
     Raises:
         ConfigError: If no GPU matches; the message begins with `where`.
     """
-    for peak in gpus_called(text):
+    for peak in find_matching_gpus(text):
         return peak
     raise ConfigError(
-        f"{where} = {text!r}: is not in the table of GPUs; choose one of {known_gpus()}"
+        f"{where} = {text!r}: is not in the table of GPUs; choose one of {list_known_gpus()}"
     )
 
 
-def known_gpus() -> str:
+def list_known_gpus() -> str:
     """Return the names of the table's GPUs, separated by commas."""
     return ", ".join(peak.name for peak in all_datasheets())
 
@@ -124,8 +124,8 @@ def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
     return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
 
 
-def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
-    """Return a GPU of the cluster, with the link rate of the config or else of the datasheet.
+def make_gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
+    """Return a GPU with the link rate of the config or its datasheet.
 
     Args:
         peak: Datasheet of the GPU.
@@ -148,12 +148,12 @@ def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> D
     )
 
 
-def cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
+def make_cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
     """Return this host's CPU as the device of one of `workers` processes."""
     return Device(
         name="CPU",
         memory_bytes=cluster["mem_mib_per_gpu"] * MIB - CPU_PROCESS_BYTES,
-        flops_per_s=cpu_flops_per_s() / workers,
+        flops_per_s=measure_cpu_flops_per_s() / workers,
         memory_bytes_per_s=None,
         link_bytes_per_s=_LOOPBACK_BYTES_PER_S,
         network_bytes_per_s=(cluster["network_gb_per_s"] or NETWORK_GB_PER_S) * 1e9,
@@ -166,7 +166,7 @@ _LOOPBACK_BYTES_PER_S = 2e9
 
 
 @cache
-def cpu_flops_per_s() -> float:
+def measure_cpu_flops_per_s() -> float:
     """Return the floating-point operations per second of all cores of this host, measured now."""
     import numpy as np
 

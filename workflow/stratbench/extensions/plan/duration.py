@@ -1,4 +1,4 @@
-"""Predicts a cell's time as a range, from the study's records or from the device's rates."""
+"""Predicts a cell's time as a range, from records or from the device's rates."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Span:
     def __add__(self, other: Span) -> Span:
         return Span(self.low_s + other.low_s, self.high_s + other.high_s, self.source)
 
-    def times(self, low: float, high: float) -> Span:
+    def multiply(self, low: float, high: float) -> Span:
         return Span(self.low_s * low, self.high_s * high, self.source)
 
 
@@ -112,7 +112,7 @@ class PlannedStep:
         return 1 - self.compute_s / self.seconds
 
 
-def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep:
+def plan_step(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep:
     """Return the planned step of a cell on a device, at one set of rates.
 
     Args:
@@ -123,18 +123,19 @@ def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep
     """
     utilisation = LINK_UTILISATION[rates]
 
-    def sending_s(n_bytes: float, within: float = 0.0) -> float:
+    def compute_sending_s(n_bytes: float, within: float = 0.0) -> float:
         """Return seconds to send bytes, those `within` a node over its own link."""
-        rest_s = (n_bytes - within) / device.link(needs.nodes)
-        return (rest_s + within / device.link(1)) / utilisation
+        rest_s = (n_bytes - within) / device.slowest_link_bytes_per_s(needs.nodes)
+        return (rest_s + within / device.slowest_link_bytes_per_s(1)) / utilisation
 
     return PlannedStep(
-        compute_s=None if device.flops_per_s is None else _compute_s(device, s, needs, rates),
+        compute_s=None if device.flops_per_s is None else _plan_compute_s(device, s, needs, rates),
         # A node's link carries the traffic of all its workers and servers.
         link_s=max(
-            sending_s(needs.wire_bytes, needs.node_bytes), sending_s(needs.link_bytes or 0.0)
+            compute_sending_s(needs.wire_bytes, needs.node_bytes),
+            compute_sending_s(needs.link_bytes or 0.0),
         ),
-        awaited_s=sending_s(needs.awaited_bytes, needs.awaited_node_bytes),
+        awaited_s=compute_sending_s(needs.awaited_bytes, needs.awaited_node_bytes),
         server_s=needs.served_bytes / SERVER_BYTES_PER_S[rates],
         host_s=host_s(needs.slowest)[rates],
         hiding=HIDING[rates],
@@ -142,7 +143,7 @@ def step_on(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep
 
 
 def host_s(footprint: Footprint) -> tuple[float, ...]:
-    """Return seconds per step for parameters that the host stores and updates, for each set of rates.
+    """Return seconds per step for parameters on the host, for each set of rates.
 
     They are 0 without such parameters.
     """
@@ -154,11 +155,11 @@ def host_s(footprint: Footprint) -> tuple[float, ...]:
     )
 
 
-def _compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
+def _plan_compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
     """Return the seconds of a step's computation at one set of rates."""
     f, batch = needs.slowest, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
-    flops_s = f.computed_flops_per_sample * batch / flops_rate(device, rates)
+    flops_s = f.computed_flops_per_sample * batch / training_flops_per_s(device, rates)
     if rates == USUAL and device.attention_utilisation:
         slower = GPU_UTILISATION[USUAL] / device.attention_utilisation
         flops_s *= 1 + f.attention_share * (slower - 1)
@@ -177,13 +178,13 @@ def _compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
     return compute_s * s.steps_per_batch / (1 - s.bubble_share)
 
 
-def flops_rate(device: Device, rates: int) -> float:
+def training_flops_per_s(device: Device, rates: int) -> float:
     """Return the floating-point operations per second that training reaches, at one set of rates."""
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
     return device.flops_per_s * utilisation[rates]
 
 
-def overhead_span(device: Device, s: Subject, needs: Needs) -> Span:
+def estimate_overhead(device: Device, s: Subject, needs: Needs) -> Span:
     """Return the seconds of a cell besides its training: start-up and evaluations.
 
     Args:
@@ -194,12 +195,14 @@ def overhead_span(device: Device, s: Subject, needs: Needs) -> Span:
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
     flops = needs.slowest.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)
-    fast_s = flops / s.mesh.replicas / flops_rate(device, BEST)
-    return Span(STARTUP_S[0] + fast_s, STARTUP_S[1] + flops / flops_rate(device, WORST), "")
+    fast_s = flops / s.mesh.replicas / training_flops_per_s(device, BEST)
+    return Span(
+        STARTUP_S[0] + fast_s, STARTUP_S[1] + flops / training_flops_per_s(device, WORST), ""
+    )
 
 
-def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
-    """Return the time of training from the record of the most similar cell, or None without any.
+def estimate_from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
+    """Return the time of training from the most similar cell's record, or None.
 
     Only records of the same experiment and model count, since they have the same batch, data and precision.
     """
@@ -218,17 +221,17 @@ def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | 
         return Span(min(times_s) * (1 - SPREAD), max(times_s) * (1 + SPREAD), source)
     if same:
         nearest = min(same, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
-        return _rescaled(nearest, cell.gpus)
+        return _scale_to_workers(nearest, cell.gpus)
     # Times of a user's command do not apply to other strategies.
     timed = [r for r in timed if "program" not in r]
     beside = [r for r in timed if r["cell"]["gpus"] == cell.gpus] or timed
     if not beside:
         return None
     nearest = min(beside, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
-    return _rescaled(nearest, cell.gpus).times(*OTHER_STRATEGY)
+    return _scale_to_workers(nearest, cell.gpus).multiply(*OTHER_STRATEGY)
 
 
-def _rescaled(record: Mapping[str, Any], gpus: int) -> Span:
+def _scale_to_workers(record: Mapping[str, Any], gpus: int) -> Span:
     """Return a record's time on another number of workers, between perfect scaling and none."""
     seconds, workers = record["time"]["train_time_s"], record["cell"]["gpus"]
     scaled_s = seconds * workers / gpus

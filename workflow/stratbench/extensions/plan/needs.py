@@ -134,7 +134,7 @@ def mean_wire_bytes(
 def plain_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return the bytes that a rank sends in one of the first steps, which average plain gradients.
+    """Return bytes that a rank sends in each initial step of plain averaging.
 
     Args:
         s: The cell.
@@ -166,7 +166,7 @@ def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
 
 
 def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -> float:
-    """Return the bytes of activations that a rank sends per step and the next layer waits for.
+    """Return bytes of activations per step that the next layer waits for.
 
     Args:
         s: The cell.
@@ -181,7 +181,7 @@ def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -
 
 
 def data_bytes_of(s: Subject, samples: int | None = None) -> int:
-    """Return bytes of the data on the device: the data set, or waiting batches of `samples` samples.
+    """Return bytes of the data set or of waiting batches on the device.
 
     On a CPU mapped files become resident when they are read, so that they count completely.
     """
@@ -223,7 +223,7 @@ class Needs:
         return -(-self.servers_host_bytes // MIB)
 
 
-def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
+def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
     """Return the needs of a cell, from its footprint.
 
     Args:
@@ -236,7 +236,7 @@ def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
     served: dict[str, Any] = {}
     if s.served:
         flat, n_servers = footprint.flat_bytes, s.settings.options["servers"]
-        server_bytes = sum(servers.server_needs(s.settings, flat, n_nodes).values())
+        server_bytes = sum(servers.predict_server_bytes(s.settings, flat, n_nodes).values())
         process_bytes = CPU_PROCESS_BYTES + server_bytes
         host_bytes += -(-n_servers // n_nodes) * process_bytes
         traffic_bytes = servers.worker_traffic_bytes(s.settings, flat)

@@ -39,17 +39,17 @@ class Band(NamedTuple):
     source: str
 
 
-def is_like(s: Settings, reads_text: bool) -> bool:
+def is_like_public_runs(s: Settings, reads_text: bool) -> bool:
     """Return whether a cell resembles the runs: a text decoder in bf16, sharded by FSDP's policy."""
     if not reads_text or s.task is not None or s.precision != "bf16" or s.compile:
         return False
     return s.options.get("mixed_precision") == "policy" and s.options["offload"] == "none"
 
 
-def span_from_runs(
+def estimate_from_runs(
     device: str, s: Settings, reads_text: bool, step: PlannedStep, steps: int
 ) -> Span | None:
-    """Return the range of seconds of some steps from public runs, or None if the cell is not like them.
+    """Return the seconds of some steps from public runs, or None if unlike them.
 
     Args:
         device: Name of the GPU in the table of GPUs.
@@ -59,7 +59,7 @@ def span_from_runs(
         steps: Number of steps.
     """
     runs = band()
-    if device not in GPUS or not is_like(s, reads_text) or step.seconds < runs.least_s:
+    if device not in GPUS or not is_like_public_runs(s, reads_text) or step.seconds < runs.least_s:
         return None
     if step.waiting_share > MAX_WAITING_SHARE:
         return None

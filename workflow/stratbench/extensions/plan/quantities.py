@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.extensions.plan.device_rates import NETWORK_GB_PER_S
 from stratbench.extensions.plan.duration import Span
-from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned, cost_of
+from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned, compute_cost
 from stratbench.telemetry.machine.hardware import all_datasheets
 
 
@@ -23,13 +23,13 @@ def totals(plan: Plan, device: str) -> dict[str, Any]:
     """
     fits = [(c, c.fits_on[device]) for c in plan.cells if device in c.fits_on]
     open_ = [(c, v) for c, v in fits if not c.recorded and v.may_run]
-    timed = [(c, _within_limit(c, v.total)) for c, v in open_ if v.total is not None]
+    timed = [(c, _limit_span(c, v.total)) for c, v in open_ if v.total is not None]
     unknown = [c for c in plan.cells if not (c.fits_on or c.recorded or c.state == "unsupported")]
     gpu_hours = cost = None
     if timed or not (open_ or unknown):
         low = sum(c.cell.gpus * span.low_s for c, span in timed) / 3600
         high = sum(c.cell.gpus * span.high_s for c, span in timed) / 3600
-        gpu_hours, cost = (low, high), cost_of(low, high, plan.cluster, device != "CPU")
+        gpu_hours, cost = (low, high), compute_cost(low, high, plan.cluster, device != "CPU")
     longest, its_span = max(timed, key=lambda t: t[1].high_s, default=(None, Span(0.0, 0.0, "")))
     return {
         "cells": len(fits) + len(unknown),
@@ -43,11 +43,11 @@ def totals(plan: Plan, device: str) -> dict[str, Any]:
         "longest_high_s": its_span.high_s,
         "cut_off": sum(v.cut_off == "certain" for _, v in open_),
         "perhaps_cut_off": sum(v.cut_off == "possible" for _, v in open_),
-        "sources": _sources(span.source for _, span in timed),
+        "sources": _summarise_sources(span.source for _, span in timed),
     }
 
 
-def assumed_rates(plan: Plan) -> list[str]:
+def list_assumed_rates(plan: Plan) -> list[str]:
     """Return texts on the rates of links that some cell uses and the config does not give."""
     cells = [c for c in plan.cells if c.needs is not None]
     rates = []
@@ -63,12 +63,12 @@ def assumed_rates(plan: Plan) -> list[str]:
     return rates
 
 
-def _within_limit(c: Planned, span: Span) -> Span:
+def _limit_span(c: Planned, span: Span) -> Span:
     limit_s = c.subject.time_limit_s or math.inf
     return Span(*(min(end_s, limit_s) for end_s in span), span.source)
 
 
-def _sources(sources: Iterable[str]) -> str:
+def _summarise_sources(sources: Iterable[str]) -> str:
     counted = Counter(sources)
     if len(counted) > 3:
         return f"{len(counted)} sources (see the column time_source)"
@@ -84,7 +84,7 @@ def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Plan
     return by_key
 
 
-def in_order(cells: Iterable[Planned]) -> list[Planned]:
+def sort_by_usual_time(cells: Iterable[Planned]) -> list[Planned]:
     """Return the cells sorted by usual time within each experiment, model and worker count, unknown last.
 
     Groups, and cells of equal times, keep their order.
@@ -97,12 +97,12 @@ def _usual_s(c: Planned) -> float:
     return math.inf if c.fit is None or c.fit.usual_s is None else c.fit.usual_s
 
 
-def in_unit(n_bytes: float, unit: int) -> str:
+def format_in_unit(n_bytes: float, unit: int) -> str:
     """Return `n_bytes / unit` as text with three digits or more."""
     return f"{n_bytes / unit:.3g}" if n_bytes < 1000 * unit else f"{n_bytes / unit:.0f}"
 
 
-def span_text(span: Span) -> str:
+def format_span(span: Span) -> str:
     """Return a range as text, such as `12-45 min`."""
     if span.high_s < 1:
         return "under 1 s"
@@ -113,9 +113,9 @@ def span_text(span: Span) -> str:
     return f"{span.low_s / 3600:.1f}-{span.high_s / 3600:.1f} h"
 
 
-def compared_text(usual_s: float, span: Span) -> str:
+def format_compared_time(usual_s: float, span: Span) -> str:
     """Return the comparison time and its range as text, such as `20.5 (12-45 min)`."""
     if span.high_s < 1:
-        return span_text(span)
+        return format_span(span)
     unit_s, digits = (1, 0) if span.high_s < 100 else (60, 1) if span.high_s < 6000 else (3600, 1)
-    return f"{usual_s / unit_s:.{digits}f} ({span_text(span)})"
+    return f"{usual_s / unit_s:.{digits}f} ({format_span(span)})"

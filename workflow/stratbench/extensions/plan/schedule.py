@@ -1,4 +1,4 @@
-"""Makes the plan of a study: each cell's state, memory, time, cost and request to the scheduler."""
+"""Makes the plan of a study: each cell's state, memory, time and cost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from stratbench.cell.text.words import bytes_text, counted, seconds_text
 from stratbench.extensions.plan.check import Checked, Network
 from stratbench.extensions.plan.device_rates import (
     Device,
-    cpu_device,
-    gpu_device,
-    gpus_called,
+    find_matching_gpus,
+    make_cpu_device,
+    make_gpu_device,
     named_gpus,
 )
 from stratbench.extensions.plan.duration import (
@@ -25,15 +25,15 @@ from stratbench.extensions.plan.duration import (
     WORST,
     ProjectedDuration,
     Span,
-    overhead_span,
-    span_by_records,
-    step_on,
+    estimate_from_records,
+    estimate_overhead,
+    plan_step,
 )
 from stratbench.extensions.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.traffic import PARTS
-from stratbench.extensions.plan.needs import Needs, Subject, data_bytes_of, needs_of
-from stratbench.extensions.plan.public_runs import span_from_runs
+from stratbench.extensions.plan.needs import Needs, Subject, data_bytes_of, derive_needs
+from stratbench.extensions.plan.public_runs import estimate_from_runs
 from stratbench.strategies import acceptance
 from stratbench.study import resources
 from stratbench.study.config.config import Study
@@ -174,16 +174,16 @@ def make_plan(
     named, gpus = cluster["gpu"], named_gpus(cluster)
     if not named:
         gpus = gpus[-1:] + gpus[:-1]
-    timed = timed_records(records, named).values()
+    timed = select_timed_records(records, named).values()
     cells = []
     for s in checked.subjects:
         if s.request.on_cuda:
-            devices = [gpu_device(gpu, s.settings.precision, cluster) for gpu in gpus]
+            devices = [make_gpu_device(gpu, s.settings.precision, cluster) for gpu in gpus]
         else:
-            devices = [cpu_device(cluster, s.cell.gpus)]
+            devices = [make_cpu_device(cluster, s.cell.gpus)]
         known = projected.get(replace(s.cell, repeat=0))
-        span = known.span if known else span_by_records(s.cell, timed)
-        cells.append(_planned(s, checked, records.get(s.cell), devices, span, config))
+        span = known.span if known else estimate_from_records(s.cell, timed)
+        cells.append(_plan_cell(s, checked, records.get(s.cell), devices, span, config))
     on_gpu = any(s.request.on_cuda for s in checked.subjects)
     on_cpu = any(not s.request.on_cuda for s in checked.subjects)
     skipped = ("infeasible",) if cluster["skip_infeasible"] else ()
@@ -208,7 +208,7 @@ def make_plan(
     )
 
 
-def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
+def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
     """Return the study's usable records by cell.
 
     Print which records are left out, such as those of other settings.
@@ -233,20 +233,20 @@ def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
     return records
 
 
-def timed_records(records: Records, gpu: str | None) -> Records:
+def select_timed_records(records: Records, gpu: str | None) -> Records:
     """Return the records whose times apply to `gpu`, or all if it is None."""
-    named = gpus_called(gpu) if gpu else None
+    named = find_matching_gpus(gpu) if gpu else None
 
-    def is_of_another(record: Mapping[str, Any]) -> bool:
+    def names_other_gpu(record: Mapping[str, Any]) -> bool:
         """Return whether the record names another GPU; records of CPU cells name none."""
         known = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
         sheets = [datasheet_of(gpu.get("name") or "") for gpu in known]
         return named is not None and any(sheet and sheet not in named for sheet in sheets)
 
-    return {cell: r for cell, r in records.items() if not is_of_another(r)}
+    return {cell: r for cell, r in records.items() if not names_other_gpu(r)}
 
 
-def _planned(
+def _plan_cell(
     s: Subject,
     checked: Checked,
     record: Mapping[str, Any] | None,
@@ -263,14 +263,14 @@ def _planned(
     needs, fits_on = None, {}
     if footprint is not None:
         footprint = footprint.fullest(s.samples_per_step, devices[0].resident_threads)
-        needs = needs_of(s, footprint, resources.node_count(s.cell, cluster))
+        needs = derive_needs(s, footprint, resources.node_count(s.cell, cluster))
         spans = [measured] + [None] * len(devices)
         fits_on = {
-            device.name: _fit(s, footprint, needs, device, span, cluster)
+            device.name: _predict_fit(s, footprint, needs, device, span, cluster)
             for device, span in zip(devices, spans, strict=False)
         }
     fit = next(iter(fits_on.values()), None)
-    state, reason = _state(s, checked, record, fit, measured, config["results"])
+    state, reason = _find_state(s, checked, record, fit, measured, config["results"])
     return Planned(
         subject=s,
         state=state,
@@ -297,7 +297,7 @@ def _planned(
     )
 
 
-def _fit(
+def _predict_fit(
     s: Subject,
     footprint: Footprint,
     needs: Needs,
@@ -315,7 +315,7 @@ def _fit(
     needed_bytes = fullest.needed_bytes(batch, threads) + data_bytes
     margin = cluster["memory_margin"]
     room_bytes = device.room_bytes(margin)
-    steps = [step_on(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
+    steps = [plan_step(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
     by_device = usual_s = None
     if device.flops_per_s is not None:
         source = (
@@ -323,10 +323,10 @@ def _fit(
         )
         *ends, usual_s = (step.seconds * s.steps for step in steps)
         by_device = Span(*ends, source)
-        seen = span_from_runs(device.name, s.settings, s.data.is_text, steps[USUAL], s.steps)
+        seen = estimate_from_runs(device.name, s.settings, s.data.is_text, steps[USUAL], s.steps)
         by_device = seen or by_device
     train = measured or by_device
-    total = train and train + overhead_span(device, s, needs)
+    total = train and train + estimate_overhead(device, s, needs)
     gpu_hours = total and tuple(end_s * s.cell.gpus / 3600 for end_s in total)
     return DeviceFit(
         device=device.name,
@@ -339,7 +339,7 @@ def _fit(
             f.training_peak(batch, threads).n_bytes + data_bytes for f in footprint.stages
         ),
         needed_bytes=needed_bytes,
-        verdict=verdict_of(needed_bytes, device, margin),
+        verdict=classify_fit(needed_bytes, device, margin),
         largest_batch=s.steps_per_batch
         * footprint.largest_batch(room_bytes, threads, partial(data_bytes_of, s)),
         room_bytes=room_bytes,
@@ -349,13 +349,13 @@ def _fit(
         usual_s=usual_s,
         train=train,
         total=total,
-        cut_off=_cut_off(total, s.time_limit_s),
+        cut_off=_classify_time_limit(total, s.time_limit_s),
         gpu_hours=gpu_hours,
-        cost=gpu_hours and cost_of(*gpu_hours, cluster, device.is_gpu),
+        cost=gpu_hours and compute_cost(*gpu_hours, cluster, device.is_gpu),
     )
 
 
-def verdict_of(needed_bytes: float, device: Device, margin: float) -> str:
+def classify_fit(needed_bytes: float, device: Device, margin: float) -> str:
     """Return FITS, TIGHT or DOES_NOT_FIT.
 
     Args:
@@ -368,17 +368,17 @@ def verdict_of(needed_bytes: float, device: Device, margin: float) -> str:
     return TIGHT if needed_bytes <= device.tight_bytes(margin) else DOES_NOT_FIT
 
 
-def _cut_off(total: Span | None, limit_s: float | None) -> str:
+def _classify_time_limit(total: Span | None, limit_s: float | None) -> str:
     """Return whether the time limit ends a cell early: no, possible or certain."""
     if total is None or limit_s is None or total.high_s <= limit_s:
         return "no"
     return "certain" if total.low_s > limit_s else "possible"
 
 
-def cost_of(
+def compute_cost(
     low_h: float, high_h: float, cluster: Mapping[str, Any], on_gpu: bool
 ) -> tuple[float, float] | None:
-    """Return the cost of GPU-hours at best and at worst, or None if no price is known.
+    """Return the cost of GPU-hours at best and at worst, or None.
 
     Args:
         low_h: Hours at best.
@@ -390,7 +390,7 @@ def cost_of(
     return None if price is None or not on_gpu else (low_h * price, high_h * price)
 
 
-def _state(
+def _find_state(
     s: Subject,
     checked: Checked,
     found: Mapping[str, Any] | None,
@@ -418,12 +418,12 @@ def _state(
     if not fit.may_run:
         return (
             "infeasible",
-            f"needs {bytes_text(fit.needed_bytes)}{_share_of_data(s, fit)}",
+            f"needs {bytes_text(fit.needed_bytes)}{_describe_data_share(s, fit)}",
         )
     return "to do", ""
 
 
-def _share_of_data(s: Subject, fit: DeviceFit) -> str:
+def _describe_data_share(s: Subject, fit: DeviceFit) -> str:
     """Return a text on the setting that moves the data off the device.
 
     It is empty if the data are less than a tenth of the need.

@@ -14,7 +14,9 @@ from stratbench.strategies import strategy_class
 _STREAM_SHARDS = 3
 
 
-def server_needs(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> dict[str, int]:
+def predict_server_bytes(
+    s: Settings, flat_bytes: Mapping[str, int], n_nodes: int
+) -> dict[str, int]:
     """Return the bytes of host memory of server 0, by purpose.
 
     Server 0 is the largest, since it alone has BatchNorm's statistics. The policy has a number of
@@ -68,7 +70,7 @@ def worker_traffic_bytes(
 
 
 def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
-    """Return the one-way bytes per global batch over the busiest link of a node, or 0 on one node.
+    """Return the one-way bytes per global batch over the busiest link.
 
     A node with w of all W workers may serve a fraction p of the weights P (bytes). Its link then carries w
     (1 - p) P for its workers and (W - w) p P for its servers, each way. Buffers go to server 0 only. With

@@ -92,7 +92,7 @@ def main() -> int:
     Print the faults, and whether their cells train on GPUs.
     """
     # Imported here, since Snakemake's rules import this file each time that they are read.
-    from stratbench.extensions.plan.check import Network, networks_of
+    from stratbench.extensions.plan.check import Network, check_networks
     from stratbench.extensions.plan.needs import subject_of
 
     content = json.load(sys.stdin)
@@ -101,7 +101,7 @@ def main() -> int:
     with redirect_stdout(sys.stderr):
         subjects = [subject_of(config, study, Cell(**cell)) for cell in content["cells"]]
         requests = {s.request: s.settings.device != "cpu" for s in subjects}
-        networks = networks_of(requests, Path(config["results"]) / "plan-cache")
+        networks = check_networks(requests, Path(config["results"]) / "plan-cache")
     faults = {networks[Network.of(request)].fault: on_gpus for request, on_gpus in requests.items()}
     print(json.dumps({fault: on_gpus for fault, on_gpus in faults.items() if fault is not None}))
     return 0

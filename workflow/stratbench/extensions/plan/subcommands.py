@@ -1,4 +1,4 @@
-"""`stratbench plan` for a study, for a model alone, or for a model on N GPUs; and `stratbench check`."""
+"""Defines `stratbench plan` and `stratbench check`."""
 
 from __future__ import annotations
 

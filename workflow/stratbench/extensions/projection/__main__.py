@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stratbench.extensions.plan.schedule import records_by_cell
+from stratbench.extensions.plan.schedule import read_records_by_cell
 from stratbench.extensions.projection.evidence import ProjectionInputs, gather_projection_inputs
 from stratbench.extensions.projection.memory import project_peaks
 from stratbench.extensions.projection.project import Projection, describe_projected_count
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config, study = load_config(json.loads(args.config))
         out = args.out or Path(config["results"]) / study.name / "projection.csv"
-        evidences = gather_projection_inputs(records_by_cell(study, config["results"]))
+        evidences = gather_projection_inputs(read_records_by_cell(study, config["results"]))
         by_evidence = [
             (e, *project_inputs(config, study, e, args.most)) for e in iter_with_progress(evidences)
         ]

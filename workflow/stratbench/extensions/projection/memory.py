@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from stratbench.extensions.plan.against_records import bytes_before_steps, measured_peak_bytes
-from stratbench.extensions.plan.check import rehearsals_of
+from stratbench.extensions.plan.check import rehearse_requests
 from stratbench.extensions.plan.footprint.footprint import MemoryPeak
 from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.needs import Subject, data_bytes_of
@@ -42,7 +42,7 @@ def project_peaks(
         cache_folder: Folder of the cache.
     """
     subjects = [*wanted, *(s for s, _ in measured)]
-    _, rehearsals = rehearsals_of([s.request for s in subjects], cache_folder)
+    _, rehearsals = rehearse_requests([s.request for s in subjects], cache_folder)
 
     def plan_peak(s: Subject) -> tuple[MemoryPeak, int] | None:
         footprint = rehearsals[s.request].footprint

@@ -1,4 +1,4 @@
-"""Defines naive projection rules as a baseline, and the skill of a rule over the best of them."""
+"""Defines naive projection rules, and the skill of a rule over them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def project_perfect_scaling(
 
 
 def project_constant_loss(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
-    """Return the seconds of a step if each doubling loses as much as that of the two largest counts.
+    """Return the step time if each further doubling loses as much as the last.
 
     Args:
         points: Measured step times.

@@ -1,4 +1,4 @@
-"""Projects step times of a study to other worker counts, by a replay on links or by a + b/N.
+"""Projects step times to other worker counts, by links or by a + b/N.
 
 The replay is used where it has skill over naive rules.
 """
@@ -24,7 +24,7 @@ MAX_SPREAD = 4.0
 #: Minimum number of measured counts for a naive rule to replace the replay. With fewer, only one count is
 #: left out, and one of three naive rules is close to it by chance.
 MIN_TO_GIVE_WAY = 4
-#: Minimum standard deviation of ln times, so that no interval is narrower than the scatter of repeats.
+#: Minimum standard deviation of ln times, so that no interval is narrower than the spread of repeats.
 MIN_SD = 0.01
 BY_COUNTS, BY_LINKS = "a + b/N", "replay on measured links"
 
@@ -95,7 +95,7 @@ def project(
         measured_levels: Levels of the measured links, "within" and "between" nodes.
         queue: Returns the servers' queue for a worker count, if push and pull were measured.
         unsuited: Returns why a worker count cannot be trained, or None.
-        repeat_half_width_ln: Half-width of the repeats' scatter (`ProjectionInputs`); widens the interval.
+        repeat_half_width_ln: Half-width of the repeats' spread (`ProjectionInputs`); widens the interval.
         host_s: Seconds in which the host issues a step on any count, a lower bound of replayed steps;
             0 if unknown.
         served: Whether servers exchange the gradients.
@@ -158,7 +158,7 @@ def _count_fit_refusal_reason(
 
 
 def _widen_for_repeats(interval: Interval, reach: float) -> Interval:
-    """Return the interval of a single repeat, from that of the middle repeat and the repeats' scatter."""
+    """Return the interval of a single repeat, from that of the middle one."""
     if not reach:
         return interval
     low, middle, high = (math.log(t) for t in (interval.low_s, interval.middle_s, interval.high_s))

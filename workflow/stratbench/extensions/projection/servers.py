@@ -20,7 +20,7 @@ class ServerQueue:
 
     @property
     def saturation_workers(self) -> float:
-        """Number of workers above which the busiest server is the limit: (Z + sum D) / max D."""
+        """Number of workers that saturates the busiest server: (Z + sum D) / max D."""
         return (self.think_s + sum(self.service_s_by_server)) / max(self.service_s_by_server)
 
 

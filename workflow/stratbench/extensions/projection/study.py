@@ -12,7 +12,12 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.progress import progress_bar
-from stratbench.extensions.plan.device_rates import Device, cpu_device, gpu_device, named_gpus
+from stratbench.extensions.plan.device_rates import (
+    Device,
+    make_cpu_device,
+    make_gpu_device,
+    named_gpus,
+)
 from stratbench.extensions.plan.duration import ProjectedDuration, Span
 from stratbench.extensions.plan.needs import Subject, subject_of
 from stratbench.extensions.projection.evidence import (
@@ -153,8 +158,8 @@ def list_doublings(largest: int, max_count: int) -> list[int]:
 def make_device(config: Mapping[str, Any], subject: Subject) -> Device:
     cluster = config["cluster"]
     if subject.request.on_cuda:
-        return gpu_device(named_gpus(cluster)[0], subject.settings.precision, cluster)
-    return cpu_device(cluster, subject.cell.gpus)
+        return make_gpu_device(named_gpus(cluster)[0], subject.settings.precision, cluster)
+    return make_cpu_device(cluster, subject.cell.gpus)
 
 
 def untrainable_reason(

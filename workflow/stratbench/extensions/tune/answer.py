@@ -1,4 +1,4 @@
-"""Computes the answer of `tune` from its study's verdict: the fastest, its gain, and effects of choices."""
+"""Computes the answer of `tune` from its study's verdict."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MeasuredCombination:
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of one choice on the time of a step, all else equal: a ratio with its interval.
+    """Effect of one choice on the time of a step, all else equal.
 
     Attributes:
         choice: Strategy, option or setting whose effect it is.

@@ -1,4 +1,4 @@
-"""Renders the page of `tune`: the answer, time over memory, main effects, and what was left out."""
+"""Renders the page of `tune`: the answer, a plot and main effects."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def write_schedule_lines(choice: Choice) -> list[str]:
 
 
 def note_script_duties(choice: Choice, clip: str, accumulate: str, compiles: bool) -> None:
-    """Add notes on what a config file cannot contain, so that the training script has to do it.
+    """Add notes on what the training script has to do itself.
 
     Args:
         choice: The cell.

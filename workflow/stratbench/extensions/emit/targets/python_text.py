@@ -22,7 +22,7 @@ def write_call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def fold_call(line: str) -> str:
-    """Return a code line; if it is long and ends with a call, with one argument per line.
+    """Return a code line, with one argument per line if it is long.
 
     A line of more than 100 characters is long.
     """

@@ -18,7 +18,7 @@ from stratbench.cell.extensions import installed
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text.words import seconds_text
-from stratbench.extensions.plan.footprint.processes import pool_of
+from stratbench.extensions.plan.footprint.processes import make_pool
 from stratbench.telemetry.machine.cores import usable_cores
 
 #: Files of the package that determine what a training process allocates and sends.
@@ -65,7 +65,7 @@ Key = TypeVar("Key", bound=Hashable)
 Kept = TypeVar("Kept", bound=CachedResult)
 
 
-def results_of(
+def compute_results(
     doing: str,
     kind: type[Kept],
     work: Callable[..., Kept],
@@ -85,15 +85,15 @@ def results_of(
         folder: Folder of the cache.
         imported: Modules that the processes share, if these are the first processes.
     """
-    paths = {key: folder / f"{key_of(job.asked)}.json" for key, job in jobs.items()}
-    results = {key: cached for key, path in paths.items() if (cached := _read(path, kind))}
+    paths = {key: folder / f"{make_cache_key(job.asked)}.json" for key, job in jobs.items()}
+    results = {key: cached for key, path in paths.items() if (cached := _read_cached(path, kind))}
     # The longest jobs start first, so that none runs alone at the end.
     missing = sorted(jobs.keys() - results.keys(), key=lambda key: (-jobs[key].weight, paths[key]))
     if not missing:
         return results
     print(doing.format(len(missing)), flush=True)
     begun, done, whole = time.monotonic(), 0.0, sum(jobs[key].weight for key in missing)
-    with pool_of(min(len(usable_cores()), len(missing)), imported) as pool:
+    with make_pool(min(len(usable_cores()), len(missing)), imported) as pool:
         running = {pool.submit(work, *jobs[key].arguments): key for key in missing}
         for i, future in enumerate(as_completed(running), 1):
             key = running[future]
@@ -103,7 +103,7 @@ def results_of(
             except BrokenProcessPool:
                 result = results[key] = kind.failed(KILLED)
             if result.fault is None:
-                entry = {"of": key_parts(job.asked), "result": asdict(result)}
+                entry = {"of": list_key_parts(job.asked), "result": asdict(result)}
                 write_atomic(paths[key], json.dumps(entry) + "\n")
             done += job.weight
             if i % -(-len(missing) // 10) == 0 or i == len(missing):
@@ -113,24 +113,24 @@ def results_of(
     return {key: results[key] for key in jobs}
 
 
-def key_parts(request: Any) -> dict[str, Any]:
+def list_key_parts(request: Any) -> dict[str, Any]:
     """Return all values that a result depends on."""
     return {
         "asked": request,
         "torch": version("torch"),
         "torchvision": version("torchvision"),
-        "source_sha256": source_sha256(),
+        "source_sha256": hash_sources(),
     }
 
 
-def key_of(request: Any) -> str:
-    """Return the name of the file for a result: a hash of `key_parts`."""
-    text = json.dumps(key_parts(request), sort_keys=True)
+def make_cache_key(request: Any) -> str:
+    """Return the name of the file for a result: a hash of `list_key_parts`."""
+    text = json.dumps(list_key_parts(request), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache
-def source_sha256() -> str:
+def hash_sources() -> str:
     """Return the hash of all files that match SOURCES."""
     digest = hashlib.sha256()
     for pattern in SOURCES:
@@ -139,7 +139,7 @@ def source_sha256() -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, kind: type[Kept]) -> Kept | None:
+def _read_cached(path: Path, kind: type[Kept]) -> Kept | None:
     try:
         return kind.from_dict(read_json(path)["result"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -49,44 +49,51 @@ SHORT = (torch.float16, torch.bfloat16)
 def cuda_autocast() -> Iterator[None]:
     """Make autocast on a CPU cast as on CUDA until the block ends."""
     library = Library("aten", "IMPL", "AutocastCPU")
-    kernels = dict.fromkeys(FLOAT32, _in_float32) | dict.fromkeys(BY_DTYPE, _by_dtype)
-    kernels |= {name: partial(_by_other, other=_op(other)) for name, other in BY_OTHER.items()}
+    kernels = dict.fromkeys(FLOAT32, _run_in_float32) | dict.fromkeys(
+        BY_DTYPE, _run_with_float32_dtype
+    )
+    kernels |= {
+        name: partial(_run_overload, other=_get_operator(other)) for name, other in BY_OTHER.items()
+    }
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warns that kernels replace others
             for name in BY_PARTS:
                 library.impl(name, fallthrough_kernel)
             for name, kernel in kernels.items():
-                library.impl(name, _outside(partial(kernel, _op(name))))
+                library.impl(name, _without_casts(partial(kernel, _get_operator(name))))
         yield
     finally:
         unregister(library)
 
 
-def _op(name: str) -> Any:
+def _get_operator(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _outside(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _without_casts(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return the kernel, run without any casts."""
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def run_uncast(*args: Any, **kwargs: Any) -> Any:
         with no_autocast():
             return kernel(*args, **kwargs)
 
-    return called
+    return run_uncast
 
 
-def _in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return op(*map(_cast, args), **{key: _cast(value) for key, value in kwargs.items()})
+def _run_in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return op(
+        *map(_cast_to_float32, args),
+        **{key: _cast_to_float32(value) for key, value in kwargs.items()},
+    )
 
 
-def _cast(value: Any) -> Any:
+def _cast_to_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in SHORT else value
 
 
-def _by_dtype(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _run_with_float32_dtype(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     place = [argument.name for argument in get_arguments(op)].index("dtype") - 1
     dtype = args[place] if place < len(args) else kwargs.get("dtype")
     if x.dtype in SHORT and dtype is None:
@@ -94,5 +101,5 @@ def _by_dtype(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return op(x, *args, **kwargs)
 
 
-def _by_other(op: Any, x: Tensor, *args: Any, other: Any) -> Any:
+def _run_overload(op: Any, x: Tensor, *args: Any, other: Any) -> Any:
     return other(x, *args, dtype=torch.float32) if x.dtype in SHORT else op(x, *args)

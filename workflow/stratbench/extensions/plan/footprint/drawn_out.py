@@ -1,4 +1,4 @@
-"""Extrapolates the footprint of a model with N equal blocks from traces with few of them.
+"""Extrapolates the footprint of a model with many equal blocks from few of them.
 
 Counts are linear in the number of blocks. Memory is not, since its peak is the maximum of many moments. So
 the moments are matched, by the marks of blocks in a trace. The first blocks are matched from the start, the
@@ -22,11 +22,11 @@ from stratbench.extensions.plan.footprint.footprint import (
     MemoryPeak,
     Moment,
     Sums,
+    drop_zeros,
     follow,
+    list_sums,
     make_footprint,
-    sums_of,
     upper_envelope,
-    without_zeros,
 )
 from stratbench.strategies import mesh_of
 from stratbench.telemetry.collectives import CollectiveCall
@@ -59,7 +59,7 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None)
     is_uniform = not str(request.settings.activation_checkpointing).startswith("every-")
     if blocks is not None and mesh.stages == 1 and is_uniform:
         try:
-            return draw_footprint(partial(follow, request, 0, trial), blocks)
+            return extrapolate_footprint(partial(follow, request, 0, trial), blocks)
         except UnlikeError:
             pass
         except Exception:
@@ -67,7 +67,7 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None)
     return make_footprint(request, trial)
 
 
-def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint:
+def extrapolate_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint:
     """Return the footprint of a model with `blocks`, few of which are traced.
 
     Args:
@@ -86,9 +86,7 @@ def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint
     further, parts = blocks.count - MORE, few.parts
     both = (few, more)
     phases = len(more.steps[0])
-    steps = [
-        [_segments_of_step(f, 1 + i * phases, 1 + (i + 1) * phases) for i in (0, 1)] for f in both
-    ]
+    steps = [[_split_step(f, 1 + i * phases, 1 + (i + 1) * phases) for i in (0, 1)] for f in both]
     for f, each in zip(both, steps, strict=True):
         if each[0] != each[1] or len(f.steps[0]) != phases:
             raise UnlikeError("the steps with two batch sizes differ in their marks")
@@ -96,62 +94,62 @@ def draw_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint
     lives = few.lives, more.lives
     check_steady(b, lives[1], more.calls)
     footprints = few.footprint(), more.footprint()
-    pairs = matched(a, b)
+    pairs = match_segments(a, b)
     candidates = [(i, j, None) for x, y in pairs for i, j in zip(x.moments, y.moments, strict=True)]
-    sums = [_sums_in_order(f, parts) for f in both]
+    sums = [_list_sums_in_order(f, parts) for f in both]
     for x, y in pairs:
         for i, j in zip(range(*x.sums), range(*y.sums), strict=True):
             if sums[0][i][1] != sums[1][j][1]:
                 raise UnlikeError("the reductions of both traces differ")
             candidates.append((sums[0][i][0], sums[1][j][0], sums[1][j][1]))
-    evaluation = _draw_evaluation(both, 1 + 2 * phases, further)
-    flops = draw(few.forward_flops, more.forward_flops, further)
-    counted = draw(few.counted, more.counted, further)
+    evaluation = _extrapolate_evaluation(both, 1 + 2 * phases, further)
+    flops = extrapolate(few.forward_flops, more.forward_flops, further)
+    counted = extrapolate(few.counted, more.counted, further)
     plain = [
         replace(f, moments=[], evaluation=evaluation, collectives=[], attention_share=0.0)
         for f in footprints
     ]
     return replace(
-        draw(plain[0], plain[1], further),
-        moments=_draw_moments(both, lives, candidates, further),
+        extrapolate(plain[0], plain[1], further),
+        moments=_extrapolate_moments(both, lives, candidates, further),
         evaluation=evaluation,
-        collectives=[c.listed for c in draw_calls(a, b, (few.calls, more.calls), further)],
+        collectives=[c.listed for c in extrapolate_calls(a, b, (few.calls, more.calls), further)],
         training_flops_per_sample=more.training_flops(counted, flops[0]),
         attention_share=flops[1] / flops[0] if flops[0] else 0.0,
     )
 
 
-def _segments_of_step(followed: Followed, first: int, stop: int) -> list[EventSegment]:
-    return segments_of(followed.trace, followed.blocks.count, first, stop)
+def _split_step(followed: Followed, first: int, stop: int) -> list[EventSegment]:
+    return split_into_segments(followed.trace, followed.blocks.count, first, stop)
 
 
-def _sums_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
+def _list_sums_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
     """Return the sums of a step in their order, with the number of events before each."""
-    by_sums = sums_of(followed.steps, followed.edges, parts)
+    by_sums = list_sums(followed.steps, followed.edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
 
-def _draw_moments(
+def _extrapolate_moments(
     both: tuple[Followed, Followed],
     lives: Sequence[Sequence[Sequence[int]]],
     candidates: Sequence[tuple[int, int, Sums | None]],
     further: int,
 ) -> list[Moment]:
-    """Return the moments that may be a step's peak for some batch, by lines through both traces."""
+    """Return the moments that may be a step's peak for some batch."""
     parts = both[0].parts
 
-    def line_of(i: int, j: int) -> Affine:
-        pair = (draw(few[i], more[j], further) for few, more in zip(*lives, strict=True))
+    def fit_line(i: int, j: int) -> Affine:
+        pair = (extrapolate(few[i], more[j], further) for few, more in zip(*lives, strict=True))
         return Affine.through(tuple(pair), parts)
 
     moments = []
     for kind in dict.fromkeys(sums for _, _, sums in candidates):
         same_kind = [(i, j) for i, j, sums in candidates if sums == kind]
-        lines = [line_of(i, j) for i, j in same_kind]
+        lines = [fit_line(i, j) for i, j in same_kind]
         for number in upper_envelope(lines, parts):
             at = same_kind[number]
             held = [
-                draw(
+                extrapolate(
                     *(
                         f.trace.parts_bytes(f.edges[batch] + n)
                         for f, n in zip(both, at, strict=True)
@@ -167,23 +165,25 @@ def _draw_moments(
     return moments
 
 
-def _draw_evaluation(both: tuple[Followed, Followed], first: int, further: int) -> MemoryPeak:
+def _extrapolate_evaluation(
+    both: tuple[Followed, Followed], first: int, further: int
+) -> MemoryPeak:
     """Return the peak of the evaluation, which has a single batch."""
-    a, b = (_segments_of_step(f, first, first + 1) for f in both)
+    a, b = (_split_step(f, first, first + 1) for f in both)
     start = [f.edges[2] for f in both]
     lives = [f.trace.live_bytes(at, len(f.trace.events)) for f, at in zip(both, start, strict=True)]
     best, where = -1, (0, 0)
-    for x, y in matched(a, b):
+    for x, y in match_segments(a, b):
         for i, j in zip(x.moments, y.moments, strict=True):
-            n_bytes = draw(lives[0][i], lives[1][j], further)
+            n_bytes = extrapolate(lives[0][i], lives[1][j], further)
             if n_bytes > best:
                 best, where = n_bytes, (i, j)
     held = [f.trace.parts_bytes(at + n) for f, at, n in zip(both, start, where, strict=True)]
-    return MemoryPeak(best, "evaluation", without_zeros(draw(*held, further)))
+    return MemoryPeak(best, "evaluation", drop_zeros(extrapolate(*held, further)))
 
 
 class UnlikeError(Exception):
-    """Two traces do not match, so that the model has to be traced with all of its blocks."""
+    """Two traces do not match, so that all blocks have to be traced."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,9 @@ class EventSegment:
         return self.block == FROM_START - MORE
 
 
-def segments_of(trace: OperatorTrace, blocks: int, first: int, stop: int) -> list[EventSegment]:
+def split_into_segments(
+    trace: OperatorTrace, blocks: int, first: int, stop: int
+) -> list[EventSegment]:
     """Return the segments of a step.
 
     Args:
@@ -251,7 +253,7 @@ def segments_of(trace: OperatorTrace, blocks: int, first: int, stop: int) -> lis
     return segments
 
 
-def matched(
+def match_segments(
     few: Sequence[EventSegment], more: Sequence[EventSegment]
 ) -> list[tuple[EventSegment, EventSegment]]:
     """Return the segments of both networks in pairs, without the additional block in the middle.
@@ -264,7 +266,7 @@ def matched(
         raise UnlikeError("the marks of both traces differ")
     pairs = list(zip(few, rest, strict=True))
     for a, b in pairs:
-        if len(a.moments) != len(b.moments) or _length(a.sums) != _length(b.sums):
+        if len(a.moments) != len(b.moments) or _count_items(a.sums) != _count_items(b.sums):
             raise UnlikeError(f"the numbers of events after mark {a.key} differ")
     return pairs
 
@@ -274,7 +276,7 @@ def check_steady(
     lives: Sequence[Sequence[int]],
     calls: Sequence[CollectiveCall],
 ) -> None:
-    """Raise UnlikeError if a block differs from its neighbours, so that other blocks might differ, too.
+    """Raise UnlikeError if a block differs from its neighbours.
 
     Args:
         segments: Segments of a step of the longer trace.
@@ -303,7 +305,7 @@ def check_steady(
             raise UnlikeError("a bucket holds gradients of several blocks")
 
 
-def draw_calls(
+def extrapolate_calls(
     few: Sequence[EventSegment],
     more: Sequence[EventSegment],
     calls: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
@@ -327,18 +329,18 @@ def draw_calls(
             continue
         for s in segments:
             a, b = calls[0][slice(*by_key[s.key].calls)], calls[1][slice(*s.calls)]
-            drawn += _lengthened(a, b, further)
+            drawn += _extrapolate_segment_calls(a, b, further)
     return drawn
 
 
-def _lengthened(
+def _extrapolate_segment_calls(
     a: Sequence[CollectiveCall], b: Sequence[CollectiveCall], further: int
 ) -> Iterator[CollectiveCall]:
     if len(a) == len(b):
         for x, y in zip(a, b, strict=True):
             if replace(x, n_bytes=0, sample_bytes=0) != replace(y, n_bytes=0, sample_bytes=0):
                 raise UnlikeError("the collectives of both traces differ")
-            n_bytes, sample_bytes = draw(
+            n_bytes, sample_bytes = extrapolate(
                 (x.n_bytes, x.sample_bytes), (y.n_bytes, y.sample_bytes), further
             )
             yield replace(y, n_bytes=n_bytes, sample_bytes=sample_bytes)
@@ -352,7 +354,7 @@ def _lengthened(
     yield from b[same + added :]
 
 
-def draw(few: Any, more: Any, further: int) -> Any:
+def extrapolate(few: Any, more: Any, further: int) -> Any:
     """Return numbers extrapolated to `further` more blocks than in the longer trace.
 
     Numbers may be in dicts, tuples and dataclasses; all other values must be equal.
@@ -362,10 +364,10 @@ def draw(few: Any, more: Any, further: int) -> Any:
         more: Values of the longer trace.
         further: Number of further blocks.
     """
-    return combine((few, more), (-further, 1 + further))
+    return combine_weighted((few, more), (-further, 1 + further))
 
 
-def combine(each: Sequence[Any], weights: Sequence[int]) -> Any:
+def combine_weighted(each: Sequence[Any], weights: Sequence[int]) -> Any:
     """Return the sum of weighted numbers, which may be in dicts, tuples and dataclasses.
 
     Args:
@@ -386,14 +388,16 @@ def combine(each: Sequence[Any], weights: Sequence[int]) -> Any:
         return last + sum((x - last) * w for x, w in zip(others, weights, strict=False))
     if isinstance(last, dict):
         keys = dict.fromkeys(key for x in each for key in x)
-        return {k: combine([x.get(k, 0) for x in each], weights) for k in keys}
+        return {k: combine_weighted([x.get(k, 0) for x in each], weights) for k in keys}
     if is_dataclass(last):
         names = [f.name for f in fields(last)]
-        return replace(last, **{n: combine([getattr(x, n) for x in each], weights) for n in names})
+        return replace(
+            last, **{n: combine_weighted([getattr(x, n) for x in each], weights) for n in names}
+        )
     if any(len(x) != len(last) for x in others):
         raise UnlikeError("values to combine have different lengths")
-    return type(last)(combine(numbers, weights) for numbers in zip(*each, strict=True))
+    return type(last)(combine_weighted(numbers, weights) for numbers in zip(*each, strict=True))
 
 
-def _length(ends: tuple[int, int]) -> int:
+def _count_items(ends: tuple[int, int]) -> int:
     return ends[1] - ends[0]

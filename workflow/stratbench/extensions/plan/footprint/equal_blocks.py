@@ -1,4 +1,4 @@
-"""Finds equal blocks of a model, which is traced with few of them and extrapolated to all.
+"""Finds equal blocks of a model, few of which are traced.
 
 A layer of a transformer has the same input and output shapes as the next. A model that calls such layers in
 sequence needs equally more memory at each moment of a step for each further layer.
@@ -88,15 +88,15 @@ def mark_blocks(model: nn.Module, path: str, mark: Callable[[str, int], None]) -
 
 def _set_hooks(model: nn.Module, path: str, mark: Callable[[str, int], None]) -> Iterator[Any]:
     for i, block in enumerate(model.get_submodule(path)):
-        yield block.register_forward_pre_hook(partial(_before, mark, i))
-        yield block.register_forward_hook(partial(_after, mark, i))
+        yield block.register_forward_pre_hook(partial(_mark_before, mark, i))
+        yield block.register_forward_hook(partial(_mark_after, mark, i))
 
 
-def _before(mark: Callable[[str, int], None], i: int, *_: Any) -> None:
+def _mark_before(mark: Callable[[str, int], None], i: int, *_: Any) -> None:
     mark("before", i)
 
 
-def _after(
+def _mark_after(
     mark: Callable[[str, int], None], i: int, module: nn.Module, args: Any, out: Any
 ) -> None:
     mark("after", i)
@@ -107,7 +107,7 @@ def _after(
 
 
 class _BlockOperations(TorchDispatchMode):
-    """Mode that logs the operations of each block, and the order in which the blocks are called."""
+    """Mode that logs the operations of each block, and the blocks' order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _are_equal(blocks: list[nn.Module]) -> bool:
     all_parameters = sum(1 for block in blocks for _ in block.parameters())
     if all_parameters != len({p for block in blocks for p in block.parameters()}):
         return False
-    each = [list(_facts_of(block)) for block in blocks]
+    each = [list(_list_block_properties(block)) for block in blocks]
     if any(len(facts) != len(each[0]) for facts in each):
         return False
     for together in zip(*each, strict=True):
@@ -148,7 +148,7 @@ def _are_equal(blocks: list[nn.Module]) -> bool:
     return True
 
 
-def _facts_of(block: nn.Module) -> Iterator[tuple[Any, Any]]:
+def _list_block_properties(block: nn.Module) -> Iterator[tuple[Any, Any]]:
     for name, module in block.named_modules():
         yield (name, "class"), type(module)
         for key, value in sorted(vars(module).items()):

@@ -1,4 +1,4 @@
-"""Runs one worker of a cell on fake tensors: the real model and strategy, without memory or device.
+"""Runs one worker of a cell on fake tensors, without memory or device.
 
 A fake process group of any size replaces the other workers. One process on a CPU thus shows what a rank of
 a thousand GPUs would allocate and send.
@@ -47,7 +47,7 @@ CUDA_BLOCK_BYTES = 512
 HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 
-def traced_steps(
+def trace_steps(
     request: Request,
     batches: Iterable[int],
     number: int = 0,
@@ -77,24 +77,24 @@ def traced_steps(
         # Entered first, since the imports there must not make fake tensors.
         stack.enter_context(strategy_class(request.strategy).on_fakes())
         stack.enter_context(surroundings(request, stage=stage))
-        model, strategy, worker = built(request, blocks=blocks)
+        model, strategy, worker = build_worker(request, blocks=blocks)
         if trial is not None:
             worker.trial = trial
             acceptance.check_model(strategy, request.network, model, worker)
         if turns is not None:
-            take_turns(strategy, turns)
+            limit_microbatches(strategy, turns)
         trace = OperatorTrace(
             round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1,
             on_cpu=not request.on_cuda,
             on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
         )
-        set_up(strategy, model, worker)
+        set_up_strategy(strategy, model, worker)
         if strategy.warms_up:
             with cuda_autocast() if request.autocasts_like_cuda else nullcontext():
                 for batch in batches:
                     strategy.step(*request.example_batch(batch))
                 evaluate(strategy, request)
-        worker.mark = _marking(trace, model)
+        worker.mark = _make_phase_marker(trace, model)
         if blocks is not None:
             mark_blocks(model, blocks.path, trace.mark)
         _tag_states(trace, strategy, model)
@@ -102,7 +102,7 @@ def traced_steps(
             if request.autocasts_like_cuda:
                 stack.enter_context(cuda_autocast())
             for batch in batches:
-                _step(trace, strategy, request, batch, number)
+                _trace_step(trace, strategy, request, batch, number)
             trace.begin("evaluate")
             evaluate(strategy, request)
         return trace, strategy
@@ -110,7 +110,7 @@ def traced_steps(
 
 @contextmanager
 def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Iterator[None]:
-    """Set up the process group and torch's modes for a worker of the request, until the block ends.
+    """Set up the process group and torch's modes for a worker of the request.
 
     Args:
         request: The request.
@@ -132,7 +132,7 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
         yield
 
 
-def built(
+def build_worker(
     request: Request, on_fakes: bool = True, blocks: Blocks | None = None
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
     """Return the model, the strategy and its worker before `setup`; call it within `surroundings`.
@@ -169,7 +169,7 @@ def built(
         input_shape=request.input_shape,
     )
     if hasattr(strategy, "measure"):
-        measure_once(strategy)
+        cache_unit_costs(strategy)
     return model, strategy, worker
 
 
@@ -177,7 +177,7 @@ def built(
 _measured: dict[Any, Any] = {}
 
 
-def measure_once(strategy: Any) -> None:
+def cache_unit_costs(strategy: Any) -> None:
     """Make a pipeline measure the units of a model once for all of its stages."""
     measure = strategy.measure
 
@@ -191,7 +191,7 @@ def measure_once(strategy: Any) -> None:
     strategy.measure = look_up
 
 
-def cut_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[list[Any]]]:
+def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[list[Any]]]:
     """Return the strategy of a pipeline, and the costs of the model's units for each stage.
 
     Args:
@@ -202,7 +202,7 @@ def cut_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[
         stack.enter_context(strategy_class(request.strategy).on_fakes())
         stack.enter_context(surroundings(request))
         strategy: Any
-        model, strategy, worker = built(request)
+        model, strategy, worker = build_worker(request)
         if trial is not None:
             worker.trial = trial
             acceptance.check_model(strategy, request.network, model, worker)
@@ -210,7 +210,7 @@ def cut_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[
         return strategy, [units for _, units in strategy.cut(model, worker)]
 
 
-def take_turns(strategy: Any, turns: Turns) -> None:
+def limit_microbatches(strategy: Any, turns: Turns) -> None:
     """Make a pipeline's stage take few micro-batches in place of all, each of the same size.
 
     Args:
@@ -227,7 +227,7 @@ def take_turns(strategy: Any, turns: Turns) -> None:
     strategy.make_schedule = make_few
 
 
-def set_up(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
+def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
     """Call the strategy's `setup`, and create what the first steps of a training create.
 
     Args:
@@ -238,11 +238,11 @@ def set_up(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> No
     strategy.setup(model, worker)
     if isinstance(compressor := getattr(strategy, "compressor", None), PowerSGD):
         compressor.skip_start()
-        for replica in replicas_of(strategy):
+        for replica in list_replicas(strategy):
             replica.reduce_all()
 
 
-def _step(
+def _trace_step(
     trace: OperatorTrace, strategy: base.Strategy, request: Request, batch: int, number: int
 ) -> None:
     # Each step counts as the last of a training, so that everything that may be due is done.
@@ -251,7 +251,7 @@ def _step(
     x, y = request.example_batch(batch)
     trace.tag("activations", (x, y))
     strategy.step(x, y)
-    _tag_kept(trace, strategy)
+    _tag_kept_tensors(trace, strategy)
     strategy.forget_batch()
 
 
@@ -263,7 +263,7 @@ def evaluate(strategy: base.Strategy, request: Request) -> None:
         model(request.example_batch(request.eval_batch)[0]).double()
 
 
-def _marking(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:
+def _make_phase_marker(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:
     """Return the function that a strategy calls at the end of a phase, to name the phase."""
 
     def mark(ended: str) -> None:
@@ -284,13 +284,13 @@ def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module)
         state = optimizer_state(strategy.optimizer).values()
         trace.tag("optimizer", (t for entry in state for t in entry.values()))
     trace.tag("optimizer", filter(torch.is_tensor, strategy.extra_state()))
-    _tag_kept(trace, strategy)
+    _tag_kept_tensors(trace, strategy)
 
 
-def _tag_kept(trace: OperatorTrace, strategy: base.Strategy) -> None:
+def _tag_kept_tensors(trace: OperatorTrace, strategy: base.Strategy) -> None:
     for part, tensors in strategy.kept_tensors().items():
         trace.tag(part, tensors)
-    for replica in replicas_of(strategy):
+    for replica in list_replicas(strategy):
         trace.tag("gradients" if replica.as_view else "buckets", replica.buckets)
 
 
@@ -338,7 +338,7 @@ class FakeParameterServer(ParameterServer):
     """A worker of missing parameter servers, whose tensors are not in shared memory."""
 
     def flatten(self) -> FlatSpace:
-        return FlatSpace(self.model, allocate=_unmapped)
+        return FlatSpace(self.model, allocate=_allocate_unmapped)
 
     def connect(self) -> NoChannel:
         return NoChannel()
@@ -354,13 +354,13 @@ class NoChannel:
     def rehearse(self) -> None: ...
 
 
-def _unmapped(layout: Layout, shared: bool) -> FlatTensors:
+def _allocate_unmapped(layout: Layout, shared: bool) -> FlatTensors:
     weights = torch.zeros(layout.numel, dtype=DTYPES[layout.dtype])
     buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
     return FlatTensors(weights, torch.zeros_like(weights), buffers)
 
 
-def replicas_of(strategy: base.Strategy) -> list[Replica]:
+def list_replicas(strategy: base.Strategy) -> list[Replica]:
     """Return the substitutes of DistributedDataParallel in the strategy's wrapped model."""
     module = getattr(strategy, "module", None)
     return [] if module is None else [m for m in module.modules() if isinstance(m, Replica)]

@@ -1,4 +1,4 @@
-"""Extrapolates the footprint of a step in many parts, such as micro-batches, from steps in few parts.
+"""Extrapolates the footprint of a step in many parts from steps in few.
 
 Counts are linear in the number of parts. Memory is linear in the number of waiting micro-batches, and in
 the size of the batch. Lines through traces of few parts therefore give the memory of many, if the same
@@ -14,7 +14,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from stratbench.extensions.plan.footprint.drawn_out import UnlikeError, combine, make_by_blocks
+from stratbench.extensions.plan.footprint.drawn_out import (
+    UnlikeError,
+    combine_weighted,
+    make_by_blocks,
+)
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, follow, make_footprint
 from stratbench.extensions.plan.footprint.request import Request, Turns
 from stratbench.strategies import mesh_of
@@ -38,7 +42,7 @@ ByMicrobatches = Callable[[int, int], Footprint]
 def make_by_few_parts(
     request: Request, trial: Trial | None = None, blocks: Blocks | None = None
 ) -> Footprint:
-    """Return the result of `make_footprint`, from few parts and few equal blocks if that gives the same.
+    """Return the result of `make_footprint`, from few parts and blocks if possible.
 
     Args:
         request: The request.
@@ -49,7 +53,7 @@ def make_by_few_parts(
     steps = request.gradient_accumulation_steps
     if steps > FEW + MORE:
         try:
-            return draw_steps(request, make)
+            return extrapolate_steps(request, make)
         except (
             UnlikeError,
             ModelError,
@@ -60,7 +64,7 @@ def make_by_few_parts(
     return make(request)
 
 
-def draw_steps(request: Request, make: Callable[[Request], Footprint]) -> Footprint:
+def extrapolate_steps(request: Request, make: Callable[[Request], Footprint]) -> Footprint:
     """Return the footprint of a step in many accumulated parts.
 
     Raises:
@@ -74,7 +78,7 @@ def draw_steps(request: Request, make: Callable[[Request], Footprint]) -> Footpr
 
     each = [made(n) for n in (FEW, MORE)]
     parts = [request.parts // steps * n for n in (FEW, MORE, steps)]
-    return draw_parts(each, parts, (FEW - steps + 1, steps - FEW))
+    return extrapolate_parts(each, parts, (FEW - steps + 1, steps - FEW))
 
 
 def _make_by_stages(request: Request, trial: Trial | None, blocks: Blocks | None) -> Footprint:
@@ -83,7 +87,7 @@ def _make_by_stages(request: Request, trial: Trial | None, blocks: Blocks | None
         return make_by_blocks(request, trial, blocks)
     if request.options.get("schedule") in PLAIN_SCHEDULES:
         try:
-            return draw_stages(request, mesh.stages, trial)
+            return extrapolate_stages(request, mesh.stages, trial)
         except (UnlikeError, ModelError):
             pass
         except Exception:
@@ -91,7 +95,7 @@ def _make_by_stages(request: Request, trial: Trial | None, blocks: Blocks | None
     return make_footprint(request, trial)
 
 
-def draw_stages(request: Request, stages: int, trial: Trial | None = None) -> Footprint:
+def extrapolate_stages(request: Request, stages: int, trial: Trial | None = None) -> Footprint:
     """Return the footprint of a pipeline with `stages` stages, from few micro-batches.
 
     Raises:
@@ -99,7 +103,7 @@ def draw_stages(request: Request, stages: int, trial: Trial | None = None) -> Fo
     """
     from stratbench.extensions.plan.footprint import fake
 
-    strategy, units = fake.cut_stages(request, trial)
+    strategy, units = fake.cut_into_stages(request, trial)
     # A kind is the work of a stage, and whether the stage takes samples or returns a loss.
     kinds = [(tuple(each), i == 0, i == stages - 1) for i, each in enumerate(units)]
 
@@ -110,13 +114,13 @@ def draw_stages(request: Request, stages: int, trial: Trial | None = None) -> Fo
 
     many, steps = request.options["microbatches"], request.gradient_accumulation_steps
     found = [
-        draw_microbatches(partial(followed, kind), many, waits, steps)
+        extrapolate_microbatches(partial(followed, kind), many, waits, steps)
         for kind, waits in zip(kinds, strategy.waiting(stages), strict=True)
     ]
     return replace(found[0], stages=found)
 
 
-def draw_microbatches(
+def extrapolate_microbatches(
     followed: ByMicrobatches, microbatches: int, waiting: int, steps: int = 1
 ) -> Footprint:
     """Return the footprint of a stage with many micro-batches.
@@ -136,10 +140,10 @@ def draw_microbatches(
         few = [(2, 1), (3, 1)] if waiting == 1 else [(2, 2), (3, 3)]
         weights = [3 - microbatches, microbatches - 2]
     parts = [steps * n for n in (*(n for n, _ in few), microbatches)]
-    return draw_parts([followed(*each) for each in few], parts, weights)
+    return extrapolate_parts([followed(*each) for each in few], parts, weights)
 
 
-def draw_parts(
+def extrapolate_parts(
     each: Sequence[Footprint], parts: Sequence[int], weights: Sequence[int]
 ) -> Footprint:
     """Return the weighted sum of the footprints of steps in few parts.
@@ -154,18 +158,18 @@ def draw_parts(
     """
     if any(f.stages for f in each):
         alike = zip(*(f.stages for f in each), strict=True)
-        stages = [draw_parts(of_stage, parts, weights) for of_stage in alike]
+        stages = [extrapolate_parts(of_stage, parts, weights) for of_stage in alike]
         return replace(stages[0], stages=stages)
-    of_parts = [_scaled(f, n) for f, n in zip(each, parts, strict=False)]
+    of_parts = [_scale_lines(f, n) for f, n in zip(each, parts, strict=False)]
     few, more = of_parts[-2:]
     further = (parts[-1] - parts[-2]) // (parts[-2] - parts[-3])
-    collectives = draw_listed(few.collectives, more.collectives, further)
+    collectives = extrapolate_listed(few.collectives, more.collectives, further)
     plain = [replace(f, collectives=[]) for f in of_parts]
-    drawn = replace(combine(plain, weights), collectives=collectives)
-    return _scaled(drawn, 1 / parts[-1])
+    drawn = replace(combine_weighted(plain, weights), collectives=collectives)
+    return _scale_lines(drawn, 1 / parts[-1])
 
 
-def draw_listed(
+def extrapolate_listed(
     few: Sequence[tuple[Any, ...]], more: Sequence[tuple[Any, ...]], further: int
 ) -> list[tuple[Any, ...]]:
     """Return the collectives of a step with `further` more parts.
@@ -173,7 +177,7 @@ def draw_listed(
     Raises:
         UnlikeError: If collectives are not repeated from part to part.
     """
-    a, b = ([tuple(map(_rounded, call)) for call in each] for each in (few, more))
+    a, b = ([tuple(map(_round_bytes, call)) for call in each] for each in (few, more))
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
     added = len(b) - len(a)
     if added < 0 or b[same + added :] != a[same:]:
@@ -181,12 +185,12 @@ def draw_listed(
     return b[:same] + b[same : same + added] * (further + 1) + b[same + added :]
 
 
-def _rounded(value: Any) -> Any:
+def _round_bytes(value: Any) -> Any:
     """Return a number of bytes without the rounding error of a division."""
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _scaled(f: Footprint, times: float) -> Footprint:
+def _scale_lines(f: Footprint, times: float) -> Footprint:
     """Return the footprint with lines per part instead of per batch: `times` times the slope."""
 
     def scaled(line: Affine) -> Affine:

@@ -222,7 +222,7 @@ class Footprint:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the warm-up's copy in the device's memory, which only a CPU shares with the host."""
+        """Bytes of the warm-up's copy in device memory, 0 on GPUs."""
         return 0 if self.on_cuda else self.saved_bytes
 
     def largest_batch(
@@ -247,7 +247,7 @@ class Footprint:
         )
 
     def payload_bytes(self) -> dict[str, int]:
-        """Return the bytes of tensors that the collectives of a step work on, by kind of collective."""
+        """Return the bytes of tensors in a step's collectives, by kind."""
         payload: dict[str, int] = {}
         for kind, n_bytes, *_ in self.collectives:
             payload[kind] = payload.get(kind, 0) + n_bytes
@@ -278,7 +278,7 @@ class Footprint:
 
 
 def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
-    """Return the footprint of a request, from a run on fake tensors that takes seconds per stage.
+    """Return the footprint of a request, from a run on fake tensors.
 
     With a `trial` of its model, Refused is raised if the strategy does not support the model.
     """
@@ -334,7 +334,7 @@ class Followed:
     def counted(self) -> dict[str, float]:
         """Operations per sample of the whole model, as a job counts them."""
         forward_flops = self.forward_flops[0] / (self.parts * BATCHES[1])
-        return _counted_flops(self.request, forward_flops, self.blocks)
+        return _count_flops(self.request, forward_flops, self.blocks)
 
     def training_flops(self, counted: dict[str, float], flops: int) -> float:
         """Return the operations of a sample's forward and backward on a rank.
@@ -356,12 +356,12 @@ class Followed:
         request, trace, strategy, edges = self.request, self.trace, self.strategy, self.edges
         parts, (flops, attention_flops) = self.parts, self.forward_flops
         touched = [float(sum(phase.touched_bytes for phase in step)) for step in self.steps]
-        moments = _moments(trace, self.steps, self.lives, edges, parts)
+        moments = _find_peak_moments(trace, self.steps, self.lives, edges, parts)
         return Footprint(
             model_states_bytes=strategy.model_states(),
-            between_steps_bytes=without_zeros(trace.parts_bytes(edges[0])),
-            moments=_highest(moments + self.others, parts),
-            evaluation=_evaluation(trace, edges[2]),
+            between_steps_bytes=drop_zeros(trace.parts_bytes(edges[0])),
+            moments=_select_highest(moments + self.others, parts),
+            evaluation=_find_evaluation_peak(trace, edges[2]),
             collectives=[c.listed for c in self.calls],
             flops_per_sample=flops / (parts * BATCHES[1]),
             training_flops_per_sample=self.training_flops(self.counted, flops),
@@ -403,8 +403,8 @@ def follow(
     if turns is not None:
         parts = request.gradient_accumulation_steps * turns.microbatches
     batches = [parts * batch for batch in BATCHES]
-    trace, strategy = fake.traced_steps(request, batches, 0, stage, trial, blocks, turns)
-    steps, edges = _two_steps(trace)
+    trace, strategy = fake.trace_steps(request, batches, 0, stage, trial, blocks, turns)
+    steps, edges = _split_steps(trace)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
     kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
     if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
@@ -423,13 +423,13 @@ def follow(
     for number in strategy.first_steps[
         1:
     ]:  # steps of other kinds, since the peak is the maximum over all kinds
-        other, _ = fake.traced_steps(request, batches, number, stage, trial)
-        lives_of = Followed(request, parts, None, other, strategy, *_two_steps(other), [], [])
-        others += _moments(other, lives_of.steps, lives_of.lives, lives_of.edges, parts)
+        other, _ = fake.trace_steps(request, batches, number, stage, trial)
+        lives_of = Followed(request, parts, None, other, strategy, *_split_steps(other), [], [])
+        others += _find_peak_moments(other, lives_of.steps, lives_of.lives, lives_of.edges, parts)
     return Followed(request, parts, blocks, trace, strategy, steps, edges, collectives, others)
 
 
-def _two_steps(
+def _split_steps(
     trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
     """Return the phases of both steps, and the events at which the steps and the evaluation begin."""
@@ -437,7 +437,7 @@ def _two_steps(
     # evaluate.
     n = len(trace.phases) // 2 - 1
     steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
-    return steps, [p.first for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
+    return steps, [p.first_event for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
 
 
 def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
@@ -452,9 +452,7 @@ def _frozen_bytes(strategy: Strategy) -> int:
     return sum(p.numel() * p.element_size() for p in frozen)
 
 
-def _counted_flops(
-    request: Request, forward_flops: float, blocks: Blocks | None
-) -> dict[str, float]:
+def _count_flops(request: Request, forward_flops: float, blocks: Blocks | None) -> dict[str, float]:
     """Return operations per sample of the whole model, as a job counts them.
 
     `forward_flops` are those of the traced forward, for a user's model that cannot be counted separately.
@@ -462,7 +460,7 @@ def _counted_flops(
     s = request.settings
     own = json.dumps(s.own_model, sort_keys=True)
     try:
-        return _flops_of(s.model, own, request.classes, request.input_shape, blocks)
+        return _count_model_flops(s.model, own, request.classes, request.input_shape, blocks)
     except Exception:  # a model may raise anything
         if s.own_model is None:
             raise
@@ -473,7 +471,7 @@ def _counted_flops(
 
 
 @cache
-def _flops_of(
+def _count_model_flops(
     model: str, own: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
 ) -> dict[str, int]:
     """Return operations per sample of the model alone, which is built once per process."""
@@ -483,7 +481,7 @@ def _flops_of(
     return counted_flops(partial(blank, network, classes, shape, blocks), shape)
 
 
-def _moments(
+def _find_peak_moments(
     trace: OperatorTrace,
     steps: tuple[list[Phase], list[Phase]],
     lives: list[list[int]],
@@ -496,7 +494,7 @@ def _moments(
     """
     lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
     chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines, parts)]
-    for sums, at in sums_of(steps, edges, parts).items():
+    for sums, at in list_sums(steps, edges, parts).items():
         chosen += [(at[i], sums) for i in upper_envelope([lines[i] for i in at], parts)]
     moments = []
     for i, sums in chosen:
@@ -509,10 +507,10 @@ def _moments(
     return moments
 
 
-def sums_of(
+def list_sums(
     steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
 ) -> dict[Sums, list[int]]:
-    """Return the sums of a step that may need a buffer, and the numbers of events before each.
+    """Return the sums of a step that may need a buffer, with their positions.
 
     Args:
         steps: Phases of both steps.
@@ -535,7 +533,7 @@ def sums_of(
     return indices
 
 
-def _highest(moments: list[Moment], least: int) -> list[Moment]:
+def _select_highest(moments: list[Moment], least: int) -> list[Moment]:
     """Return the moments that are highest for some batch, separately for each kind of sum.
 
     `least` is the number of samples of the smallest batch.
@@ -567,12 +565,12 @@ def upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
         current, batch = best, best_at
 
 
-def _evaluation(trace: OperatorTrace, first: int) -> MemoryPeak:
+def _find_evaluation_peak(trace: OperatorTrace, first: int) -> MemoryPeak:
     stop = len(trace.events)
     live = trace.live_bytes(first, stop)
     at = max(range(len(live)), key=live.__getitem__)
-    return MemoryPeak(live[at], "evaluation", without_zeros(trace.parts_bytes(first + at)))
+    return MemoryPeak(live[at], "evaluation", drop_zeros(trace.parts_bytes(first + at)))
 
 
-def without_zeros(parts: dict[str, int]) -> dict[str, int]:
+def drop_zeros(parts: dict[str, int]) -> dict[str, int]:
     return {k: v for k, v in parts.items() if v}

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 IMPORTED = ["stratbench.workload.with_torch", "stratbench.extensions.plan.footprint.fake"]
 
 
-def pool_of(n_processes: int, imported: Sequence[str] = ()) -> ProcessPoolExecutor:
+def make_pool(n_processes: int, imported: Sequence[str] = ()) -> ProcessPoolExecutor:
     """Return a pool of processes; all pools of this process share one import of PyTorch.
 
     The processes see no GPU, since some of PyTorch's code treats fake tensors as real ones if a GPU is
@@ -30,14 +30,14 @@ def pool_of(n_processes: int, imported: Sequence[str] = ()) -> ProcessPoolExecut
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED, *imported])
     try:
-        return ProcessPoolExecutor(n_processes, mp_context=context, initializer=prepare)
+        return ProcessPoolExecutor(n_processes, mp_context=context, initializer=prepare_process)
     except OSError as e:
         if e.filename or not e.errno:
             raise
         raise OSError(e.errno, os.strerror(e.errno), "/dev/shm") from e
 
 
-def prepare() -> None:
+def prepare_process() -> None:
     """Hide the GPUs from this process, and exclude imported objects from garbage collection."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gc.freeze()

@@ -55,17 +55,19 @@ class Reduction:
         """
         dims_of = [(strides[d], shape[d], d in dims) for d in range(len(shape)) if shape[d] > 1]
         # PyTorch orders dimensions by neighbours in the result, whose last dimension is the nearest.
-        merged = _merged(
+        merged = _merge_dimensions(
             (stride, size) for stride, size, is_added in reversed(dims_of) if not is_added
         )
-        added = _merged(sorted((stride, size) for stride, size, is_added in dims_of if is_added))
+        added = _merge_dimensions(
+            sorted((stride, size) for stride, size, is_added in dims_of if is_added)
+        )
         if not merged or not added or merged[0][0] > added[0][0]:
             return None
         together = 4 if merged[0][0] == 1 else 1
         others = [stride for stride, _ in merged[1:] + added]
         while any(n % together for n in (offset, merged[0][1], *others)):
             together //= 2
-        return cls(_numbers(merged), _numbers(added), together, max(4, item_bytes))
+        return cls(_count_numbers(merged), _count_numbers(added), together, max(4, item_bytes))
 
     def buffer_bytes(self, resident_threads: int) -> int:
         """Return the bytes of the buffer and its counters on a GPU with `resident_threads` threads.
@@ -74,19 +76,19 @@ class Reduction:
         ATen/native/cuda/Reduce.cuh).
         """
         most = BLOCK_THREADS // self.together
-        width = min(_power_of_two(self.outputs // self.together, most), WARP)
-        height = min(_power_of_two(self.inputs, most), most // width)
-        width = min(_power_of_two(self.outputs // self.together, most), most // height)
+        width = min(_floor_power_of_two(self.outputs // self.together, most), WARP)
+        height = min(_floor_power_of_two(self.inputs, most), most // width)
+        width = min(_floor_power_of_two(self.outputs // self.together, most), most // height)
         if self.inputs < min(height * MIN_NUMBERS, MAX_NUMBERS):
             return 0  # a warp computes each sum, without a buffer
-        each = _cut(self.inputs, height)
-        blocks = _cut(self.outputs // self.together, width)
+        each = _divide_rounding_up(self.inputs, height)
+        blocks = _divide_rounding_up(self.outputs // self.together, width)
         at_once = resident_threads // (width * height)
         if each < MAX_NUMBERS or blocks > at_once:
             return 0  # a block computes each sum, without a buffer
         parts = max(
-            min(_cut(at_once, blocks), _cut(each, MIN_NUMBERS)),
-            _cut(each, MAX_NUMBERS),
+            min(_divide_rounding_up(at_once, blocks), _divide_rounding_up(each, MIN_NUMBERS)),
+            _divide_rounding_up(each, MAX_NUMBERS),
         )
         if parts == 1:
             return 0
@@ -95,7 +97,7 @@ class Reduction:
         return buffer_bytes + COUNTER_BYTES * blocks
 
 
-def _merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_dimensions(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return dimensions (stride, size) with contiguous ones merged, the nearest first."""
     merged: list[tuple[int, int]] = []
     for stride, size in dims:
@@ -106,15 +108,15 @@ def _merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _numbers(dims: list[tuple[int, int]]) -> int:
+def _count_numbers(dims: list[tuple[int, int]]) -> int:
     return math.prod(size for _, size in dims)
 
 
-def _power_of_two(n: int, maximum: int) -> int:
+def _floor_power_of_two(n: int, maximum: int) -> int:
     """Return the largest power of two that is at most `n`, or `maximum` if `n` reaches it."""
     return maximum if n >= maximum else 1 << (max(n, 1).bit_length() - 1)
 
 
-def _cut(n: int, size: int) -> int:
+def _divide_rounding_up(n: int, size: int) -> int:
     """Return into how many parts of `size` a number `n` is divided, rounded up."""
     return -(-n // size)

@@ -53,7 +53,7 @@ class Replica(nn.Module):
             index = len(self._hooked)
             self._hooked.append(GradBucket(index, bucket, views, index == len(groups) - 1))
             for i, view in zip(group, views, strict=True):
-                taken = partial(self._into_bucket, index, view, waiting)
+                taken = partial(self._add_to_bucket, index, view, waiting)
                 parameters[i].register_post_accumulate_grad_hook(taken)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
@@ -90,7 +90,9 @@ class Replica(nn.Module):
         self._sends_buffers = self.synchronises
         return self.module(x)
 
-    def _into_bucket(self, index: int, view: Tensor, waiting: list[int], parameter: Tensor) -> None:
+    def _add_to_bucket(
+        self, index: int, view: Tensor, waiting: list[int], parameter: Tensor
+    ) -> None:
         if not self.synchronises:
             return
         fresh = parameter.grad  # backward holds the gradient until this hook returns
@@ -100,20 +102,20 @@ class Replica(nn.Module):
         waiting[0] -= 1
         if waiting[0] == 0:
             waiting[0] = waiting[1]
-            self._reduce(index)
+            self._reduce_bucket(index)
 
-    def _reduce(self, index: int) -> None:
+    def _reduce_bucket(self, index: int) -> None:
         if self._hook is None:
             dist.all_reduce(self.buckets[index], async_op=True)
             return
-        self._arrive()
+        self._complete_pending()
         under_way = None if self._waits else self._under_way
-        with replaced(dist, "all_reduce", partial(_reduced_by_hook, under_way)):
+        with replaced(dist, "all_reduce", partial(_start_hook_all_reduce, under_way)):
             self._hook(self._hooked[index])
         if self._hooked[index].comes_last:
-            self._arrive()
+            self._complete_pending()
 
-    def _arrive(self) -> None:
+    def _complete_pending(self) -> None:
         """Complete the bucket in progress; only one is, while backward fills the next."""
         for future, tensor in self._under_way:
             future.set_result([tensor])
@@ -122,14 +124,14 @@ class Replica(nn.Module):
     def reduce_all(self) -> None:
         """Reduce every bucket, as a step does."""
         for index in range(len(self.buckets)):
-            self._reduce(index)
+            self._reduce_bucket(index)
 
 
 all_reduce = dist.all_reduce
 
 
 class _Reduced:
-    """Result of an all-reduce like that of a real group, since the future of a fake one has no value."""
+    """Result of an all-reduce, whose future has a value."""
 
     def __init__(self, future: torch.futures.Future) -> None:
         self._future = future
@@ -138,7 +140,7 @@ class _Reduced:
         return self._future
 
 
-def _reduced_by_hook(
+def _start_hook_all_reduce(
     under_way: list[tuple[torch.futures.Future, Tensor]] | None,
     tensor: Tensor,
     *args: Any,

@@ -1,4 +1,4 @@
-"""Wraps private names of PyTorch that only the plan uses; an upgrade has to check this module.
+"""Wraps private names of PyTorch that only the plan uses.
 
 Names that training uses as well are in `workload.torch_internals`. Substitutes for PyTorch's own functions
 on fake tensors are also here.
@@ -52,31 +52,40 @@ class FakeTensors(KnownFakes):
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             of_place = torch.get_default_dtype(), torch.is_inference_mode_enabled()
-            call = func, of_place, self._words(args), self._words(kwargs.items())
-        except _NoWords:
+            call = (
+                func,
+                of_place,
+                self._describe_values(args),
+                self._describe_values(kwargs.items()),
+            )
+        except _IndescribableOperand:
             return super()._cache_key(state, func, args, kwargs)
         if (key := self.keys.get(call)) is None:
             key = self.keys[call] = super()._cache_key(state, func, args, kwargs)
         return key
 
-    def _words(self, values: Any) -> tuple[Any, ...]:
-        """Return the properties of values that determine an operator's result; raise _NoWords if unknown."""
+    def _describe_values(self, values: Any) -> tuple[Any, ...]:
+        """Return the properties of operands that determine an operator's result.
+
+        Raises:
+            _IndescribableOperand: If an operand has other properties.
+        """
         words: list[Any] = [type(values)]
         for value in values:
             if isinstance(value, Tensor):
-                words.append(self._words_of(value))
+                words.append(self._describe_tensor(value))
             elif isinstance(value, list | tuple):
-                words.append(self._words(value))
+                words.append(self._describe_values(value))
             elif type(value) in _PLAIN:
                 words += type(value), value  # 1 and 1.0 are equal, but their results differ
             else:
-                raise _NoWords
+                raise _IndescribableOperand
         return tuple(words)
 
-    def _words_of(self, t: Tensor) -> tuple[Any, ...]:
+    def _describe_tensor(self, t: Tensor) -> tuple[Any, ...]:
         ours = isinstance(t, FakeTensor) and t.fake_mode is self and t.constant is None
         if not ours or t.layout is not torch.strided:
-            raise _NoWords
+            raise _IndescribableOperand
         views = t.storage_offset(), t.untyped_storage().nbytes(), t.is_conj(), t.is_neg()
         return (
             *(t.dtype, t.shape, t.stride(), t.fake_device, t.requires_grad, t.is_inference()),
@@ -89,7 +98,7 @@ class FakeTensors(KnownFakes):
         return super()._dispatch_impl(func, types, args, kwargs)
 
 
-class _NoWords(Exception):
+class _IndescribableOperand(Exception):
     """Raised for an operand that a short key cannot describe."""
 
 
@@ -132,7 +141,7 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
 
     make_mesh, sgd = device_mesh.init_device_mesh, torch.optim.SGD
 
-    def real_mesh(*args: Any, **kwargs: Any) -> device_mesh.DeviceMesh:
+    def make_real_mesh(*args: Any, **kwargs: Any) -> device_mesh.DeviceMesh:
         with unset_fake_temporarily():  # the mesh reads the ranks out of a tensor
             return make_mesh(*args, **kwargs)
 
@@ -141,33 +150,33 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
 
     joined = device_mesh.DeviceMesh._concatenate
 
-    def real_joined(*args: Any) -> device_mesh.DeviceMesh:
+    def join_real_meshes(*args: Any) -> device_mesh.DeviceMesh:
         with unset_fake_temporarily():
             return joined(*args)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(device_mesh, "init_device_mesh", real_mesh))
+        stack.enter_context(replaced(device_mesh, "init_device_mesh", make_real_mesh))
         # Profiler marks, about twenty per block of FSDP, are operators without a GPU kernel.
         stack.enter_context(replaced(record_function, "__enter__", lambda mark: mark))
         stack.enter_context(replaced(record_function, "__exit__", lambda *_: None))
-        of_meshes = staticmethod(real_joined)
+        of_meshes = staticmethod(join_real_meshes)
         stack.enter_context(replaced(device_mesh.DeviceMesh, "_concatenate", of_meshes))
         # Otherwise every rank's share of every parameter would be cut, which takes minutes for a thousand
         # ranks.
-        stack.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _first_chunk))
+        stack.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _take_first_chunk))
         rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        def untraced_rules(*args: Any) -> Any:
+        def propagate_untraced(*args: Any) -> Any:
             with (
                 _disable_current_modes()
             ):  # works on shapes of whole tensors, which no worker makes
                 return rules(*args)
 
-        stack.enter_context(replaced(ShardingPropagator, rules.__name__, untraced_rules))
+        stack.enter_context(replaced(ShardingPropagator, rules.__name__, propagate_untraced))
         if not on_cuda:
             for name in SCATTERS:
                 if (scatter := getattr(dist, name, None)) is not None:
-                    stack.enter_context(replaced(dist, name, partial(_scattered_by_gloo, scatter)))
+                    stack.enter_context(replaced(dist, name, partial(_scatter_like_gloo, scatter)))
         if fused:
             stack.enter_context(replaced(torch.optim, "SGD", fused_sgd))
         if counts_steps:
@@ -191,12 +200,12 @@ def unregister(library: Library) -> None:
     library._destroy()
 
 
-def _first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
+def _take_first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
     """Return rank 0's share, which is the largest; the plan uses no other."""
     return [t.narrow(dim, 0, -(-t.size(dim) // chunks))]
 
 
-def _scattered_by_gloo(
+def _scatter_like_gloo(
     scatter: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Return a concurrent reduce-scatter that retains the copy which gloo reduces."""
@@ -219,7 +228,7 @@ def _fused_sgd(
     _mode: FakeTensorMode, _op: Any, params: Any, grads: Any, momenta: Any, **options: Any
 ) -> None:
     """Run SGD's fused kernel on fake tensors, which torch does not support."""
-    _fused(options, params, grads, momenta)
+    _run_fused(options, params, grads, momenta)
 
 
 @register_op_impl(torch.ops.aten._fused_adamw_.default)
@@ -235,10 +244,10 @@ def _fused_adamw(
     **options: Any,
 ) -> None:
     """Run AdamW's fused kernel on fake tensors, without `amsgrad`."""
-    _fused(options, params, grads, means, squares)
+    _run_fused(options, params, grads, means, squares)
 
 
-def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
+def _run_fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
     """Run a fused kernel on fake tensors, with the restrictions of the one on CUDA.
 
     It works in place and allocates nothing. `kept` has the moments.

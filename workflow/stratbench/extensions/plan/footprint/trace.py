@@ -39,7 +39,7 @@ class Phase:
     """Events of a step between two marks, with what they compute and send."""
 
     name: str
-    first: int  # number of the phase's first event
+    first_event: int  # number of the phase's first event
     operations: int = 0  # number of operations that are not views, about one kernel each
     touched_bytes: int = 0  # bytes that these operations read and write
     flops: int = 0
@@ -67,7 +67,7 @@ class TraceMark(NamedTuple):
 
 
 class OperatorTrace(TorchDispatchMode):
-    """Mode that logs each change of a tensor storage's size and each collective while it is active.
+    """Mode that logs changes of tensor storages' sizes, and collectives.
 
     Attributes:
         events: Storage number and change in bytes of each event.
@@ -118,7 +118,7 @@ class OperatorTrace(TorchDispatchMode):
         """Set the purpose of the tensors' storages; new storages count from now on."""
         for t in tensors:
             if t is not None:
-                self.tags[self._note(local_part(t))] = part
+                self.tags[self._register_storage(local_part(t))] = part
 
     # --- what is logged ----------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class OperatorTrace(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, n_bytes: int) -> Any:
             result = original(storage, n_bytes)
             if (entry := self._known.get(get_storage_key(storage))) is not None:
-                self._change(entry, storage.size())
+                self._log_change(entry, storage.size())
                 self.tags.setdefault(entry[0], "gathered")
             return result
 
@@ -144,9 +144,9 @@ class OperatorTrace(TorchDispatchMode):
         if any(t is DTensor for t in types):
             return NotImplemented  # the operations on local tensors follow
         kwargs = kwargs or {}
-        collective = self._collective(op, args, kwargs)
+        collective = self._log_collective(op, args, kwargs)
         out = op(*args, **kwargs)
-        made = [self._note(t) for t in tensors_in(out)]
+        made = [self._register_storage(t) for t in tensors_in(out)]
         phase = self.phases[-1]
         reached = phase.flops, phase.touched_bytes
         # C++ asks a fake tensor for its device by `prim`, which launches no kernel.
@@ -162,9 +162,9 @@ class OperatorTrace(TorchDispatchMode):
                 phase.recomputed_flops += flops * is_recomputing()
         if self._on_cpu and op.overloadpacket in _CONVOLUTIONS:
             for copies_bytes in _CONVOLUTIONS[op.overloadpacket](args, out):
-                self._passing("scratch", copies_bytes)
+                self._log_temporary("scratch", copies_bytes)
         if not self._on_cpu and op.overloadpacket is CPU_ATTENTION_BACKWARD:
-            self._passing("scratch", _flash_attention_bytes(args[1]))
+            self._log_temporary("scratch", _flash_attention_bytes(args[1]))
         if not self._on_cpu and op.overloadpacket in _SUMS:
             reduction = _SUMS[op.overloadpacket](args)
             if reduction is not None:
@@ -176,16 +176,16 @@ class OperatorTrace(TorchDispatchMode):
             phase.reached.append(reached)
         return out
 
-    def _collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
+    def _log_collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
         """Return the collective that `op` is, and log its memory; None for other operations."""
         collective = collective_of(op, args, kwargs)
         if collective is None:
             return None
         if collective.kind in ("all_gather", "reduce_scatter"):
             for t in tensors_in((args, kwargs)):
-                self.tags.setdefault(self._note(t), "communication")
+                self.tags.setdefault(self._register_storage(t), "communication")
         if self._on_cpu:
-            self._passing("staging", [staging_bytes(collective)])
+            self._log_temporary("staging", [staging_bytes(collective)])
         return collective
 
     def _tag_fsdp(self, name: str, args: Any, kwargs: Any, made: list[int]) -> None:
@@ -195,12 +195,12 @@ class OperatorTrace(TorchDispatchMode):
                 self.streamed.update(made)
             case "chunk_cat":  # copies gradients of gathered parameters into the tensor to scatter
                 for t in tensors_in(args):
-                    self.tags.setdefault(self._note(t), "gathered")
-                scattered = [self._note(t) for t in tensors_in(kwargs)]
+                    self.tags.setdefault(self._register_storage(t), "gathered")
+                scattered = [self._register_storage(t) for t in tensors_in(kwargs)]
                 self.tags.update(dict.fromkeys(scattered, "communication"))
                 self.streamed.update(scattered)
 
-    def _passing(self, part: str, sizes: list[int]) -> None:
+    def _log_temporary(self, part: str, sizes: list[int]) -> None:
         """Log temporary allocations that exist together."""
         numbers = range(self._count + 1, self._count + 1 + len(sizes))
         self._count += len(sizes)
@@ -209,19 +209,19 @@ class OperatorTrace(TorchDispatchMode):
         self.events += made
         self.events += [(number, -n_bytes) for number, n_bytes in reversed(made)]
 
-    def _note(self, tensor: torch.Tensor) -> int:
+    def _register_storage(self, tensor: torch.Tensor) -> int:
         """Return the number of the tensor's storage, and log its size if that has changed."""
         storage = tensor.untyped_storage()
         key = get_storage_key(storage)
         entry = self._known.get(key)
         if entry is None:
             self._count += 1
-            entry = [self._count, 0, weakref.ref(storage, partial(self._freed, key))]
+            entry = [self._count, 0, weakref.ref(storage, partial(self._log_free, key))]
             self._known[key] = entry
-        self._change(entry, storage.size())
+        self._log_change(entry, storage.size())
         return entry[0]
 
-    def _change(self, entry: list[Any], n_bytes: int) -> None:
+    def _log_change(self, entry: list[Any], n_bytes: int) -> None:
         if n_bytes <= SCALAR_BYTES:
             n_bytes = 0
         n_bytes = -(-n_bytes // self._round_bytes) * self._round_bytes
@@ -229,7 +229,7 @@ class OperatorTrace(TorchDispatchMode):
             self.events.append((entry[0], n_bytes - entry[1]))
             entry[1] = n_bytes
 
-    def _freed(self, key: int, _: object) -> None:
+    def _log_free(self, key: int, _: object) -> None:
         number, n_bytes, _reference = self._known.pop(key)
         if n_bytes:
             self.events.append((number, -n_bytes))
@@ -265,14 +265,14 @@ class OperatorTrace(TorchDispatchMode):
             born.setdefault(number, i)
         parts = dict.fromkeys(PARTS, 0)
         for number, n_bytes in sizes.items():
-            parts[self._part(number, born[number])] += n_bytes
+            parts[self._find_purpose(number, born[number])] += n_bytes
         return parts
 
     def phase_at(self, event: int) -> str:
         """Return the name of the phase that an event belongs to."""
-        return [p.name for p in self.phases if p.first <= event][-1]
+        return [p.name for p in self.phases if p.first_event <= event][-1]
 
-    def _part(self, number: int, event: int) -> str:
+    def _find_purpose(self, number: int, event: int) -> str:
         if number in self.tags:
             return self.tags[number]
         in_forward = self.phase_at(event) in ("forward", "evaluate")
@@ -283,43 +283,43 @@ def _n_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
+def _list_forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
     """Return the bytes of oneDNN's copies in forward: of input, weight and result in its blocked layout."""
     return [[_n_bytes(args[0]), _n_bytes(args[1]), _n_bytes(out)]]
 
 
-def _backward_copies(args: Any, out: Any) -> list[list[int]]:
+def _list_backward_copies(args: Any, out: Any) -> list[list[int]]:
     """Return the bytes of oneDNN's copies in backward: for the input's and for the weight's gradient."""
     grad, x, weight = (_n_bytes(t) for t in args[:3])
     return [[grad, weight, x], [x, grad, weight]] if out[0] is not None else [[x, grad, weight]]
 
 
 _CONVOLUTIONS = {
-    torch.ops.aten.convolution: _forward_copies,
-    torch.ops.aten.convolution_backward: _backward_copies,
+    torch.ops.aten.convolution: _list_forward_copies,
+    torch.ops.aten.convolution_backward: _list_backward_copies,
 }
 
 
-def _sum_over_dims(args: Any) -> Reduction | None:
+def _make_sum_over_dims(args: Any) -> Reduction | None:
     x, dims = args[0], args[1] if len(args) > 1 else None
-    return _reduction(x, {d % x.dim() for d in dims or range(x.dim())}) if x.dim() else None
+    return _make_reduction(x, {d % x.dim() for d in dims or range(x.dim())}) if x.dim() else None
 
 
-def _sum_of_bias(args: Any) -> Reduction | None:
+def _make_bias_sum(args: Any) -> Reduction | None:
     """Return the sum for the bias at the end of a convolution's backward, or None."""
     grad, wanted = args[0], args[-1]
-    return _reduction(grad, {d for d in range(grad.dim()) if d != 1}) if wanted[2] else None
+    return _make_reduction(grad, {d for d in range(grad.dim()) if d != 1}) if wanted[2] else None
 
 
-def _reduction(x: torch.Tensor, dims: set[int]) -> Reduction | None:
+def _make_reduction(x: torch.Tensor, dims: set[int]) -> Reduction | None:
     x = local_part(x)
     return Reduction.of(x.shape, x.stride(), dims, x.storage_offset(), x.element_size())
 
 
 _SUMS = {
-    torch.ops.aten.sum: _sum_over_dims,
-    torch.ops.aten.mean: _sum_over_dims,
-    torch.ops.aten.convolution_backward: _sum_of_bias,
+    torch.ops.aten.sum: _make_sum_over_dims,
+    torch.ops.aten.mean: _make_sum_over_dims,
+    torch.ops.aten.convolution_backward: _make_bias_sum,
 }
 
 

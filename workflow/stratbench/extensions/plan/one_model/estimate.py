@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings, schema_of_given
 from stratbench.cell.text.words import bytes_text
-from stratbench.extensions.plan.check import BY_COMMAND, equal_blocks, try_footprint
-from stratbench.extensions.plan.device_rates import find_gpu, gpu_device
+from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, try_footprint
+from stratbench.extensions.plan.device_rates import find_gpu, make_gpu_device
 from stratbench.extensions.plan.footprint import fake
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.torch_internals import replaced
@@ -131,28 +131,30 @@ def estimate(
         raise ValueError(
             "stratbench.estimate: a process group is initialised; call it in a process without one"
         )
-    x, y = _checked(batch)
+    x, y = _check_batch(batch)
     name = strategy or ("single" if gpus == 1 else "fsdp")
     set_options = USUAL_OPTIONS.get(name, {}) if options is None else options
     try:
-        _check_word("strategy", name, REGISTRY)
+        _check_name("strategy", name, REGISTRY)
         for key in set_options:
-            _check_word("options", key, option_defaults(name))
+            _check_name("options", key, option_defaults(name))
         for key, value in (("optimizer", optimizer), ("precision", precision)):
-            _check_word(key, value, schema_of_given()["properties"][key]["enum"])
+            _check_name(key, value, schema_of_given()["properties"][key]["enum"])
         resolved = resolved_options(name, set_options, gpus)
         mesh_of(name, resolved, gpus)
         cluster = checked_block("cluster", {"gpus_per_node": gpus_per_node})
-        device = gpu_device(find_gpu(gpu, "gpu"), precision, cluster)
+        device = make_gpu_device(find_gpu(gpu, "gpu"), precision, cluster)
     except (TypeError, ValueError) as error:
         raise ValueError(f"stratbench.estimate: {error}") from error
     request = _GivenRequest(
-        settings=_settings(name, resolved, gpus, optimizer, precision, activation_checkpointing),
+        settings=_make_settings(
+            name, resolved, gpus, optimizer, precision, activation_checkpointing
+        ),
         input_shape=(1,),  # unused: the example batch has the shapes
         classes=0,
         local_world=min(gpus, gpus_per_node),
         eval_batch=0,
-        given=Given(model, x.to("meta"), y.to("meta"), loss or _usual_loss(y)),
+        given=Given(model, x.to("meta"), y.to("meta"), loss or _choose_loss(y)),
     )
     cls = strategy_class(name)
     reason = BY_COMMAND if request.by_command else None
@@ -163,7 +165,7 @@ def estimate(
     # If a GPU is visible, some of PyTorch's code treats fake tensors as real ones.
     with replaced(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        footprint = try_footprint(request, blocks=_blocks_of(request))
+        footprint = try_footprint(request, blocks=_find_blocks(request))
     if isinstance(footprint, str):
         raise ValueError(f"stratbench.estimate: {footprint}")
     cell = Cell("estimate", "", name, request.settings.model, "", gpus, 0)
@@ -195,12 +197,12 @@ def estimate(
     )
 
 
-def _blocks_of(request: Request) -> tuple[str, int] | None:
+def _find_blocks(request: Request) -> tuple[str, int] | None:
     """Return the path and number of the model's equal blocks, or None if there are none."""
     # Errors of the model are reported when the whole model is traced.
     with suppress(Exception), fake.surroundings(request):
-        model, _, _ = fake.built(request)
-        return equal_blocks(request, model)
+        model, _, _ = fake.build_worker(request)
+        return find_equal_blocks(request, model)
     return None
 
 
@@ -260,7 +262,7 @@ def copy_given(given: Given) -> nn.Module:
 _numbers = count(1)
 
 
-def _settings(
+def _make_settings(
     name: str,
     options: dict[str, Any],
     gpus: int,
@@ -290,7 +292,7 @@ def _settings(
     )
 
 
-def _check_word(key: str, value: str, allowed: Iterable[str]) -> None:
+def _check_name(key: str, value: str, allowed: Iterable[str]) -> None:
     if value not in allowed:
         listed = ", ".join(allowed)
         raise ValueError(
@@ -298,7 +300,7 @@ def _check_word(key: str, value: str, allowed: Iterable[str]) -> None:
         )
 
 
-def _checked(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _check_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     pair = isinstance(batch, tuple | list) and len(batch) == 2
     if not pair or not all(torch.is_tensor(t) and t.dim() for t in batch):
         raise ValueError(
@@ -314,7 +316,7 @@ def _checked(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _usual_loss(y: Tensor) -> Loss:
+def _choose_loss(y: Tensor) -> Loss:
     if y.is_floating_point():
         return nn.functional.mse_loss
 

@@ -16,19 +16,29 @@ from typing import Any
 import yaml
 
 from stratbench.cell.installation import PACKAGE
-from stratbench.extensions.plan.check import Network, Rehearsal, refusal_of_cell, rehearsals_of
-from stratbench.extensions.plan.device_rates import Device, find_gpu, gpu_device, known_gpus
-from stratbench.extensions.plan.duration import BEST, USUAL, WORST, step_on
+from stratbench.extensions.plan.check import (
+    Network,
+    Rehearsal,
+    cell_refusal_reason,
+    rehearse_requests,
+)
+from stratbench.extensions.plan.device_rates import (
+    Device,
+    find_gpu,
+    list_known_gpus,
+    make_gpu_device,
+)
+from stratbench.extensions.plan.duration import BEST, USUAL, WORST, plan_step
 from stratbench.extensions.plan.footprint.footprint import Footprint
-from stratbench.extensions.plan.needs import Subject, data_bytes_of, needs_of, subject_of
-from stratbench.extensions.plan.one_model.one_network import study_of
+from stratbench.extensions.plan.needs import Subject, data_bytes_of, derive_needs, subject_of
+from stratbench.extensions.plan.one_model.one_network import make_model_study
 from stratbench.extensions.plan.one_model.rows import (
     MICROBATCHES_A_STAGE,
     describe_unplanned,
     divided_variants,
 )
-from stratbench.extensions.plan.public_runs import span_from_runs
-from stratbench.extensions.plan.schedule import FITS, verdict_of
+from stratbench.extensions.plan.public_runs import estimate_from_runs
+from stratbench.extensions.plan.schedule import FITS, classify_fit
 from stratbench.strategies import acceptance
 from stratbench.study import resources
 from stratbench.study.config.messages import ConfigError
@@ -115,24 +125,24 @@ class Answer:
     unplanned: str
 
     @property
-    def counts(self) -> str:
+    def throughput_unit(self) -> str:
         """Unit of throughput: tokens, images or waveforms."""
         return "tokens" if self.data.is_text else kind_of(self.data.shape)
 
     @property
-    def amount(self) -> float:
+    def training_amount(self) -> float:
         """Number of tokens or samples of the whole training."""
         if self.data.is_text:
             return self.question.tokens or USUAL_TOKENS
         return self.question.samples or USUAL_IMAGES
 
-    def rates_of(self, choice: StrategyAnswer) -> tuple[float, float, float]:
+    def compute_throughput(self, choice: StrategyAnswer) -> tuple[float, float, float]:
         """Return a choice's throughput in `counts` per second: at worst, at best, and to compare by."""
         each = self.data.shape[0] if self.data.is_text else 1
         return tuple(each * rate for rate in choice.samples_per_s)
 
 
-def answer_for(
+def answer_question(
     config: Mapping[str, Any], question: Question, tell: Callable[[Answer], None] = lambda _: None
 ) -> Answer:
     """Return the answer to a question about a model.
@@ -145,12 +155,12 @@ def answer_for(
     Raises:
         ConfigError: If the model, data set or GPU is unknown, or the config has mistakes.
     """
-    sheet = _datasheet_of(question, config)
-    template = _template_for(question, config)
+    sheet = _find_datasheet(question, config)
+    template = _fill_template(question, config)
     config = dict(config) | {
         "cluster": {"gpus_per_node": NODE_GPUS} | (config.get("cluster") or {})
     }
-    config, study, left_out = study_of(
+    config, study, left_out = make_model_study(
         config, question.model, question.dataset, question.sequence, template
     )
     cluster = config["cluster"]
@@ -161,21 +171,23 @@ def answer_for(
         name: template["variants"].get(name, {"strategy": name})
         for name in dict.fromkeys(cell.strategy for cell in study.cells)
     }
-    unplanned = describe_unplanned(question.gpus, _node_gpus(question, config), rows)
-    subjects = [_unevaluated(subject_of(config, study, cell)) for cell in study.cells]
+    unplanned = describe_unplanned(question.gpus, _choose_node_gpus(question, config), rows)
+    subjects = [_without_evaluation(subject_of(config, study, cell)) for cell in study.cells]
     first, data = subjects[0].settings, subjects[0].data
     _check_amount(question, data)
     rehearsed: dict[Any, Rehearsal] = {}
     networks: dict[Network, Any] = {}
 
-    def answered(some: Iterable[Subject]) -> Answer:
+    def make_answer(some: Iterable[Subject]) -> Answer:
         choices = [
-            _choice_of(s, networks[Network.of(s.request)], rehearsed[s.request], sheet, cluster)
+            _answer_strategy(
+                s, networks[Network.of(s.request)], rehearsed[s.request], sheet, cluster
+            )
             for s in some
         ]
         return Answer(
             question, sheet, cluster, data, first.optimizer, first.precision,
-            max(n.parameters for n in networks.values()), sorted(choices, key=_rank),
+            max(n.parameters for n in networks.values()), sorted(choices, key=_make_sort_key),
             template["variants"], list(dict.fromkeys(left_out)), unplanned,
         )  # fmt: skip
 
@@ -183,21 +195,21 @@ def answer_for(
     early = [s for s in subjects if s.cell.strategy == subjects[0].cell.strategy]
     for some in (early, subjects):
         with redirect_stdout(sys.stderr):
-            of_networks, of_requests = rehearsals_of([s.request for s in some], folder)
+            of_networks, of_requests = rehearse_requests([s.request for s in some], folder)
         networks |= of_networks
         rehearsed |= of_requests
         if some is early and len(early) < len(subjects):
-            tell(answered(early))
-    return answered(subjects)
+            tell(make_answer(early))
+    return make_answer(subjects)
 
 
-def _datasheet_of(question: Question, config: Mapping[str, Any]) -> Datasheet:
+def _find_datasheet(question: Question, config: Mapping[str, Any]) -> Datasheet:
     if question.gpu:
         return find_gpu(question.gpu, "--gpu")
     if named := (config.get("cluster") or {}).get("gpu"):
         return find_gpu(named)
     raise ConfigError(
-        f"--gpu: is missing; name a GPU, such as 'H100 80GB'. Known GPUs: {known_gpus()}"
+        f"--gpu: is missing; name a GPU, such as 'H100 80GB'. Known GPUs: {list_known_gpus()}"
     )
 
 
@@ -214,17 +226,17 @@ def _check_amount(question: Question, data: Dataset) -> None:
         )
 
 
-def _node_gpus(question: Question, config: Mapping[str, Any]) -> int:
-    """Return the GPUs of a node, or fewer where they are not filled evenly."""
+def _choose_node_gpus(question: Question, config: Mapping[str, Any]) -> int:
+    """Return the GPUs per node, or the largest smaller number that divides all GPUs evenly."""
     node = (config.get("cluster") or {}).get("gpus_per_node", NODE_GPUS)
     return next(n for n in range(min(node, question.gpus), 0, -1) if question.gpus % n == 0)
 
 
-def _template_for(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the study of the template for the GPUs of the question, as `study_of` takes it."""
+def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the study of the template for the GPUs of the question, as `make_model_study` takes it."""
     template = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     strategies = template.pop("strategies")["alone" if question.gpus == 1 else "together"]
-    node = _node_gpus(question, config)
+    node = _choose_node_gpus(question, config)
     divided = divided_variants(node)
     template["variants"] |= divided
     strategies += divided
@@ -235,20 +247,20 @@ def _template_for(question: Question, config: Mapping[str, Any]) -> dict[str, An
     return template
 
 
-def _unevaluated(s: Subject) -> Subject:
+def _without_evaluation(s: Subject) -> Subject:
     """Return the cell without evaluation, whose batch is a choice of a study."""
     return replace(s, request=replace(s.request, eval_batch=0))
 
 
-def _choice_of(
+def _answer_strategy(
     s: Subject, network: Any, rehearsal: Rehearsal, sheet: Datasheet, cluster: Mapping[str, Any]
 ) -> StrategyAnswer:
     checkpointing = s.settings.activation_checkpointing
-    reason = refusal_of_cell(s, network, rehearsal) or rehearsal.unpredicted
+    reason = cell_refusal_reason(s, network, rehearsal) or rehearsal.unpredicted
     if rehearsal.footprint is None or reason:
         return StrategyAnswer(s.cell.strategy, checkpointing, reason=reason or "")
     least = acceptance.least_samples(network.batchnorm, s.settings.gradient_accumulation_steps)
-    return choose_batch(s, rehearsal.footprint, gpu_device(sheet, s.settings.precision, cluster),
+    return choose_batch(s, rehearsal.footprint, make_gpu_device(sheet, s.settings.precision, cluster),
                         cluster, least)  # fmt: skip
 
 
@@ -261,7 +273,7 @@ def choose_batch(
     batch: int | None = None,
     reads_text: bool | None = None,
 ) -> StrategyAnswer:
-    """Return a cell on a device at the largest batch that fits, or else at the minimum batch.
+    """Return a cell at the largest batch that fits a device, or the minimum.
 
     Args:
         s: The cell, with any batch.
@@ -282,19 +294,19 @@ def choose_batch(
     samples = max(s.data.train_samples, settings.global_batch)
     s = replace(s, settings=settings, data=replace(s.data, train_samples=samples))
     fullest = footprint.fullest(batch, threads)
-    needs = needs_of(s, fullest, resources.node_count(s.cell, cluster))
+    needs = derive_needs(s, fullest, resources.node_count(s.cell, cluster))
     needed_bytes = fullest.needed_bytes(batch, threads) + needs.data_bytes
     reserved_bytes = fullest.reserved_bytes(batch, threads) + needs.data_bytes
     step_s, runs = None, None
     if device.flops_per_s is not None:
-        *ends, usual = [step_on(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
+        *ends, usual = [plan_step(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
         is_text = s.data.is_text if reads_text is None else reads_text
-        runs = span_from_runs(device.name, settings, is_text, usual, steps=1)
+        runs = estimate_from_runs(device.name, settings, is_text, usual, steps=1)
         step_s = (*(runs or (step.seconds for step in ends)), usual.seconds)
     return StrategyAnswer(
         s.cell.strategy,
         settings.activation_checkpointing,
-        verdict=verdict_of(needed_bytes, device, margin),
+        verdict=classify_fit(needed_bytes, device, margin),
         micro_batch=batch // parts,
         global_batch=settings.global_batch,
         memory=Memory(
@@ -307,7 +319,7 @@ def choose_batch(
     )
 
 
-def _rank(choice: StrategyAnswer) -> tuple[int, float]:
+def _make_sort_key(choice: StrategyAnswer) -> tuple[int, float]:
     """Return a sort key: the fastest choice that fits first, unpredicted ones last."""
     order = 2 if not choice.verdict else 0 if choice.verdict == FITS else 1
     if choice.samples_per_s and order == 0:

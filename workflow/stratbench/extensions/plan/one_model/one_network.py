@@ -23,7 +23,7 @@ KEPT = ("results", "cluster", "models", "code", "data", "datasets")
 OF_AN_EXPERIMENT = ("dataset", "task", "optimizer")
 
 
-def study_of(
+def make_model_study(
     config: Mapping[str, Any],
     model: str,
     dataset: str | None = None,
@@ -55,7 +55,9 @@ def study_of(
             f"{', '.join(known)}, and those that you add to `datasets` of config.yaml"
         )
     block = overrides["experiment"] | {"models": [model]}
-    block |= _trained_on(config, model, overrides) | ({"dataset": dataset} if dataset else {})
+    block |= _find_training_data(config, model, overrides) | (
+        {"dataset": dataset} if dataset else {}
+    )
     if "dataset" not in block:
         raise ConfigError(
             f"--model {model}: may take images or texts, and no experiment of config.yaml uses it; name its "
@@ -69,20 +71,20 @@ def study_of(
     if sequence is not None:
         _set_sequence(whole["datasets"], block["dataset"], sequence)
 
-    def loaded(experiments: Mapping[str, Any]) -> tuple[dict[str, Any], Study]:
+    def load_experiments(experiments: Mapping[str, Any]) -> tuple[dict[str, Any], Study]:
         study = {"variants": overrides["variants"], "experiments": experiments}
         name = f"model-{model}"
         return load_config(whole | {"study": name, "studies": {name: study}})
 
-    def refusal(values: Mapping[str, Any]) -> str | None:
+    def find_refusal_reason(values: Mapping[str, Any]) -> str | None:
         try:
-            loaded({"network": values})
+            load_experiments({"network": values})
         except ConfigError as error:
             return str(error).partition(".experiments.network")[2] or str(error)
         return None
 
     first = next(iter(overrides["numbers"].values()))["strategies"][:1]
-    _, alone = loaded(
+    _, alone = load_experiments(
         {"network": block | {"strategies": first, "gpus": [1]}}
     )  # raises for faults that all experiments share
     if "optimizer" not in block and alone.dataset(block["dataset"]).is_text:
@@ -92,13 +94,15 @@ def study_of(
         overrides["each"].items(), overrides["numbers"].items()
     ):
         name, values = f"{kind}-{group}", block | matrix | change
-        if refusal(values) is not None:
-            reason = {s: refusal(values | {"strategies": [s]}) for s in values["strategies"]}
+        if find_refusal_reason(values) is not None:
+            reason = {
+                s: find_refusal_reason(values | {"strategies": [s]}) for s in values["strategies"]
+            }
             values["strategies"] = [s for s in reason if reason[s] is None]
             left_out += [f"{name}{text}" for text in dict.fromkeys(filter(None, reason.values()))]
         if values["strategies"]:
             experiments[name] = values
-    return *loaded(experiments), left_out
+    return *load_experiments(experiments), left_out
 
 
 def _set_sequence(datasets: dict[str, Any], name: str, sequence: int) -> None:
@@ -117,7 +121,7 @@ def _set_sequence(datasets: dict[str, Any], name: str, sequence: int) -> None:
     datasets[name] = {**values, "sequence": sequence}
 
 
-def _trained_on(
+def _find_training_data(
     config: Mapping[str, Any], model: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the data and settings with which a model is trained, or {} if unknown.

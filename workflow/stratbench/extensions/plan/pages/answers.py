@@ -10,7 +10,7 @@ from stratbench.cell.text.words import bytes_text, counted, names_text
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING
 from stratbench.extensions.plan.needs import data_bytes_of
-from stratbench.extensions.plan.quantities import cells_by, span_text
+from stratbench.extensions.plan.quantities import cells_by, format_span
 from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned
 
 #: Name of each part of the memory in a sentence.
@@ -39,42 +39,51 @@ ALIKE = 0.03
 NEAR = 0.1
 
 
-def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
+def answer_questions(plan: Plan) -> list[tuple[str, list[str]]]:
     """Return pairs of a question and the sentences that answer it."""
     return [
-        ("Which cells fit, and which strategy is the fastest?", list(_quickest(plan))),
-        *_if_any("Which division of the model among workers is best?", list(_divisions(plan))),
-        ("Which batch size fits?", list(_batches(plan))),
-        *_if_any("By how much can the model grow and still fit?", list(_sizes(plan))),
-        ("How does the peak memory change with the number of workers?", list(_workers(plan))),
+        ("Which cells fit, and which strategy is the fastest?", list(_answer_fastest(plan))),
+        *_list_if_answered(
+            "Which division of the model among workers is best?", list(_answer_divisions(plan))
+        ),
+        ("Which batch size fits?", list(_answer_batches(plan))),
+        *_list_if_answered(
+            "By how much can the model grow and still fit?", list(_answer_sizes(plan))
+        ),
+        (
+            "How does the peak memory change with the number of workers?",
+            list(_answer_worker_counts(plan)),
+        ),
         (
             "Can FSDP keep the gathered weights between forward and backward?",
-            list(_resharding(plan)),
+            list(_answer_resharding(plan)),
         ),
-        ("What takes the memory?", list(_dominant(plan))),
+        ("What takes the memory?", list(_answer_largest_parts(plan))),
         *(pair for _, a in at("plans") if a.questions for pair in a.questions(plan)),
     ]
 
 
-def _if_any(question: str, sentences: list[str]) -> list[tuple[str, list[str]]]:
+def _list_if_answered(question: str, sentences: list[str]) -> list[tuple[str, list[str]]]:
     return [(question, sentences)] if sentences else []
 
 
-def _known(plan: Plan) -> list[Planned]:
+def _list_predicted(plan: Plan) -> list[Planned]:
     """Return one cell of each set of repeats, if it has a prediction."""
     return [c for c in plan.cells if c.cell.repeat == 0 and c.footprint is not None]
 
 
-def _on_most_workers(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
-    """Yield the cells on the largest worker count, with a text on them, per experiment and model."""
-    for (experiment, model), cells in cells_by(_known(plan), "experiment", "model").items():
+def _iter_largest_counts(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
+    """Yield the cells on the largest worker count, per experiment and model."""
+    for (experiment, model), cells in cells_by(
+        _list_predicted(plan), "experiment", "model"
+    ).items():
         workers = max(c.cell.gpus for c in cells)
         there = [c for c in cells if c.cell.gpus == workers]
         yield f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].fit.device}", there
 
 
-def _batches(plan: Plan) -> Iterator[str]:
-    for where, there in _on_most_workers(plan):
+def _answer_batches(plan: Plan) -> Iterator[str]:
+    for where, there in _iter_largest_counts(plan):
         settings, samples = there[0].subject.settings, there[0].subject.data.train_samples
         most = {
             c.cell.strategy: c.fit.largest_batch
@@ -89,7 +98,7 @@ def _batches(plan: Plan) -> Iterator[str]:
         yield f"{where}: the study's global batch is {settings.global_batch:,}. {fit}"
 
 
-def larger_networks(
+def compute_parameter_growth(
     footprint: Footprint, batch: int, room_bytes: float, threads: int = 0
 ) -> tuple[float, float]:
     """Return by what factor the number of parameters can grow within `room_bytes`.
@@ -111,11 +120,11 @@ def larger_networks(
     return least, max(least, (room_bytes - rest_bytes) / (states_bytes + copied_bytes))
 
 
-def _sizes(plan: Plan) -> Iterator[str]:
+def _answer_sizes(plan: Plan) -> Iterator[str]:
     """Yield which strategy is the fastest of those that still fit, as a network grows."""
-    for where, there in _on_most_workers(plan):
+    for where, there in _iter_largest_counts(plan):
         growth = {
-            c.cell.strategy: larger_networks(
+            c.cell.strategy: compute_parameter_growth(
                 c.footprint,
                 c.subject.samples_per_step,
                 c.fit.room_bytes - c.needs.data_bytes,
@@ -133,21 +142,21 @@ def _sizes(plan: Plan) -> Iterator[str]:
             if not chain or growth[name] > growth[chain[-1]]:
                 chain.append(name)
         if chain:
-            told = [f"{name} up to {_times(growth[name])}" for name in chain]
+            told = [f"{name} up to {_format_growth(growth[name])}" for name in chain]
             yield (
                 f"{where}, with this batch: the fastest strategy that fits is {', then '.join(told)} "
                 "the number of parameters."
             )
 
 
-def _times(growth: tuple[float, float]) -> str:
+def _format_growth(growth: tuple[float, float]) -> str:
     low, high = (f"{n:,.0f}" if n >= 10 else f"{n:.1f}" for n in growth)
     return f"{low} times" if low == high else f"{low} to {high} times"
 
 
-def _quickest(plan: Plan) -> Iterator[str]:
+def _answer_fastest(plan: Plan) -> Iterator[str]:
     """Yield how many cells fit, and the fastest of them by one time at equal rates."""
-    for where, there in _on_most_workers(plan):
+    for where, there in _iter_largest_counts(plan):
         least = min(there, key=lambda c: c.fit.needed_bytes)
         able = [c for c in there if c.fit.may_run]
         tight = sum(c.fit.verdict == TIGHT for c in there)
@@ -161,11 +170,11 @@ def _quickest(plan: Plan) -> Iterator[str]:
         count = "all cells fit" if fit == len(there) else f"{fit} of {len(there)} cells fit"
         count += f", {tight} tight" if tight else ""
         told = f"{where}: {count}; {least.cell.strategy} needs the least memory"
-        best, near = _quickest_of(able, ALIKE), _quickest_of(able, NEAR)
+        best, near = _select_fastest(able, ALIKE), _select_fastest(able, NEAR)
         if all(c.state == "done" for c in able):
             told += "; all are trained, and `stratbench decide` names the fastest"
         elif best:
-            ranges = {span_text(c.fit.by_device) for c in best}
+            ranges = {format_span(c.fit.by_device) for c in best}
             told += (
                 f"; fastest by the device's rates: {names_text([c.cell.strategy for c in best])}"
             )
@@ -176,36 +185,36 @@ def _quickest(plan: Plan) -> Iterator[str]:
         yield f"{told}."
 
 
-def _quickest_of(cells: list[Planned], within: float) -> list[Planned]:
+def _select_fastest(cells: list[Planned], within: float) -> list[Planned]:
     """Return the cells whose usual time is within a fraction of the shortest, fastest first."""
     timed = sorted((c for c in cells if c.fit.by_device), key=lambda c: c.fit.usual_s)
     return [c for c in timed if c.fit.usual_s <= timed[0].fit.usual_s * (1 + within)]
 
 
-def _divisions(plan: Plan) -> Iterator[str]:
-    """Yield the fastest and the smallest division of layers (T) or into stages (S), and those that do not
-    fit.
-    """
-    for where, there in _on_most_workers(plan):
+def _answer_divisions(plan: Plan) -> Iterator[str]:
+    """Yield the fastest and the smallest division into layers' parts (T) or stages (S)."""
+    for where, there in _iter_largest_counts(plan):
         divided = [c for c in there if c.subject.mesh.members > 1]
         if not divided:
             continue
         able = [c for c in divided if c.fit.may_run]
         least = min(divided, key=lambda c: c.fit.needed_bytes)
-        told = [f"{_division(least)} needs the least memory, {bytes_text(least.fit.needed_bytes)}"]
-        if best := _quickest_of(able, ALIKE):
+        told = [
+            f"{_format_division(least)} needs the least memory, {bytes_text(least.fit.needed_bytes)}"
+        ]
+        if best := _select_fastest(able, ALIKE):
             told.insert(
-                0, f"fastest division that fits: {names_text([_division(c) for c in best])}"
+                0, f"fastest division that fits: {names_text([_format_division(c) for c in best])}"
             )
         told += [
-            f"{_division(c)} does not fit: it needs {bytes_text(c.fit.needed_bytes)}"
+            f"{_format_division(c)} does not fit: it needs {bytes_text(c.fit.needed_bytes)}"
             for c in divided
             if not c.fit.may_run
         ]
         yield f"{where}: {'; '.join(told)}."
 
 
-def _division(c: Planned) -> str:
+def _format_division(c: Planned) -> str:
     """Return a cell's strategy with its degrees, such as `fsdp-tensor (T = 2, 4 replicas)`."""
     mesh = c.subject.mesh
     told = [f"{name} = {n}" for name, n in (("T", mesh.tensor), ("S", mesh.stages)) if n > 1]
@@ -213,8 +222,8 @@ def _division(c: Planned) -> str:
     return f"{c.cell.strategy} ({', '.join(told)})"
 
 
-def _workers(plan: Plan) -> Iterator[str]:
-    known = _known(plan)
+def _answer_worker_counts(plan: Plan) -> Iterator[str]:
+    known = _list_predicted(plan)
     if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
         yield "No strategy of the study has cells on two numbers of workers."
     for (experiment, model), cells in cells_by(known, "experiment", "model").items():
@@ -236,10 +245,10 @@ def _workers(plan: Plan) -> Iterator[str]:
             )
 
 
-def _resharding(plan: Plan) -> Iterator[str]:
+def _answer_resharding(plan: Plan) -> Iterator[str]:
     if not plan.resharding:
         yield "The study has no cells with FSDP."
-    followed = [c for c in _known(plan) if c.subject.request in plan.resharding]
+    followed = [c for c in _list_predicted(plan) if c.subject.request in plan.resharding]
     for (experiment, model, workers), cells in cells_by(
         followed, "experiment", "model", "gpus"
     ).items():
@@ -269,8 +278,10 @@ def _resharding(plan: Plan) -> Iterator[str]:
             )
 
 
-def _dominant(plan: Plan) -> Iterator[str]:
-    for (experiment, model), cells in cells_by(_known(plan), "experiment", "model").items():
+def _answer_largest_parts(plan: Plan) -> Iterator[str]:
+    for (experiment, model), cells in cells_by(
+        _list_predicted(plan), "experiment", "model"
+    ).items():
         workers = max(c.cell.gpus for c in cells)
         # Strategies with equal work on a worker, such as all parameter servers, are listed once.
         distinct = {c.subject.request: c for c in reversed(cells) if c.cell.gpus == workers}

@@ -26,10 +26,10 @@ WITHOUT_GRADIENT = {
 
 def check_text(checked: Checked) -> str:
     """Return the text that `snakemake check` prints."""
-    return "\n".join(_lines(checked))
+    return "\n".join(_iter_lines(checked))
 
 
-def _lines(checked: Checked) -> Iterator[str]:
+def _iter_lines(checked: Checked) -> Iterator[str]:
     yield f"Study {checked.study.name}: {counted(len(checked.networks), 'network')}"
     for network, found in checked.networks.items():
         cells = [s for s in checked.subjects if Network.of(s.request) == network]
@@ -37,7 +37,7 @@ def _lines(checked: Checked) -> Iterator[str]:
         unchecked = {
             s.cell: reason for s in cells if (reason := checked.rehearsals[s.request].unchecked)
         }
-        yield from _network(network, found, cells, checked.refused, unchecked)
+        yield from _describe_network(network, found, cells, checked.refused, unchecked)
     yield ""
     if checked.refused:
         n = len(checked.refused)
@@ -49,7 +49,7 @@ def _lines(checked: Checked) -> Iterator[str]:
         yield f"{counted(n, 'cell')} could not be checked before the training"
 
 
-def _network(
+def _describe_network(
     network: Network,
     found: CheckResult,
     subjects: list[Subject],
@@ -81,13 +81,13 @@ def _network(
         else "no BatchNorm"
     )
     yield f"   {normalises}; {'dropout' if found.dropout else 'no dropout'}"
-    yield f"   shard groups, {found.rule}: {_groups(found)}"
+    yield f"   shard groups, {found.rule}: {_describe_groups(found)}"
     trained = [s for s in subjects if s.cell not in refused]
     if found.writes_buffers and trained:
-        said = _by_note(trained, lambda strategy: strategy.buffers_note)
+        said = _group_by_note(trained, lambda strategy: strategy.buffers_note)
         yield f"   buffers that forward writes: {said}"
     if found.skipped and trained:
-        said = _by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
+        said = _group_by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
         yield f"   without a gradient in some steps, {names_text(found.skipped)}: {said}"
     yield from (f"   {remark}" for remark in found.remarks)
     for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
@@ -96,16 +96,16 @@ def _network(
             yield f"   {strategy}: is a command of yours, which is not tried before it trains"
             continue
         if works := [c for c in own if c not in refused and c not in unchecked]:
-            yield f"   {strategy}: works with {_where(works, own)}"
+            yield f"   {strategy}: works with {_describe_counts(works, own)}"
         for reason in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
             of = [c for c in own if unchecked.get(c) == reason]
-            yield f"   {strategy}: not checked with {_where(of, own)}: {without_subject(reason)}"
+            yield f"   {strategy}: not checked with {_describe_counts(of, own)}: {without_subject(reason)}"
         for reason in dict.fromkeys(refused[c] for c in own if c in refused):
             of = [c for c in own if refused.get(c) == reason]
-            yield f"   {strategy}: unsupported with {_where(of, own)}: {without_subject(reason)}"
+            yield f"   {strategy}: unsupported with {_describe_counts(of, own)}: {without_subject(reason)}"
 
 
-def _by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
+def _group_by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
     """Return each note that applies to some of the strategies, with the names of these strategies."""
     names: dict[str, list[str]] = {}
     for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
@@ -113,7 +113,7 @@ def _by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) 
     return "; ".join(f"{note} ({', '.join(those)})" for note, those in names.items())
 
 
-def _groups(found: CheckResult) -> str:
+def _describe_groups(found: CheckResult) -> str:
     if not found.groups:
         return "none, so that fsdp gathers all at once"
     groups = found.groups
@@ -125,7 +125,7 @@ def _groups(found: CheckResult) -> str:
     return f"{said}; in none: {found.root:,}"
 
 
-def _where(cells: list[Cell], of: list[Cell]) -> str:
+def _describe_counts(cells: list[Cell], of: list[Cell]) -> str:
     """Return the worker counts of cells as text, with their experiments if others in `of` differ."""
     names = dict.fromkeys(c.experiment for c in cells)
     others = {c.experiment for c in of} - names.keys()

@@ -1,4 +1,4 @@
-"""Writes the answer for one model as text: the fastest choice in a sentence, then a table."""
+"""Writes the answer for one model as a sentence and a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 from stratbench.cell.text.words import GIB, bytes_text, counted, folded, hours_text
 from stratbench.extensions.plan.one_model.model_answer import Answer, StrategyAnswer
-from stratbench.extensions.plan.quantities import in_unit
+from stratbench.extensions.plan.quantities import format_in_unit
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
 from stratbench.study.resources import node_count_of
 
@@ -21,32 +21,32 @@ GPU-hours follow from the value to compare by."""
 LEFT = (0, 1, 2, 7)
 
 
-def answer_text(answer: Answer) -> str:
+def format_answer(answer: Answer) -> str:
     """Return the text that `stratbench plan --model NAME --gpus N` prints."""
-    above = folded([_heading(answer), "", _best(answer), ""])
-    below = [f"{told}: {reason}" for reason, told in _reasons(answer).items()]
+    above = folded([_format_heading(answer), "", _describe_best(answer), ""])
+    below = [f"{told}: {reason}" for reason, told in _group_by_reason(answer).items()]
     below += [f"left out: {reason}" for reason in answer.left_out]
     below += [f"not planned: {answer.unplanned}."]
-    if variants := _variants(answer):
+    if variants := _format_variants(answer):
         below += ["", f"In config.yaml: variants: {{{variants}}}"]
     below.append("")
     sources = {c.time_source for c in answer.choices if c.time_source}
     runs = f", with * from {sources.pop()}" if sources else ""
-    below.append(NOTES.format(counts=answer.counts, runs=runs))
-    return "\n".join([above, *_table(answer), folded(below)])
+    below.append(NOTES.format(counts=answer.throughput_unit, runs=runs))
+    return "\n".join([above, *_list_table_lines(answer), folded(below)])
 
 
-def first_text(answer: Answer) -> str:
+def format_first_choice(answer: Answer) -> str:
     """Return a line on the first strategy that was traced."""
-    return folded([f"first: {_sentence(answer, answer.choices[0])}"])
+    return folded([f"first: {_describe_choice(answer, answer.choices[0])}"])
 
 
-def _heading(answer: Answer) -> str:
+def _format_heading(answer: Answer) -> str:
     shape, gpus, millions = answer.data.shape, answer.question.gpus, answer.parameters / 1e6
     samples = (
         f"texts of {shape[0]} tokens"
         if answer.data.is_text
-        else f"{answer.counts} of {'x'.join(map(str, shape))}"
+        else f"{answer.throughput_unit} of {'x'.join(map(str, shape))}"
     )
     nodes = node_count_of(gpus, answer.cluster)
     where = f" on {nodes} nodes" if nodes > 1 else ""
@@ -57,53 +57,58 @@ def _heading(answer: Answer) -> str:
     )
 
 
-def _best(answer: Answer) -> str:
+def _describe_best(answer: Answer) -> str:
     first = answer.choices[0]
     if first.verdict != FITS:
         tight = [c for c in answer.choices if c.verdict and c.verdict != DOES_NOT_FIT]
         if not tight:
             known = any(c.verdict for c in answer.choices)
             return "No strategy fits: take more GPUs or larger ones." if known else "No prediction."
-        return f"No strategy fits for certain. {_sentence(answer, tight[0])}"
-    said = _sentence(answer, first)
+        return f"No strategy fits for certain. {_describe_choice(answer, tight[0])}"
+    said = _describe_choice(answer, first)
     if first.step_s is None:
         return said
-    gpu_hours = _gpu_hours(answer, first)
-    cost = _cost(answer, gpu_hours)
-    amount = f"{answer.amount:g} {answer.counts}".replace("e+0", "e").replace("e+", "e")
+    gpu_hours = _compute_gpu_hours(answer, first)
+    cost = _format_cost(answer, gpu_hours)
+    amount = f"{answer.training_amount:g} {answer.throughput_unit}".replace("e+0", "e").replace(
+        "e+", "e"
+    )
     return (
         f"{said} Training on {amount} takes {hours_text(gpu_hours / answer.question.gpus)} h, "
         f"{hours_text(gpu_hours)} GPU-hours{f', at a cost of {cost}' if cost else ''}."
     )
 
 
-def _sentence(answer: Answer, choice: StrategyAnswer) -> str:
+def _describe_choice(answer: Answer, choice: StrategyAnswer) -> str:
     if not choice.verdict:
-        return f"{_name(choice)}: {choice.reason}"
-    noun = answer.counts.removesuffix("s") if not answer.data.is_text else "text"
+        return f"{_format_choice_name(choice)}: {choice.reason}"
+    noun = answer.throughput_unit.removesuffix("s") if not answer.data.is_text else "text"
     verdict = {FITS: FITS, DOES_NOT_FIT: DOES_NOT_FIT}.get(choice.verdict, f"is {choice.verdict}")
-    text = f"{_name(choice)} {verdict} with {counted(choice.micro_batch, noun)} at once"
+    text = (
+        f"{_format_choice_name(choice)} {verdict} with {counted(choice.micro_batch, noun)} at once"
+    )
     held = f"{text}: {bytes_text(choice.memory.allocated_bytes)} per GPU."
     if choice.verdict == DOES_NOT_FIT:
         return held
     if choice.step_s is None:
         return f"{held} Its time is unknown, since {answer.gpu.name} has no rate for {answer.precision}."
-    low, high, usual = answer.rates_of(choice)
+    low, high, usual = answer.compute_throughput(choice)
     return (
-        f"{text}, {choice.global_batch} per step on all GPUs: {usual:,.0f} {answer.counts} per second "
-        f"({low:,.0f} to {high:,.0f}{f', from {choice.time_source}' if choice.time_source else ''})."
+        f"{text}, {choice.global_batch} per step on all GPUs: {usual:,.0f} {answer.throughput_unit} "
+        f"per second ({low:,.0f} to {high:,.0f}"
+        f"{f', from {choice.time_source}' if choice.time_source else ''})."
     )
 
 
-def _name(choice: StrategyAnswer) -> str:
+def _format_choice_name(choice: StrategyAnswer) -> str:
     return f"{choice.strategy}{' with checkpointing' if choice.checkpointing else ''}"
 
 
-def _table(answer: Answer) -> list[str]:
+def _list_table_lines(answer: Answer) -> list[str]:
     """Return the lines of the table of predictions, or none without any."""
     heads = ["strategy", "ckpt", "verdict", "micro", "alloc.", "reserv.", "smi"]
-    heads += [f"{answer.counts}/s (range)", "GPU-h", "cost"]
-    rows = [heads, *(_row(answer, c) for c in answer.choices if c.memory is not None)]
+    heads += [f"{answer.throughput_unit}/s (range)", "GPU-h", "cost"]
+    rows = [heads, *(_make_table_row(answer, c) for c in answer.choices if c.memory is not None)]
     if len(rows) == 1:
         return []
     if not any(row[-1] for row in rows[1:]):
@@ -119,48 +124,55 @@ def _table(answer: Answer) -> list[str]:
     return [f"{' ' * lines[0].index('alloc.')}GiB per GPU", *lines]
 
 
-def _row(answer: Answer, c: StrategyAnswer) -> list[str]:
+def _make_table_row(answer: Answer, c: StrategyAnswer) -> list[str]:
     memory = (c.memory.allocated_bytes, c.memory.reserved_bytes, c.memory.shown_bytes)
     row = [c.strategy, "yes" if c.checkpointing else "no", c.verdict, str(c.micro_batch)]
-    row += [in_unit(n, GIB) for n in memory]
+    row += [format_in_unit(n, GIB) for n in memory]
     if c.verdict == DOES_NOT_FIT or c.step_s is None:
         return [*row, "", "", ""]
-    low, high, usual = map(_short, answer.rates_of(c))
-    gpu_hours = _gpu_hours(answer, c)
+    low, high, usual = map(_format_rate, answer.compute_throughput(c))
+    gpu_hours = _compute_gpu_hours(answer, c)
     mark = "*" if c.time_source else ""
-    return [*row, f"{usual} ({low}-{high}){mark}", hours_text(gpu_hours), _cost(answer, gpu_hours)]
+    return [
+        *row,
+        f"{usual} ({low}-{high}){mark}",
+        hours_text(gpu_hours),
+        _format_cost(answer, gpu_hours),
+    ]
 
 
-def _gpu_hours(answer: Answer, choice: StrategyAnswer) -> float:
-    return answer.amount / answer.rates_of(choice)[2] / 3600 * answer.question.gpus
+def _compute_gpu_hours(answer: Answer, choice: StrategyAnswer) -> float:
+    return (
+        answer.training_amount / answer.compute_throughput(choice)[2] / 3600 * answer.question.gpus
+    )
 
 
-def _short(number: float) -> str:
+def _format_rate(number: float) -> str:
     """Return a rate with three digits, such as 4.21, 68.4k or 1.2M."""
     for unit, name in ((1e6, "M"), (1e3, "k")):
         if number >= unit:
-            return f"{in_unit(number, unit)}{name}"
+            return f"{format_in_unit(number, unit)}{name}"
     return f"{number:.3g}"
 
 
-def _cost(answer: Answer, gpu_hours: float) -> str:
+def _format_cost(answer: Answer, gpu_hours: float) -> str:
     price = answer.cluster["price_per_gpu_hour"]
     return "" if price is None else hours_text(gpu_hours * price)
 
 
-def _reasons(answer: Answer) -> dict[str, str]:
+def _group_by_reason(answer: Answer) -> dict[str, str]:
     """Return why choices have no prediction: each reason once, with the names of its choices."""
     names: dict[str, list[str]] = {}
     for c in answer.choices:
         if c.reason:
-            names.setdefault(c.reason, []).append(_name(c))
+            names.setdefault(c.reason, []).append(_format_choice_name(c))
     if len(names) == 1 and len(next(iter(names.values()))) == len(answer.choices):
         return dict.fromkeys(names, "not predicted")
     return {reason: f"not predicted, {', '.join(each)}" for reason, each in names.items()}
 
 
-def _variants(answer: Answer) -> str:
-    """Return the entries of `variants` for what may fit."""
+def _format_variants(answer: Answer) -> str:
+    """Return the entries of `variants` for the strategies that may fit."""
     used = {c.strategy for c in answer.choices if c.verdict not in ("", DOES_NOT_FIT)}
     entries = {name: values for name, values in answer.variants.items() if name in used}
     return ", ".join(

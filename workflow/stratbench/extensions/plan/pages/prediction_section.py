@@ -16,13 +16,13 @@ TEMPLATE = Path(__file__).parent / "templates" / "prediction.html.j2"
 def make_prediction_sections(inputs: ReportInput) -> Iterator[Section]:
     """Yield the section if a planned cell has a record."""
     path = inputs.folder / "prediction.csv"
-    if path.exists() and (lines := prediction_lines(path)):
+    if path.exists() and (lines := read_prediction_lines(path)):
         on_cpu = (inputs.cells["device_kind"] == "cpu").any()
         html = render_section(TEMPLATE, predictions=lines, on_cpu=on_cpu)
         yield Section("predictions", html)
 
 
-def prediction_lines(path: Path) -> list[dict[str, Any]]:
+def read_prediction_lines(path: Path) -> list[dict[str, Any]]:
     """Return a row per experiment and strategy with the plan's errors, from prediction.csv."""
     rows = pd.read_csv(path)
     lines = []

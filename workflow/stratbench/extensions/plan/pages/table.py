@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import MIB, bytes_text, seconds_text
 from stratbench.extensions.plan.footprint.traffic import PARTS
-from stratbench.extensions.plan.quantities import in_order, span_text
+from stratbench.extensions.plan.quantities import format_span, sort_by_usual_time
 from stratbench.extensions.plan.schedule import Plan, Planned, longest_time_s
 from stratbench.study import plan_file
 
@@ -39,13 +39,11 @@ EACH_IN_MIB = Unit(
 )
 IN_MIB = Unit(lambda n_bytes: round(n_bytes / MIB, 2), bytes_text)
 SECONDS = Unit(lambda value: f"{value:.6g}", seconds_text)
-RANGE = Unit(lambda end: f"{end:.6g}", span_text, ("_low", "_high"))
+RANGE = Unit(lambda end: f"{end:.6g}", format_span, ("_low", "_high"))
 
 
 class PlanColumn(NamedTuple):
-    """A quantity of a cell: its attribute path in `Planned`, or in the `DeviceFit` of `device`, and its
-    unit.
-    """
+    """A quantity of a cell, by its attribute path in `Planned` or `DeviceFit`."""
 
     path: str
     unit: Unit = PLAIN
@@ -110,7 +108,7 @@ REQUEST_COLUMNS = {
 }
 
 
-def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
+def make_row(c: Planned, others: Iterable[str]) -> dict[str, Any]:
     """Return a cell's row of plan.csv, with its prediction on `others`; unknown fields are empty."""
     columns = dict(COLUMNS)
     for device in others:
@@ -128,7 +126,7 @@ def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
 
 def write_csv(plan: Plan, path: Path) -> None:
     """Write plan.csv."""
-    write_rows([row_of(c, plan.others) for c in in_order(plan.cells)], path)
+    write_rows([make_row(c, plan.others) for c in sort_by_usual_time(plan.cells)], path)
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = ()) -> None:

@@ -18,16 +18,16 @@ from stratbench.cell.text.words import (
     seconds_text,
     unit_for,
 )
-from stratbench.extensions.plan.pages.answers import PART_NAMES, answered_questions
+from stratbench.extensions.plan.pages.answers import PART_NAMES, answer_questions
 from stratbench.extensions.plan.pages.table import COLUMNS, RANGE
-from stratbench.extensions.plan.pages.what_fits import data_of
+from stratbench.extensions.plan.pages.what_fits import collect_page_data
 from stratbench.extensions.plan.quantities import (
-    assumed_rates,
     cells_by,
-    compared_text,
-    in_order,
-    in_unit,
-    span_text,
+    format_compared_time,
+    format_in_unit,
+    format_span,
+    list_assumed_rates,
+    sort_by_usual_time,
     totals,
 )
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Plan, Planned
@@ -65,14 +65,14 @@ TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
 }
 
 
-def plan_text(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """Return the text that `snakemake plan` prints."""
     states = Counter(c.state for c in plan.cells)
-    values = _values(plan) | {
+    values = _collect_values(plan) | {
         "tables": TABLES,
-        "lines_of": _lines,
+        "lines_of": _format_table,
         "states": ", ".join(f"{n} {state}" for state, n in states.items()),
-        "reasons": _reasons(plan),
+        "reasons": _list_reasons(plan),
         "snapshots": max(
             (c for c in plan.cells if c.needs and c.needs.snapshot_bytes),
             key=lambda c: c.needs.snapshot_bytes,
@@ -89,7 +89,7 @@ def plan_text(plan: Plan) -> str:
     return folded([text.rstrip()]) + "\n"
 
 
-def network_text(plan: Plan) -> str:
+def format_network(plan: Plan) -> str:
     """Return the text that `stratbench plan --model NAME` prints.
 
     It has the memory for the settings with which the page begins.
@@ -102,17 +102,17 @@ def network_text(plan: Plan) -> str:
     for cells in cells_by(plan.cells, "experiment").values():
         s = cells[0].subject.settings
         if (s.precision, s.activation_checkpointing) == (first.precision, False):
-            lines.append(_lines(cells, "needed_mib", "it"))
-    lines += [f"   {state}: {line}" for state, told in _reasons(plan).items() for line in told]
+            lines.append(_format_table(cells, "needed_mib", "it"))
+    lines += [f"   {state}: {line}" for state, told in _list_reasons(plan).items() for line in told]
     return folded(lines)
 
 
 def write_html(plan: Plan, path: Path) -> None:
     """Render plan.html."""
-    values = _values(plan) | {
+    values = _collect_values(plan) | {
         "columns": COLUMNS,
         "part_names": PART_NAMES,
-        "data": as_json(data_of(plan)),
+        "data": as_json(collect_page_data(plan)),
         **script_values(TEMPLATES / "what_fits.js"),
     }
     page = render("plan.html.j2", TEMPLATES, values=values, filters=FILTERS)
@@ -122,17 +122,17 @@ def write_html(plan: Plan, path: Path) -> None:
 FILTERS = {"bytes": bytes_text, "hours": hours_text}
 
 
-def _values(plan: Plan) -> dict[str, Any]:
+def _collect_values(plan: Plan) -> dict[str, Any]:
     return {
         "plan": plan,
-        "experiments": cells_by(in_order(plan.cells), "experiment").items(),
-        "answers": answered_questions(plan),
-        "assumed": assumed_rates(plan),
+        "experiments": cells_by(sort_by_usual_time(plan.cells), "experiment").items(),
+        "answers": answer_questions(plan),
+        "assumed": list_assumed_rates(plan),
         "totals": {name: totals(plan, name) for name in (plan.device, *plan.others)},
     }
 
 
-def _reasons(plan: Plan) -> dict[str, list[str]]:
+def _list_reasons(plan: Plan) -> dict[str, list[str]]:
     """Return lines with the reasons why cells are not trained or not predicted, by state."""
     told = {
         state: [c for c in plan.cells if c.state == state]
@@ -144,7 +144,7 @@ def _reasons(plan: Plan) -> dict[str, list[str]]:
     }
 
 
-def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
+def _format_table(cells: list[Planned], name: str, who: str = "a cell") -> str:
     """Return a title and a table of one quantity of an experiment's cells.
 
     Rows are strategies, columns are models, and each field has the values of all worker counts. Models that
@@ -170,20 +170,20 @@ def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
 
     def field(c: Planned) -> str:
         if not n_bytes:
-            return _time_field(c) + mark(c)
-        return in_unit(column.value(c), n_bytes) + mark(c)
+            return _format_time(c) + mark(c)
+        return format_in_unit(column.value(c), n_bytes) + mark(c)
 
     models = list(dict.fromkeys(c.cell.model for c in cells))
     alike: dict[tuple[str, ...], list[str]] = {}
-    for strategy in _quickest_first(cells):
+    for strategy in _sort_by_time(cells):
         found = [[first.get((strategy, model, n)) for n in workers] for model in models]
         fields = tuple("  ".join(field(c) for c in there if c) or "-" for there in found)
         alike.setdefault(fields, []).append(strategy)
-    rows = [["", *models], *([_names(names), *fields] for fields, names in alike.items())]
+    rows = [["", *models], *([_format_names(names), *fields] for fields, names in alike.items())]
     widths = [max(map(len, fields)) for fields in zip(*rows, strict=True)]
     lines = [
         "   ".join(row[i].ljust(widths[i]) for i in (0, *group))
-        for group in side_by_side(widths)
+        for group in group_columns(widths)
         for row in rows
     ]
     lines += [
@@ -193,25 +193,25 @@ def _lines(cells: list[Planned], name: str, who: str = "a cell") -> str:
     return "\n".join([f"   {told}", *(f"{' ' * INDENT}{line}".rstrip() for line in lines)])
 
 
-def _quickest_first(cells: list[Planned]) -> list[str]:
+def _sort_by_time(cells: list[Planned]) -> list[str]:
     """Return the strategies by usual time on the most workers, then the others in their order."""
     most = max(c.cell.gpus for c in cells)
-    there = in_order(c for c in cells if c.cell.gpus == most)
+    there = sort_by_usual_time(c for c in cells if c.cell.gpus == most)
     return list(dict.fromkeys(c.cell.strategy for c in [*there, *cells]))
 
 
-def _time_field(c: Planned) -> str:
-    """Return the range of a cell's training time as text, after the comparison time if it has one."""
+def _format_time(c: Planned) -> str:
+    """Return a cell's training time as text: the comparison time and the range."""
     fit = c.fit
     if fit.train is None:
         return "unknown"
     if fit.train != fit.by_device:
-        return span_text(fit.train)
-    return compared_text(fit.usual_s, fit.train)
+        return format_span(fit.train)
+    return format_compared_time(fit.usual_s, fit.train)
 
 
-def side_by_side(widths: list[int]) -> list[list[int]]:
-    """Return the columns from the second on, in groups that fit the terminal's width next to the first."""
+def group_columns(widths: list[int]) -> list[list[int]]:
+    """Return the columns from the second on, in groups that fit the terminal."""
     groups: list[list[int]] = [[]]
     for i in range(1, len(widths)):
         together = sum(3 + widths[j] for j in (*groups[-1], i))
@@ -221,7 +221,7 @@ def side_by_side(widths: list[int]) -> list[list[int]]:
     return groups
 
 
-def _names(strategies: list[str]) -> str:
+def _format_names(strategies: list[str]) -> str:
     if len(strategies) < MANY_ALIKE:
         return ", ".join(strategies)
     return f"{strategies[0]} and {len(strategies) - 1} alike"

@@ -45,26 +45,27 @@ MAX_WORKERS = 1024
 USUAL_CARDS = ("A10G", "L40S", "A100 SXM 80 GB", "H200 SXM")
 
 
-def data_of(plan: Plan) -> dict[str, Any]:
-    """Return all values that the page needs, ready for JSON; amounts are in bytes, times in seconds."""
+def collect_page_data(plan: Plan) -> dict[str, Any]:
+    """Return all values that the page needs, in bytes and seconds."""
     cells = [c for c in plan.cells if c.cell.repeat == 0]
     footprints: dict[str, int] = {}
     networks = [
-        _network(plan, label, found, footprints) for label, found in _by_network(cells).items()
+        _describe_network(plan, label, found, footprints)
+        for label, found in _group_by_network(cells).items()
     ]
     return {
         "study": plan.study,
         "margin": plan.cluster["memory_margin"],
         "gpus_per_node": plan.cluster["gpus_per_node"],
         "own_of": ["CPU", plan.device],
-        "beside": _beside([plan.device, *plan.others]),
-        "devices": _devices(plan, cells),
+        "beside": _choose_compared([plan.device, *plan.others]),
+        "devices": _list_devices(plan, cells),
         "groups": list(GROUPS),
         "footprints": [json.loads(text) for text in footprints],
         "networks": networks,
         "rates": {
-            "utilisation": _by_kind(duration.GPU_UTILISATION, duration.CPU_UTILISATION),
-            "launch_s": _by_kind(duration.GPU_LAUNCH_S, duration.CPU_LAUNCH_S),
+            "utilisation": _pair_by_kind(duration.GPU_UTILISATION, duration.CPU_UTILISATION),
+            "launch_s": _pair_by_kind(duration.GPU_LAUNCH_S, duration.CPU_LAUNCH_S),
             "memory": duration.MEMORY_UTILISATION,
             "link": duration.LINK_UTILISATION,
             "server": duration.SERVER_BYTES_PER_S,
@@ -82,36 +83,36 @@ def data_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _by_kind(gpu: tuple[float, ...], cpu: tuple[float, ...]) -> dict[str, Any]:
+def _pair_by_kind(gpu: tuple[float, ...], cpu: tuple[float, ...]) -> dict[str, Any]:
     return {"gpu": gpu, "cpu": cpu}
 
 
 # --- devices ---------------------------------------------------------------------------------------
 
 
-def _devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
-    """Return the GPUs of the table, the plan's own first, and the CPU, as far as cells use them."""
+def _list_devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
+    """Return the devices that cells may use, the plan's own first."""
     kinds = {c.subject.request.on_cuda for c in cells}
     found = []
     if True in kinds:
         order = {name: i for i, name in enumerate([plan.device, *plan.others])}
         known = sorted(all_datasheets(), key=lambda gpu: order.get(gpu.name, len(order)))
-        found += [_gpu(gpu, plan.cluster) for gpu in known]
+        found += [_describe_gpu(gpu, plan.cluster) for gpu in known]
     if False in kinds:
-        found.append(_cpu(plan.cluster))
+        found.append(_describe_cpu(plan.cluster))
     return found
 
 
-def _beside(named: list[str]) -> list[str]:
-    """Return the devices that the page compares: those in `named`, and a GPU of each common memory size."""
+def _choose_compared(named: list[str]) -> list[str]:
+    """Return the devices to compare: `named`, and one per common memory size."""
     size = {gpu.name: gpu.memory_gib for gpu in all_datasheets()}
     known = {size.get(name) for name in named}
     usual = [name for name in USUAL_CARDS if size[name] not in known]
     return sorted([*named, *usual], key=lambda name: size.get(name, 0))
 
 
-def _gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
-    each = {p: device_rates.gpu_device(gpu, p, cluster) for p in PRECISIONS}
+def _describe_gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
+    each = {p: device_rates.make_gpu_device(gpu, p, cluster) for p in PRECISIONS}
     flops = {p: device.flops_per_s for p, device in each.items() if device.flops_per_s}
     return {
         **asdict(each["fp32"]),
@@ -121,9 +122,9 @@ def _gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
     """Return the CPU with the rate of all cores, which the workers share."""
-    device = device_rates.cpu_device(cluster, 1)
+    device = device_rates.make_cpu_device(cluster, 1)
     whole_bytes = cluster["mem_mib_per_gpu"] * MIB
     return {**asdict(device), "whole_bytes": whole_bytes, "flops_per_s": {"": device.flops_per_s}}
 
@@ -131,14 +132,14 @@ def _cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
 # --- networks --------------------------------------------------------------------------------------
 
 
-def _by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
+def _group_by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
     """Return the cells grouped by network, with the page's label as key.
 
     Cells belong to one network if they differ only in settings that the page has controls for.
     """
     alike: dict[str, list[Planned]] = {}
     for c in cells:
-        alike.setdefault(_apart_from_controls(c.subject), []).append(c)
+        alike.setdefault(_make_network_key(c.subject), []).append(c)
     named: dict[str, list[Planned]] = {}
     for found in alike.values():
         model, dataset = found[0].cell.model, found[0].cell.dataset
@@ -152,8 +153,8 @@ def _by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
     return named
 
 
-def _apart_from_controls(s: Subject) -> str:
-    """Return a key that is equal for cells which differ only in settings with a control on the page."""
+def _make_network_key(s: Subject) -> str:
+    """Return a key that ignores settings with a control on the page."""
     # The control for checkpointing is on or off. Cells with partial checkpointing are a separate network.
     mode = s.settings.activation_checkpointing
     own_mode = isinstance(mode, str) and mode
@@ -164,15 +165,15 @@ def _apart_from_controls(s: Subject) -> str:
     return replace(s.settings, **same).as_json()
 
 
-def _network(
+def _describe_network(
     plan: Plan, label: str, cells: list[Planned], footprints: dict[str, int]
 ) -> dict[str, Any]:
     first = cells[0].subject
     kinds: dict[str, dict[str, dict[int, Any]]] = {}
     for c in cells:
-        kind = kinds.setdefault(kind_of(c.subject.settings), {})
+        kind = kinds.setdefault(make_settings_key(c.subject.settings), {})
         by_count = kind.setdefault(c.cell.strategy, {})
-        by_count.setdefault(c.cell.gpus, _entry(plan, c, footprints))
+        by_count.setdefault(c.cell.gpus, _describe_strategy(plan, c, footprints))
     s, samples = first.settings, f"{first.data.train_samples:,} samples"
     counts = sorted({c.cell.gpus for c in cells})
     lines = any(
@@ -196,11 +197,11 @@ def _network(
         "batch": s.global_batch,
         "on_cuda": first.request.on_cuda,
         "kinds": kinds,
-        "ahead": _ahead(plan, cells),
+        "ahead": _list_projected(plan, cells),
     }
 
 
-def _ahead(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def _list_projected(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Return projected times on worker counts that the study lacks, by kind of cell and strategy."""
     own = {replace(c.cell, gpus=0, repeat=0): c.subject.settings for c in cells}
     there = {replace(c.cell, repeat=0) for c in cells}
@@ -208,25 +209,25 @@ def _ahead(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[st
     for cell, p in sorted(plan.projected.items(), key=lambda item: item[0].gpus):
         settings = own.get(replace(cell, gpus=0))
         if settings is not None and cell not in there:
-            of_kind = found.setdefault(kind_of(settings), {})
-            told = _recorded("projected", p.global_batch, p.span)
+            of_kind = found.setdefault(make_settings_key(settings), {})
+            told = _describe_recorded_time("projected", p.global_batch, p.span)
             of_kind.setdefault(cell.strategy, []).append(told | {"workers": cell.gpus})
     return found
 
 
-def _recorded(kind: str, batch: int, span: Span) -> dict[str, Any]:
+def _describe_recorded_time(kind: str, batch: int, span: Span) -> dict[str, Any]:
     """Return a training's time from records; `kind` is measured, projected, or nearby (from another cell)."""
     before = {"measured": "measured: ", "nearby": "between perfect scaling and none, from "}
     source = before.get(kind, "") + span.source
     return {"kind": kind, "batch": batch, "span": [*span], "source": source}
 
 
-def kind_of(s: Settings) -> str:
+def make_settings_key(s: Settings) -> str:
     """Return the precision, and whether activations are checkpointed, as a key of the page's data."""
     return s.precision + ("+checkpointing" if s.activation_checkpointing else "")
 
 
-def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]:
+def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]:
     """Return the values of a strategy on a worker count, or `reason` alone without a footprint."""
     if c.footprint is None:
         return {"reason": c.reason}
@@ -234,16 +235,16 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
     fit = c.fits_on.get(plan.device) or c.fit
     recorded = fit.train if fit is not None and fit.train != fit.by_device else None
     return {
-        "footprints": [_numbered(f, footprints) for f in c.footprint.each],
-        "slowest": _slowest(c.footprint),
+        "footprints": [_index_footprint(f, footprints) for f in c.footprint.each],
+        "slowest": _find_slowest_index(c.footprint),
         "regular": _is_regular(s),
         "replicas": s.mesh.replicas,
         "pushes": s.steps_per_batch,
         "parts": s.request.parts,
         "least": c.least_samples,
         "nodes": needs.nodes,
-        "data": _data_line(s),
-        "wire": None if s.served else _wire(s, c.footprint, needs.nodes),
+        "data": _fit_data_bytes(s),
+        "wire": None if s.served else _describe_traffic(s, c.footprint, needs.nodes),
         "sent": needs.wire_bytes if s.served else 0,
         "awaits": s.strategy.waits_for_activations,
         "served": needs.served_bytes,
@@ -252,12 +253,15 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
         "slowdown": s.slowdown,
         "fused": duration.COMPILED if s.settings.compile else 1,
         "host_s": duration.host_s(needs.slowest),
-        "public": public_runs.is_like(s.settings, s.data.is_text),
-        "recorded": recorded and _recorded(_evidence(plan, c), s.settings.global_batch, recorded),
+        "public": public_runs.is_like_public_runs(s.settings, s.data.is_text),
+        "recorded": recorded
+        and _describe_recorded_time(
+            _find_evidence_kind(plan, c), s.settings.global_batch, recorded
+        ),
     }
 
 
-def _evidence(plan: Plan, c: Planned) -> str:
+def _find_evidence_kind(plan: Plan, c: Planned) -> str:
     """Return the kind of record behind a time: measured, projected or nearby."""
     if c.state == "done":
         return "measured"
@@ -275,22 +279,19 @@ def _is_regular(s: Subject) -> bool:
     return n > 1 and divided and s.mesh.replicas == n and not s.served
 
 
-def _slowest(footprint: Footprint) -> int:
+def _find_slowest_index(footprint: Footprint) -> int:
     """Return the index of the stage that computes most."""
     return next(i for i, f in enumerate(footprint.each) if f is footprint.slowest)
 
 
-def _data_line(s: Subject) -> tuple[float, float]:
-    """Return bytes of data on the device: a fixed part, and bytes per sample that a worker computes at
-    once.
-    """
+def _fit_data_bytes(s: Subject) -> tuple[float, float]:
+    """Return bytes of data on the device: a fixed part, and bytes per sample."""
     fixed = data_bytes_of(s, 0)
     return fixed, data_bytes_of(s, 1) - fixed
 
 
-def _wire(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
-    """Return the bytes that a rank sends per step, as lines in its samples, and the steps in which it
-    sends.
+def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
+    """Return the bytes that a rank sends per step, as lines in its samples.
 
     `within` is the part in groups within a node. A rank sends in the first `start` steps, then in one of
     `period` steps. In the first `plain_steps` steps it sends `plain` bytes instead.
@@ -306,7 +307,7 @@ def _wire(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
         return at[0], at[1] - at[0]
 
     plain = [plain_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each]
-    start, period = exchanging(s.strategy)
+    start, period = find_exchange_steps(s.strategy)
     return {
         "line": line(),
         "within": line(node_ranks),
@@ -317,39 +318,40 @@ def _wire(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
     }
 
 
-def exchanging(strategy: Strategy) -> tuple[int, int]:
+def find_exchange_steps(strategy: Strategy) -> tuple[int, int]:
     """Return the number of first steps in which workers exchange, and the period after that."""
     if strategy.exchanges(MANY_STEPS) == MANY_STEPS:
         return 0, 1
     return strategy.first_steps[-1], strategy.period
 
 
-def _numbered(footprint: Footprint, footprints: dict[str, int]) -> int:
+def _index_footprint(footprint: Footprint, footprints: dict[str, int]) -> int:
     """Return the index of a footprint in the page's list, which has equal footprints once."""
-    text = json.dumps(_reduced(footprint), separators=(",", ":"))
+    text = json.dumps(_select_page_values(footprint), separators=(",", ":"))
     return footprints.setdefault(text, len(footprints))
 
 
-def _reduced(f: Footprint) -> dict[str, Any]:
+def _select_page_values(f: Footprint) -> dict[str, Any]:
     """Return the values of a footprint that the page uses: moments, evaluation, FLOPs and bytes."""
     return {
         "moments": [
-            [m.phase, _grouped_lines(m.parts_bytes), m.sums and _sums(m.sums)] for m in f.moments
+            [m.phase, _sum_group_lines(m.parts_bytes), m.sums and _list_sum_values(m.sums)]
+            for m in f.moments
         ],
-        "evaluation": _grouped(f.evaluation.parts_bytes),
+        "evaluation": _sum_groups(f.evaluation.parts_bytes),
         "copy": f.copied_bytes,
         "flops": f.computed_flops_per_sample,
         "attention": f.attention_share,
         "operations": f.operations_per_step,
-        "touched": _line(f.touched_bytes),
+        "touched": _make_pair(f.touched_bytes),
     }
 
 
-def _line(line: Affine) -> tuple[float, float]:
+def _make_pair(line: Affine) -> tuple[float, float]:
     return line.fixed, line.per_sample
 
 
-def _grouped_lines(parts: Mapping[str, Affine]) -> list[float]:
+def _sum_group_lines(parts: Mapping[str, Affine]) -> list[float]:
     """Return the fixed bytes and the bytes per sample of each group, alternately."""
     none = Affine(0, 0)
     return [
@@ -359,9 +361,9 @@ def _grouped_lines(parts: Mapping[str, Affine]) -> list[float]:
     ]
 
 
-def _grouped(parts: Mapping[str, int]) -> list[int]:
+def _sum_groups(parts: Mapping[str, int]) -> list[int]:
     return [sum(parts.get(part, 0) for part in members) for members in GROUPS.values()]
 
 
-def _sums(sums: Sums) -> list[float]:
-    return [*_line(sums.outputs), *_line(sums.inputs), sums.together, sums.sum_bytes]
+def _list_sum_values(sums: Sums) -> list[float]:
+    return [*_make_pair(sums.outputs), *_make_pair(sums.inputs), sums.together, sums.sum_bytes]
