@@ -76,7 +76,7 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(
         whole.step(x[i], y[i])
     for i in batches[:3]:
         first.step(x[i], y[i])
-    checkpoints.write(tmp_path, 3, first.state_tensors(), {"counts": first.counts()})
+    checkpoints.write_checkpoint(tmp_path, 3, first.state_tensors(), {"counts": first.counts()})
     second.step(3 * x[:BATCH], y[:BATCH])  # whatever it held is written over
     second.reset()
     checkpoints.read_into(tmp_path, 3, second.state_tensors())
@@ -150,29 +150,29 @@ def job_in(folder: Path, **changes: Any) -> Job:
 
 
 def keep(job: Job, rank: int, *steps: int) -> None:
-    folder = attempts.folder_of(job.folder, rank)
+    folder = attempts.get_checkpoint_folder(job.folder, rank)
     for step in steps:
-        checkpoints.write(folder, step, [torch.zeros(1)])
+        checkpoints.write_checkpoint(folder, step, [torch.zeros(1)])
 
 
 def test_an_attempt_goes_on_from_the_newest_checkpoint_that_all_have(tmp_path: Path) -> None:
     job = attempts.begin(job_in(tmp_path), None)
     assert job.attempts == ()
-    begun = job.attempts or attempts.last_sign(job.folder)
+    begun = job.attempts or attempts.find_last_write(job.folder)
     assert begun is None  # nothing was written to the run folder yet
     keep(job, 0, 3, 6, 9)
     keep(job, 1, 3, 6)
-    attempts.forget_older(job.folder, 0, 2)
-    assert checkpoints.steps_in(attempts.folder_of(job.folder, 0)) == {6, 9}
-    left = attempts.folder_of(job.folder, 1) / ".0123456789abcdef.checkpoint-9.bin"
+    attempts.delete_older_checkpoints(job.folder, 0, 2)
+    assert checkpoints.list_steps(attempts.get_checkpoint_folder(job.folder, 0)) == {6, 9}
+    left = attempts.get_checkpoint_folder(job.folder, 1) / ".0123456789abcdef.checkpoint-9.bin"
     left.write_bytes(b"half of it")
     job.folder.log("rank0").write_text("alive")
-    ended_s = attempts.last_sign(job.folder)
+    ended_s = attempts.find_last_write(job.folder)
     again = attempts.begin(job_in(tmp_path), ended_s)
     assert again.attempts[-1]["next_step"] == 6
     # Two attempts of a GPU's may differ in the last bits: all go on with one's.
-    folders = [attempts.folder_of(job.folder, rank) for rank in (0, 1)]
-    assert list(map(checkpoints.steps_in, folders)) == [{6}, {3, 6}]
+    folders = [attempts.get_checkpoint_folder(job.folder, rank) for rank in (0, 1)]
+    assert list(map(checkpoints.list_steps, folders)) == [{6}, {3, 6}]
     assert not left.exists()
     assert again.attempts[0]["ran_s"] >= again.attempts[0]["repeated_s"] >= 0
     third = attempts.begin(job_in(tmp_path), ended_s)
@@ -185,9 +185,9 @@ def test_nobody_goes_on_with_another_training(change: dict[str, Any], tmp_path: 
     keep(job, 0, 3)
     keep(job, 1, 3)
     job.folder.log("rank0").write_text("alive")
-    other = attempts.begin(job_in(tmp_path, **change), attempts.last_sign(job.folder))
+    other = attempts.begin(job_in(tmp_path, **change), attempts.find_last_write(job.folder))
     assert other.attempts == ()
-    assert attempts.common_step(job.folder, 2) is None
+    assert attempts.find_common_step(job.folder, 2) is None
 
 
 # ---------------------------------------------------------------- real processes
@@ -210,7 +210,7 @@ def losses(launched: LaunchedCell) -> list[float]:
 def is_past(launched: LaunchedCell, step: int) -> bool:
     """Whether all its workers have a checkpoint of so many steps, or it has ended."""
     return launched.process.poll() is not None or step <= (
-        attempts.common_step(launched.folder, 2) or 0
+        attempts.find_common_step(launched.folder, 2) or 0
     )
 
 
@@ -246,9 +246,9 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_whatever_the_reason(
     tmp_path: Path,
 ) -> None:
     writer = checkpoints.Writer(tmp_path)
-    writer.take(3, [torch.zeros(1)], facts={"counts": {1, 2}})
+    writer.start_write(3, [torch.zeros(1)], facts={"counts": {1, 2}})
     with pytest.raises(TypeError, match="set is not JSON serializable"):
-        writer.settle()
+        writer.wait_for_write()
 
 
 @pytest.mark.parametrize("part", ["tensors", "facts"])
@@ -269,7 +269,7 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
 
     keeper = keeper_after()
     keeper.begin(clock, [])
-    folder = attempts.folder_of(strategy.worker.folder, 0)
+    folder = attempts.get_checkpoint_folder(strategy.worker.folder, 0)
     for step in (2, 4):
         clock.begin()
         clock.tick()
@@ -277,8 +277,8 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
         clock.end()
         keeper.between(step, [])
     assert keeper.end("ok", chosen=True)["checkpoints"]["count"] == 2
-    assert checkpoints.steps_in(folder) == {4}
-    path = checkpoints.path_of(folder, 4)
+    assert checkpoints.list_steps(folder) == {4}
+    path = checkpoints.get_checkpoint_path(folder, 4)
     held = path.read_bytes()
     if part == "tensors":
         held = held[:-1] + bytes([held[-1] ^ 1])
@@ -286,9 +286,9 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
         held = held.replace(b'"count": 2', b'"count": 3', 1)
     assert held != path.read_bytes()
     path.write_bytes(held)
-    with pytest.raises(checkpoints.Damaged, match="changed since"):
+    with pytest.raises(checkpoints.DamagedCheckpoint, match="changed after"):
         keeper_after({"next_step": 4}).begin(clock, [])
-    assert checkpoints.steps_in(folder) == set()
+    assert checkpoints.list_steps(folder) == set()
 
 
 def test_a_device_that_went_on_after_its_group_broke_leaves_no_checkpoint(tmp_path: Path) -> None:
@@ -298,30 +298,32 @@ def test_a_device_that_went_on_after_its_group_broke_leaves_no_checkpoint(tmp_pa
         event = mock.Mock()
         writer._write(step, event, [torch.zeros(1)], None)
         event.synchronize.assert_called_once()
-    assert checkpoints.steps_in(tmp_path) == {2}
+    assert checkpoints.list_steps(tmp_path) == {2}
 
 
 def test_what_a_killed_writer_left_goes_with_the_last_checkpoint(tmp_path: Path) -> None:
     half, other = tmp_path / ".0123456789abcdef.checkpoint-4.bin", tmp_path / "other.bin"
     for path in (half, other, tmp_path / "checkpoint-2.bin"):
         path.write_bytes(b"0")
-    checkpoints.forget(tmp_path, below=9)
+    checkpoints.delete_checkpoints(tmp_path, below=9)
     assert {p.name for p in tmp_path.iterdir()} == {half.name, other.name}  # it may be under way
-    checkpoints.forget(tmp_path)
+    checkpoints.delete_checkpoints(tmp_path)
     assert list(tmp_path.iterdir()) == [other]
 
 
 def test_a_checkpoint_that_the_disk_does_not_keep_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints.write(tmp_path, 3, [torch.zeros(1)])
+    checkpoints.write_checkpoint(tmp_path, 3, [torch.zeros(1)])
 
     def fail(_descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(checkpoints.os, "fsync", fail)
-    writer = checkpoints.Writer(tmp_path, lambda folder, step: checkpoints.forget(folder, step))
-    writer.take(6, [torch.zeros(1)])
+    writer = checkpoints.Writer(
+        tmp_path, lambda folder, step: checkpoints.delete_checkpoints(folder, step)
+    )
+    writer.start_write(6, [torch.zeros(1)])
     with pytest.raises(OSError, match="Input/output error"):
-        writer.settle()
-    assert checkpoints.steps_in(tmp_path) == {3}
+        writer.wait_for_write()
+    assert checkpoints.list_steps(tmp_path) == {3}

@@ -21,7 +21,7 @@ from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands.files import files_of_command
-from stratbench.extensions.commands.process import meeting_place
+from stratbench.extensions.commands.process import find_meeting_place
 from stratbench.extensions.commands.reading import ReportError, read_report
 from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.duration import estimate_from_records
@@ -286,9 +286,9 @@ def test_the_clock_of_a_report_stands_while_it_evaluates(tmp_path):
         step(21.0),
     )
     told = read_report(written(tmp_path / "r", START, *lines))
-    assert told.step_s == [0.5, 1.25, 1.0, 1.0]
+    assert told.step_times_s == [0.5, 1.25, 1.0, 1.0]
     assert told.train_time_s == 3.75
-    assert told.stretches == [[10.5, 12.25], [15.0, 16.0], [20.0, 21.0]]
+    assert told.training_intervals == [[10.5, 12.25], [15.0, 16.0], [20.0, 21.0]]
     assert [(s.train_time_s, s.train_loss) for s in told.scores] == [(0.0, None), (1.75, 3.0)]
 
 
@@ -337,7 +337,7 @@ def test_whatever_is_no_report_is_one_error(tmp_path, lines, words):
         ({"command": []}, "names no program"),
         ({"command": ["python", 3]}, "a list"),
         ({"command": ["python", "{sede}"]}, "{sede} is unknown"),
-        ({"command": ["python"], "needs": ["accelerate"]}, "no pinned package"),
+        ({"command": ["python"], "needs": ["accelerate"]}, "not a pinned package"),
     ],
 )
 def test_a_wrong_command_is_refused_in_words(given, words):
@@ -415,10 +415,10 @@ def test_all_processes_of_a_command_are_one_row_of_the_timeline(tmp_path):
 
 def test_processes_of_all_nodes_meet_where_node_0_says(tmp_path):
     job = SimpleNamespace(n_nodes=2, folder=RunFolder(tmp_path))
-    host, port = meeting_place(job, 0)
+    host, port = find_meeting_place(job, 0)
     assert host == os.uname().nodename
-    assert meeting_place(job, 1) == (host, port)
-    alone = meeting_place(SimpleNamespace(n_nodes=1, folder=RunFolder(tmp_path)), 0)
+    assert find_meeting_place(job, 1) == (host, port)
+    alone = find_meeting_place(SimpleNamespace(n_nodes=1, folder=RunFolder(tmp_path)), 0)
     assert alone[0] == "127.0.0.1"
 
 

@@ -156,4 +156,4 @@ def test_a_report_is_json_a_line(told, tmp_path):
     Report(parameters=1).step(8, float("nan"))
     lines = (tmp_path / "report.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["start", "step"]
-    assert told().not_finite == "the training loss"
+    assert told().first_nonfinite == "the training loss"

@@ -71,13 +71,13 @@ def test_equal_work_is_ranked_beside_the_others():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (fewer_samples, "149,760 samples, and 299,520 beside it"),
-        (smaller_batch, "64 samples per step, and 128 beside it"),
-        (larger_network, "parameters, and"),
-        (untold_network, "does not say how many parameters"),
-        (other_workers, "4 processes train, and the cell has 2"),
+        (fewer_samples, "it has 149,760 samples, but compared cells have 299,520"),
+        (smaller_batch, "it has 64 samples per step, but compared cells have 128"),
+        (larger_network, "parameters, but"),
+        (untold_network, "does not report its number of parameters"),
+        (other_workers, "it reports 4 processes, but the cell has 2"),
         (worse, "its accuracy is"),
-        (unscored, "it tells no accuracy"),
+        (unscored, "it reports no accuracy"),
     ],
 )
 def test_other_work_stands_with_its_reason_and_is_not_ranked(change, words):
@@ -130,9 +130,12 @@ def test_the_report_says_whose_word_a_commands_figures_are():
     frame = pd.DataFrame(rows(), columns=list(COLUMNS))
     told = list(notice_commands(frame, []))
     assert len(told) == 1
-    assert "Same work as beside them: 1 of 1 cell" in told[0]
+    assert "1 of 1 cell trained the same" in told[0]
     frame = pd.DataFrame(rows(smaller_batch), columns=list(COLUMNS))
     told = list(notice_commands(frame, []))
-    assert told[1] == "Other work: mine on 2: 64 samples per step, and 128 beside it."
+    assert told[1] == (
+        "Not ranked, because of other work: mine on 2: "
+        "it has 64 samples per step, but compared cells have 128."
+    )
     ours = pd.DataFrame(rows()[:-1], columns=list(COLUMNS))
     assert not list(notice_commands(ours, []))

@@ -29,7 +29,7 @@ from launching import ADAMW, settings
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
-from stratbench.extensions.audit.audit import RULES, found_by
+from stratbench.extensions.audit.audit import RULES, run_rule
 from stratbench.extensions.audit.rule import AuditData
 from stratbench.extensions.deepspeed.strategy import DeepSpeed
 from stratbench.extensions.plan import check
@@ -453,7 +453,7 @@ def findings(made: dict[str, Any]) -> list[str]:
         f"{rule.id}: {found.figures}"
         for rule in RULES
         if rule.severity == "unusable"
-        for found in found_by(rule, evidence)
+        for found in run_rule(rule, evidence)
     ]
 
 
@@ -562,16 +562,16 @@ def refused(**keys: Any) -> str:
     [
         ({"precision": "fp64"}, "keeps its weights in float32; use fp32"),
         ({"precision": "fp16"}, "would wait for the device in every step; use bf16"),
-        ({"compile": True}, "not tried with DeepSpeed; set it to false"),
+        ({"compile": True}, "not tested with DeepSpeed; set it to false"),
         ({"optimizer_impl": "foreach"}, "flat tensors of its own; set it to fused"),
         (
             {"activation_checkpointing": True, "dataset": "digits", "models": ["gpt-compact"]},
-            "not tried with DeepSpeed; set it to false",
+            "not tested with DeepSpeed; set it to false",
         ),
         ({"options": {"stage": 4}}, "stage = 4: must be at least 1 and below 4"),
         (
             {"options": {"match_other_strategies": False, "bucket_cap_mb": 5}},
-            "match_other_strategies: false leaves it to DeepSpeed",
+            "with match_other_strategies: false DeepSpeed chooses the bucket size",
         ),
     ],
 )
@@ -606,7 +606,7 @@ class Odd(nn.Module):
     [
         ("sparse", 1, "is sparse, which has no place in a flat bucket"),
         ("mixed", 2, "several dtypes (bfloat16, float32)"),
-        ("read outside", 3, "stage 3 gathers a module's parameters only then"),
+        ("read outside", 3, "stage 3 gathers parameters only for the call"),
         ("read outside", 2, None),
         ("by data", 2, "different data, so they would wait for each other forever"),
         ("plain", 3, None),

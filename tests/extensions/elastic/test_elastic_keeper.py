@@ -382,24 +382,24 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
 
 def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> None:
     state = [torch.randn(3, 4, dtype=torch.float64), torch.tensor(7.0), torch.arange(5)]
-    checkpoints.write(tmp_path, 12, state)
-    checkpoints.write(tmp_path, 40, [t + 1 for t in state])
-    checkpoints.forget(tmp_path, 40)
-    assert max(checkpoints.steps_in(tmp_path)) == 40
+    checkpoints.write_checkpoint(tmp_path, 12, state)
+    checkpoints.write_checkpoint(tmp_path, 40, [t + 1 for t in state])
+    checkpoints.delete_checkpoints(tmp_path, 40)
+    assert max(checkpoints.list_steps(tmp_path)) == 40
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-40.bin"]
     read = [torch.zeros_like(t) for t in state]
     checkpoints.read_into(tmp_path, 40, read)
     assert all(torch.equal(a, b + 1) for a, b in zip(read, state, strict=True))
-    path = checkpoints.path_of(tmp_path, 40)
+    path = checkpoints.get_checkpoint_path(tmp_path, 40)
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b"{}\n", b"\x80\x04."):
         path.write_bytes(damaged)
         before = [t.clone() for t in read]
-        with pytest.raises(checkpoints.Damaged):
+        with pytest.raises(checkpoints.DamagedCheckpoint):
             checkpoints.read_into(tmp_path, 40, read)
         assert all(torch.equal(a, b) for a, b in zip(read, before, strict=True))
     path.write_bytes(whole)
-    with pytest.raises(checkpoints.Damaged, match="other tensors"):
+    with pytest.raises(checkpoints.DamagedCheckpoint, match="other tensors"):
         checkpoints.read_into(tmp_path, 40, state[:2])
 
 

@@ -188,7 +188,7 @@ def test_a_meeting_that_fails_leaves_a_members_state_as_it_was(
     try:
         state = split.strategy.state_tensors()
         before = [t.clone() for t in state]
-        checkpoints.write(tmp_path, 9, [torch.full_like(t, 5) for t in state])
+        checkpoints.write_checkpoint(tmp_path, 9, [torch.full_like(t, 5) for t in state])
         other = forking().Process(
             target=be_lost_while_meeting, args=(tmp_path, tiny_data, 1 - rank), daemon=True
         )
@@ -279,7 +279,7 @@ def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
     monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE, raising=False)
     split.run(MemoryMeter(CPU))
     folder = split.worker.folder
-    assert max(checkpoints.steps_in(folder.path)) == step
+    assert max(checkpoints.list_steps(folder.path)) == step
     evaluated = checkpoints.read_facts(folder.path, step)["epochs"]
     assert [e["epoch"] for e in evaluated] == list(range(1, step // 4 + (unheard_of != "trained")))
     told = folder.read_unheard(0)
@@ -300,7 +300,7 @@ def test_a_member_of_a_cell_that_has_ended_leaves_no_checkpoint_behind(
     monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE | {"step": 4})
     split.run(MemoryMeter(CPU))
     assert split._step == 4
-    assert not checkpoints.steps_in(folder.path)
+    assert not checkpoints.list_steps(folder.path)
 
 
 def test_a_damaged_checkpoint_is_deleted_and_the_members_meet_again(
@@ -308,8 +308,8 @@ def test_a_damaged_checkpoint_is_deleted_and_the_members_meet_again(
 ) -> None:
     split, heard = alone
     folder, state = split.worker.folder.path, split.strategy.state_tensors()
-    checkpoints.write(folder, 9, state)
-    path = checkpoints.path_of(folder, 9)
+    checkpoints.write_checkpoint(folder, 9, state)
+    path = checkpoints.get_checkpoint_path(folder, 9)
     path.write_bytes(path.read_bytes()[:-1])
     for _ in range(2):  # then there is none
         split._train_in_generation(ALONE | {"step": 9, "load": True}, MemoryMeter(CPU))
@@ -345,7 +345,7 @@ def test_what_was_computed_in_a_group_that_was_broken_up_counts_for_nothing_on_a
     assert told["holds"] == (0 if on_a_device else 6)
     assert all(map(torch.equal, strategy.state_tensors(), before)) == on_a_device
     # Who leaves then may be the last: others were lost.
-    assert checkpoints.steps_in(split.worker.folder.path) == (set() if on_a_device else {6})
+    assert checkpoints.list_steps(split.worker.folder.path) == (set() if on_a_device else {6})
 
 
 def longest(told: dict[str, Any]) -> dict[str, Any]:

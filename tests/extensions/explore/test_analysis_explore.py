@@ -96,7 +96,7 @@ def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
     assert page.count("</script>") == 2
     data = data_of(page)
     assert values_of(data, "status") == list(cells["status"])
-    assert values_of(data, "device_name") == explore.present(cells["device_name"])
+    assert values_of(data, "device_name") == explore.list_values(cells["device_name"])
     measured = cells["peak_memory_bytes"].to_numpy() / 2**20
     shown = [np.nan if v is None else v for v in values_of(data, "peak_memory_bytes")]
     np.testing.assert_allclose(shown, measured, rtol=1e-5)
@@ -109,7 +109,7 @@ def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
     there = (cells[list(at)] == pd.Series(at)).all(axis=1)
     assert list(data["audit"]["cells"]) == [str(np.flatnonzero(there)[0])]
     everywhere = dict.fromkeys(FINDING) | {"experiment": "main", "severity": "warning"}
-    marked = explore.page_data(cells, [everywhere])["audit"]["cells"]
+    marked = explore.make_page_data(cells, [everywhere])["audit"]["cells"]
     assert list(marked) == list(np.flatnonzero(cells["status"] != "missing"))
     hue = FAMILIES["replicas"]
     assert data["styles"]["ddp"] == [[hue.light[0], hue.dark[0]], f"{hue.shape} full"]
@@ -119,7 +119,7 @@ def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
 def test_scores_of_several_units_are_shown_as_the_records_have_them(study):
     _, cells = study
     texts = cells.assign(score_unit=["nats/token", *cells["score_unit"].iloc[1:]])
-    columns = {c["name"]: c for c in explore.columns_of(texts)}
+    columns = {c["name"]: c for c in explore.iter_column_data(texts)}
     assert columns["score_final"]["unit"] == ""
     at = cells["score_final"].first_valid_index()
     assert columns["score_final"]["values"][at] == pytest.approx(cells["score_final"][at], rel=1e-5)
@@ -129,12 +129,12 @@ def test_a_finding_is_on_all_cells_that_share_its_coordinates(study):
     _, cells = study
     wide = {"experiment": "main", "model": "vgg16", "gpus": 2, "strategy": None, "repeat": np.nan}
     nowhere = dict.fromkeys(FINDING)
-    found = list(explore.findings_by_cell(cells, [FINDING, wide, nowhere]))
+    found = list(explore.iter_findings_by_cell(cells, [FINDING, wide, nowhere]))
     on_wide = (cells["model"] == "vgg16") & (cells["gpus"] == 2)
     assert [1 in places for places in found] == list(on_wide)
     assert not any(2 in places for places in found)
     sets = pd.concat([cells.assign(set="a"), cells.assign(set="b")], ignore_index=True)
-    found = list(explore.findings_by_cell(sets, [{**wide, "set": "b"}]))
+    found = list(explore.iter_findings_by_cell(sets, [{**wide, "set": "b"}]))
     assert [bool(places) for places in found] == [False] * len(cells) + list(on_wide)
 
 
@@ -144,7 +144,7 @@ def many(study):
     cells = many_cells(study[1], 10_000).assign(set="a10g")
     cells.loc[5_000:, "set"] = "a100"
     findings = [{**FINDING, "set": "a100", "model": model} for model in cells["model"].unique()]
-    return cells, explore.render(explore.page_data(cells, findings), "many", [], None)
+    return cells, explore.render(explore.make_page_data(cells, findings), "many", [], None)
 
 
 @pytest.mark.slow
@@ -420,7 +420,7 @@ def test_no_choice_of_axes_and_filters_breaks_the_page(browser, study, tmp_path,
     cells.loc[cells.index[-1], "status"] = "missing"
     cells = cells.iloc[rows]
     path = tmp_path / "explore.html"
-    path.write_text(explore.render(explore.page_data(cells), "odd", [], None))
+    path.write_text(explore.render(explore.make_page_data(cells), "odd", [], None))
     browser.complaints.clear()
     open_page(browser, path)
     assert browser.run(EVERYTHING) > 5

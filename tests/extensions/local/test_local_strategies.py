@@ -56,9 +56,9 @@ class OwnGradients(LocalSGD):
 class HeavyBall(DiLoCo):
     """Mutant: the outer momentum does not look ahead."""
 
-    def exchange(self) -> None:
+    def exchange_weights(self) -> None:
         before = [t.clone() for t in self.outer]
-        super().exchange()
+        super().exchange_weights()
         if self.is_due(self.options.inner_steps):
             for flat, outer, then, m in zip(
                 self.weights, self.outer, before, self.momenta, strict=True
@@ -69,9 +69,9 @@ class HeavyBall(DiLoCo):
 class OneSided(Gossip):
     """Mutant: who has two neighbours counts the first one twice."""
 
-    def exchange(self) -> None:
+    def exchange_weights(self) -> None:
         own = [t.clone() for t in self.weights]
-        super().exchange()
+        super().exchange_weights()
         if self.neighbours:
             for flat, before, received in zip(
                 self.weights, own, self.received.values(), strict=True
@@ -308,7 +308,7 @@ def run(
         t.nbytes for entry in optimizer_state(strategy.optimizer).values() for t in entry.values()
     )
     kept += sum(t.nbytes for t in strategy.extra_state())
-    exchanged_bytes = sum(t.nbytes for t in strategy.exchanged)
+    exchanged_bytes = sum(t.nbytes for t in strategy.exchanged_tensors)
     return {
         "weights": gathered(own, world),
         "evaluated": gathered(mean, world),

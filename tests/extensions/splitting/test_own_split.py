@@ -311,6 +311,6 @@ def test_every_word_of_a_plan_is_a_way_to_divide():
 
     model = nn.ModuleDict({word: nn.Linear(2, 2) for word in tensor.WORDS})
     for sequence in (False, True):
-        made = tensor.styles(model, {word: word for word in tensor.WORDS}, sequence)
+        made = tensor.make_styles(model, {word: word for word in tensor.WORDS}, sequence)
         assert set(made) >= set(tensor.WORDS) - {"first", "norm"}
     assert set(made) == set(tensor.WORDS)

@@ -26,8 +26,8 @@ from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.splitting import declared
 from stratbench.extensions.splitting.pieces import units_of
-from stratbench.extensions.splitting.pipeline import STAGES_A_WORKER, Pipeline
-from stratbench.extensions.splitting.stages import MeasuredUnit, balance
+from stratbench.extensions.splitting.pipeline import STAGES_PER_WORKER, Pipeline
+from stratbench.extensions.splitting.stages import MeasuredUnit, balance_stages
 from stratbench.strategies import mesh_of, option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
@@ -61,7 +61,7 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "selective": ({"activation_checkpointing": "selective"}, "tied"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    name: {"schedule": name, "microbatches": MICROBATCHES} for name in STAGES_A_WORKER
+    name: {"schedule": name, "microbatches": MICROBATCHES} for name in STAGES_PER_WORKER
 }
 #: Schedules and workers whose memory is planned: all schedules, and once stages between two others.
 HELD = [*((name, 2) for name in OPTIONS), ("1f1b", 4)]
@@ -85,8 +85,8 @@ class CountedTwice(Pipeline):
 class OwnEmbedding(Pipeline):
     """A mutant: each of two stages learns what they share by itself."""
 
-    def _share_gradients(self, model):
-        shared = super()._share_gradients(model)
+    def _find_shared_parameters(self, model):
+        shared = super()._find_shared_parameters(model)
         self._tied = {}
         return shared
 
@@ -94,26 +94,26 @@ class OwnEmbedding(Pipeline):
 class OwnReplicas(Pipeline):
     """A mutant: each pipeline goes its own way."""
 
-    def _average(self, parameter):
+    def _average_gradient(self, parameter):
         self._sent.add(parameter)
 
 
 class TooEarly(Pipeline):
     """A mutant: a gradient is averaged before its last micro-batch."""
 
-    def _begin_last(self, stage, last):
+    def _note_last_backward(self, stage, last):
         self._ending = stage
 
-    def _average(self, parameter):
+    def _average_gradient(self, parameter):
         if parameter not in self._sent:
-            super()._average(parameter)
+            super()._average_gradient(parameter)
 
 
 class OneMicrobatch(Pipeline):
     """A mutant: the loss of a micro-batch counts as that of the whole batch."""
 
-    def _loss(self, scores, y):
-        return super()._loss(scores, y) * self.options.microbatches
+    def _compute_loss(self, scores, y):
+        return super()._compute_loss(scores, y) * self.options.microbatches
 
 
 def network(kind: str) -> torch.nn.Module:
@@ -274,7 +274,7 @@ def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
     """Whether the network has so many stages."""
     kind = WAYS[way][1]
     most = models.MODELS[kind].most_stages if kind in models.MODELS else LAYERS + 2
-    return Pipeline(Pipeline.Options(**options)).n_stages(world) <= most
+    return Pipeline(Pipeline.Options(**options)).count_stages(world) <= most
 
 
 def counted_once(measure: Callable[..., list[MeasuredUnit]]) -> Callable[..., list[MeasuredUnit]]:
@@ -295,7 +295,9 @@ def counted_once(measure: Callable[..., list[MeasuredUnit]]) -> Callable[..., li
 
 
 def work(world: int, rank: int) -> dict[str, Any]:
-    with mock.patch.object(Pipeline, "measure", counted_once(Pipeline.measure)):
+    with mock.patch.object(
+        Pipeline, "measure_model_units", counted_once(Pipeline.measure_model_units)
+    ):
         return trained_in_all_ways(world, rank)
 
 
@@ -375,7 +377,7 @@ def test_mutants_are_seen(found, cls, way):
 @pytest.mark.parametrize("schedule", OPTIONS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_boundary_is_crossed_by_activations_and_their_gradients(found, world, schedule):
-    boundaries = world * STAGES_A_WORKER[schedule] - 1
+    boundaries = world * STAGES_PER_WORKER[schedule] - 1
     sent = found[world]["traffic"][schedule]
     assert sent == boundaries * 2 * BATCH * POSITIONS * WIDTH * 8
 
@@ -437,7 +439,7 @@ def request(options: dict[str, Any], world: int) -> Request:
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_bubble_is_predicted(found, world):
     way = "plain" if world == 1 else EVERYWHERE
-    for schedule, a_worker in STAGES_A_WORKER.items():
+    for schedule, a_worker in STAGES_PER_WORKER.items():
         predicted = found[world][f"{way}: {schedule}"]["details"]["predicted_bubble_share"]
         if schedule == "zero-bubble" and world > 1:
             assert predicted is None
@@ -488,12 +490,12 @@ def units(*flops: int) -> list[MeasuredUnit]:
 
 
 def test_stages_are_balanced_by_work_and_then_by_memory():
-    assert balance(units(0, 2, 2, 2, 2, 2), [1, 1]) == [3, 3]
-    assert balance(units(0, 1, 1, 1, 1, 5), [1, 1]) == [5, 1]
-    assert balance(units(3, 1, 1, 1), [1] * 4) == [1, 1, 1, 1]
+    assert balance_stages(units(0, 2, 2, 2, 2, 2), [1, 1]) == [3, 3]
+    assert balance_stages(units(0, 1, 1, 1, 1, 5), [1, 1]) == [5, 1]
+    assert balance_stages(units(3, 1, 1, 1), [1] * 4) == [1, 1, 1, 1]
     # With either cut both stages compute 1: the one that holds less counts.
     one = [MeasuredUnit(1, 1, ()), MeasuredUnit(0, 100, ()), MeasuredUnit(1, 100, ())]
-    assert balance(one, [1, 1]) == [2, 1]
+    assert balance_stages(one, [1, 1]) == [2, 1]
 
 
 def test_a_head_that_outweighs_all_leaves_the_layers_to_be_divided_by_memory():
@@ -501,12 +503,12 @@ def test_a_head_that_outweighs_all_leaves_the_layers_to_be_divided_by_memory():
     table, layer, head = (
         MeasuredUnit(*each) for each in ((0, 26, (), 0), (7, 3, (), 40), (84, 26, (), 1))
     )
-    assert balance([table, *[layer] * 12, head], [4, 3, 2, 1]) == [3, 4, 6, 1]
-    assert balance([table, *[layer] * 12, head], [8] * 4) == [5, 4, 4, 1]
+    assert balance_stages([table, *[layer] * 12, head], [4, 3, 2, 1]) == [3, 4, 6, 1]
+    assert balance_stages([table, *[layer] * 12, head], [8] * 4) == [5, 4, 4, 1]
     without = [u._replace(kept_bytes=0) for u in (table, *[layer] * 12, head)]
-    assert balance(without, [4, 3, 2, 1])[0] == 1
+    assert balance_stages(without, [4, 3, 2, 1])[0] == 1
     with pytest.raises(ValueError, match="2 units cannot be 3 stages"):
-        balance(units(1, 1), [1] * 3)
+        balance_stages(units(1, 1), [1] * 3)
 
 
 @pytest.mark.parametrize(

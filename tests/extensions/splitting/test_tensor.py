@@ -87,9 +87,9 @@ class CountedTwice(TensorParallel):
 class OwnReplicas(TensorParallel):
     """A mutant: each replica goes its own way."""
 
-    def _average(self, model, mesh):
-        super()._average(model, mesh)
-        self._send = None
+    def _register_averaging(self, model, mesh):
+        super()._register_averaging(model, mesh)
+        self._start_averaging = None
         for p in model.parameters():
             p._post_accumulate_grad_hooks.clear()
 

@@ -1,4 +1,4 @@
-"""The extension `checkpoints`: cells that resume after a kill."""
+"""The extension `checkpoints`: cells that resume their training after they were killed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The attempts of a cell with checkpoints: where a new one resumes, and what it cost.
+"""Manages the attempts of a cell with checkpoints: where a new attempt resumes, and what was lost.
 
-Each worker writes its own checkpoints, in a folder next to the run folder, which the next launcher empties.
-The dates of its files show when a killed attempt ended. Nothing here imports torch.
+Each worker writes its own checkpoints to a folder next to the run folder. The next launcher empties the run
+folder; before that, the dates of its files show when a killed attempt ended. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -16,63 +17,72 @@ from typing import Any
 
 from stratbench.cell.files import write_atomic
 from stratbench.cell.run_folder import RunFolder, worker_name
-from stratbench.extensions.checkpoints.checkpoints import forget, forget_beyond, path_of, steps_in
+from stratbench.extensions.checkpoints.checkpoints import (
+    delete_checkpoints,
+    delete_later_checkpoints,
+    get_checkpoint_path,
+    list_steps,
+)
 from stratbench.extensions.checkpoints.keys import Checkpoints
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train.job import Job
 
 
-def folder_of(run: RunFolder, rank: int) -> Path:
-    """Return the folder of the checkpoints of worker `rank`."""
+def get_checkpoint_folder(run: RunFolder, rank: int) -> Path:
+    """Return the folder with the checkpoints of worker `rank`."""
     return run.kept / worker_name(rank)
 
 
-def common_step(run: RunFolder, workers: int) -> int | None:
-    """Return the steps of the newest checkpoint that all workers have, or None without one."""
-    each = [steps_in(folder_of(run, rank)) for rank in range(workers)]
+def find_common_step(run: RunFolder, workers: int) -> int | None:
+    """Return the step of the newest checkpoint that all workers have, or None without one."""
+    each = [list_steps(get_checkpoint_folder(run, rank)) for rank in range(workers)]
     return max(set.intersection(*each), default=None)
 
 
-def forget_older(run: RunFolder, rank: int, workers: int) -> None:
+def delete_older_checkpoints(run: RunFolder, rank: int, workers: int) -> None:
     """Delete a worker's checkpoints before the newest one that all workers have.
 
-    No worker waits for another here: one that is behind has not written what others have.
+    Workers do not wait for each other: a slower worker may not have written the newest checkpoint yet.
 
     Args:
         run: Run folder of the cell.
         rank: Rank of this worker.
         workers: Number of workers.
     """
-    if (step := common_step(run, workers)) is not None:
-        forget(folder_of(run, rank), below=step)
+    if (step := find_common_step(run, workers)) is not None:
+        delete_checkpoints(get_checkpoint_folder(run, rank), below=step)
 
 
-def last_sign(run: RunFolder) -> float | None:
-    """Return the date at which an attempt last wrote to its run folder, or None.
+def find_last_write(run: RunFolder) -> float | None:
+    """Return when an attempt last wrote to its run folder, in seconds since 1970, or None if it is empty.
 
-    The sampler of each node writes every second.
+    This is about the end of the attempt, because the sampler of each node writes every second.
     """
     dates = [path.stat().st_mtime for path in run.path.glob("*") if path.is_file()]
     return max(dates, default=None)
 
 
 def begin(job: Job, ended_unix_s: float | None) -> Job:
-    """Return the job as the next attempt of its cell, with times from the first attempt's start.
+    """Return the job of the cell's next attempt, whose times count from the first attempt's start.
 
-    Time in which no attempt ran is left out of them. `ended_unix_s` is the end of the attempt before
-    (`last_sign`). Attempts of other settings, data or devices are forgotten.
+    Time without a running attempt does not count. Attempts with other settings, data or devices are
+    discarded.
+
+    Args:
+        job: Job of the cell.
+        ended_unix_s: End of the attempt before in seconds since 1970, or None without one.
     """
     folder = job.folder.kept
-    path, identity = folder / "attempts.json", identity_of(job)
-    earlier = _read(path, identity) if ended_unix_s is not None else []
+    path, identity = folder / "attempts.json", make_identity(job)
+    earlier = _read_attempts(path, identity) if ended_unix_s is not None else []
     now_unix_s = time.time()
     if not earlier:
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        _close(earlier[-1], job, ended_unix_s, now_unix_s)
+        _close_attempt(earlier[-1], job, ended_unix_s, now_unix_s)
         print(
-            f"attempt {len(earlier) + 1}: it goes on after step {earlier[-1]['next_step']} "
-            f"({earlier[-1]['repeated_s']:.0f} s of work are done again)",
+            f"attempt {len(earlier) + 1}: it resumes after step {earlier[-1]['next_step']} "
+            f"({earlier[-1]['repeated_s']:.0f} s of work are repeated)",
             flush=True,
         )
     mine = {"started_unix_s": now_unix_s, "queue_wait_s": job.queue_wait_s}
@@ -87,13 +97,13 @@ def begin(job: Job, ended_unix_s: float | None) -> Job:
     )
 
 
-def identity_of(job: Job) -> dict[str, Any]:
-    """Return what must be equal for an attempt to resume from another's checkpoints."""
+def make_identity(job: Job) -> dict[str, Any]:
+    """Return the values that must be equal for an attempt to resume from an earlier one."""
     identity = {"cell": asdict(job.cell), "settings": asdict(job.settings), "data": job.data}
     return json.loads(json.dumps(identity | {"cuda": job.use_cuda}))
 
 
-def _read(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_attempts(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         return kept["attempts"] if kept["of"] == identity else []
@@ -101,17 +111,20 @@ def _read(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]:
         return []
 
 
-def _close(attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: float) -> None:
-    """Add to an attempt its end, its lost part, and where the next one resumes."""
-    step = common_step(job.folder, job.world_size)
-    for rank in range(job.world_size):  # else all might have one soon, each of another attempt
-        forget_beyond(folder_of(job.folder, rank), step or 0)
+def _close_attempt(
+    attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: float
+) -> None:
+    """Add to an ended attempt its duration, its lost time, and the step at which the next one resumes."""
+    step = find_common_step(job.folder, job.world_size)
+    # Later checkpoints are deleted, so that workers never combine checkpoints of different attempts.
+    for rank in range(job.world_size):
+        delete_later_checkpoints(get_checkpoint_folder(job.folder, rank), step or 0)
     begun = attempt["started_unix_s"]
     ended = min(max(ended_unix_s, begun), now_unix_s)
     kept = begun
     if step is not None:
-        each = [folder_of(job.folder, rank) for rank in range(job.world_size)]
-        kept = min(path_of(folder, step).stat().st_mtime for folder in each)
+        each = [get_checkpoint_folder(job.folder, rank) for rank in range(job.world_size)]
+        kept = min(get_checkpoint_path(folder, step).stat().st_mtime for folder in each)
     attempt |= {
         "next_step": step or 0,
         "ran_s": ended - begun,
@@ -120,8 +133,8 @@ def _close(attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: f
     }
 
 
-def entry_of(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The record's `restarts`; `workers`: what each measured. Without attempts before, nothing was lost."""
+def make_restarts_entry(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the record's section `restarts`. `workers` has the results of each worker."""
     checkpoints = [worker["checkpoints"] for worker in workers if worker.get("checkpoints")]
     trained = (p.start_s for p in read_phases(job.folder.phase_logs()) if p.phase == "train")
     first_s = min(trained, default=None)

@@ -1,6 +1,6 @@
-"""Checkpoints of a training: raw tensors after a line of JSON; nothing is ever unpickled.
+"""Writes and reads checkpoints: files with a line of JSON and raw tensors, without pickle.
 
-`checkpoint-<step>.bin` appears complete or not at all. Earlier ones are deleted after that.
+A file `checkpoint-<step>.bin` appears when it is complete. Earlier checkpoints are deleted after that.
 """
 
 from __future__ import annotations
@@ -19,70 +19,72 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stratbench.cell.files import replacing
 
-if TYPE_CHECKING:  # the launcher looks for checkpoints, and does without PyTorch
+if TYPE_CHECKING:  # the launcher, which also looks for checkpoints, does not import PyTorch
     import torch
     from torch import Tensor
 
-#: The longest line of JSON that is read, in bytes.
+#: Largest length of the line of JSON in bytes.
 _HEAD_BYTES = 16 << 20
 _NAME = re.compile(r"checkpoint-(\d+)\.bin")
-#: One that is being written, or was when its writer was killed.
+#: Name of a temporary file, which a killed writer may leave.
 _PART = re.compile(r"\.[0-9a-f]+\." + _NAME.pattern)
 
 
-class Damaged(ValueError):
-    """A checkpoint is not what was written, or of another network."""
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is damaged, or of another model."""
 
 
-def _raw(tensor: Tensor) -> memoryview:
+def _view_bytes(tensor: Tensor) -> memoryview:
     from stratbench.workload.flat import as_bytes
 
     return as_bytes(tensor.reshape(-1))
 
 
-def steps_in(folder: Path) -> set[int]:
-    """After how many steps each checkpoint in a folder was taken."""
+def list_steps(folder: Path) -> set[int]:
+    """Return the steps after which the checkpoints in a folder were written."""
     return {int(match[1]) for p in folder.glob("*.bin") if (match := _NAME.fullmatch(p.name))}
 
 
-def path_of(folder: Path, step: int) -> Path:
-    """Return the file of the checkpoint after `step` steps."""
+def get_checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint after `step` steps."""
     return folder / f"checkpoint-{step}.bin"
 
 
-def write(
+def write_checkpoint(
     folder: Path, step: int, tensors: Sequence[Tensor], facts: dict[str, Any] | None = None
 ) -> None:
-    """Write tensors in host memory to a checkpoint.
+    """Write a checkpoint with tensors that are in host memory.
 
     Args:
         folder: Folder of the checkpoints.
-        step: Step of the state.
-        tensors: Tensors to write as they are now.
-        facts: Further data that JSON can hold.
+        step: Number of steps of the state.
+        tensors: Tensors to write.
+        facts: Further values to write, as JSON can store them.
     """
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(_raw(tensor), checksum)
+        checksum = zlib.crc32(_view_bytes(tensor), checksum)
     head = {
         "step": step,
         "crc32": checksum,
         "tensors": [[str(t.dtype), list(t.shape)] for t in tensors],
         "facts": facts or {},
-        "facts_crc32": _crc_of(facts or {}),
+        "facts_crc32": _compute_crc(facts or {}),
     }
-    with replacing(path_of(folder, step)) as temporary, temporary.open("xb") as file:
+    with replacing(get_checkpoint_path(folder, step)) as temporary, temporary.open("xb") as file:
         file.write(json.dumps(head).encode() + b"\n")
         for tensor in tensors:
-            file.write(_raw(tensor))
+            file.write(_view_bytes(tensor))
         file.flush()
-        os.fsync(file.fileno())  # the ones before are deleted now, and this node may be lost
+        os.fsync(
+            file.fileno()
+        )  # earlier checkpoints are deleted after this, and the node may crash
 
 
-def forget(folder: Path, below: float = math.inf) -> None:
+def delete_checkpoints(folder: Path, below: float = math.inf) -> None:
     """Delete the checkpoints after fewer than `below` steps.
 
-    All of them with what killed writers left.
+    Without `below`, delete all checkpoints and temporary files.
     """
     for path in folder.glob("*.bin"):
         match = _NAME.fullmatch(path.name)
@@ -90,8 +92,8 @@ def forget(folder: Path, below: float = math.inf) -> None:
             path.unlink(missing_ok=True)
 
 
-def forget_beyond(folder: Path, step: int) -> None:
-    """Delete the checkpoints after more than `step` steps, and what killed writers left."""
+def delete_later_checkpoints(folder: Path, step: int) -> None:
+    """Delete the checkpoints after more than `step` steps, and temporary files of killed writers."""
     for path in folder.glob("*.bin"):
         match = _NAME.fullmatch(path.name)
         if int(match[1]) > step if match else _PART.fullmatch(path.name):
@@ -99,8 +101,8 @@ def forget_beyond(folder: Path, step: int) -> None:
 
 
 def read_facts(folder: Path, step: int) -> dict[str, Any]:
-    """Return the data in a checkpoint besides its tensors. Raises Damaged if it cannot be read."""
-    path = path_of(folder, step)
+    """Read the values in a checkpoint other than tensors. Raises DamagedCheckpoint if they are damaged."""
+    path = get_checkpoint_path(folder, step)
     with path.open("rb") as file:
         return _read_head(file, path)["facts"]
 
@@ -108,103 +110,101 @@ def read_facts(folder: Path, step: int) -> dict[str, Any]:
 def _read_head(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
         head = json.loads(file.readline(_HEAD_BYTES))
-        whole = head["facts_crc32"] == _crc_of(head["facts"])
+        whole = head["facts_crc32"] == _compute_crc(head["facts"])
         head = {key: head[key] for key in ("tensors", "crc32", "facts")}
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{path}: its first line cannot be read: {error}") from None
+        raise DamagedCheckpoint(f"{path}: its first line cannot be read: {error}") from None
     if not whole:
-        raise Damaged(f"{path}: its facts were changed since they were written")
+        raise DamagedCheckpoint(f"{path}: its facts were changed after they were written")
     return head
 
 
-def _crc_of(facts: dict[str, Any]) -> int:
+def _compute_crc(facts: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(facts).encode())
 
 
 def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
-    """Fill tensors from a checkpoint.
+    """Read the tensors of a checkpoint into existing ones.
 
-    Raises Damaged, before any is changed, if it does not fit.
+    Raises DamagedCheckpoint before any tensor is changed, if the checkpoint is damaged or does not fit.
 
     Args:
         folder: Folder of the checkpoints.
-        step: Step of the state.
-        tensors: Tensors to fill.
+        step: Number of steps of the state.
+        tensors: Tensors to overwrite.
     """
     import torch
 
-    path = path_of(folder, step)
+    path = get_checkpoint_path(folder, step)
     with path.open("rb") as file:
         head = _read_head(file, path)
         if head["tensors"] != [[str(t.dtype), list(t.shape)] for t in tensors]:
-            raise Damaged(f"{path} holds other tensors than this network's state")
+            raise DamagedCheckpoint(f"{path} holds other tensors than this model's state has")
         copies, checksum = [], 0
         for tensor in tensors:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-            if file.readinto(_raw(copy)) != copy.nbytes:
-                raise Damaged(f"{path} is cut off")
-            checksum = zlib.crc32(_raw(copy), checksum)
+            if file.readinto(_view_bytes(copy)) != copy.nbytes:
+                raise DamagedCheckpoint(
+                    f"{path} is cut off: it is shorter than its first line says"
+                )
+            checksum = zlib.crc32(_view_bytes(copy), checksum)
             copies.append(copy)
     if checksum != head["crc32"]:
-        raise Damaged(f"{path} was changed since it was written")
+        raise DamagedCheckpoint(f"{path} was changed after it was written: its checksum is wrong")
     with torch.no_grad():
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.copy_(copy)
 
 
 @contextmanager
-def deleted_if_damaged(folder: Path, step: int) -> Iterator[None]:
-    """Delete the checkpoint after `step` if reading it raises Damaged.
+def delete_if_damaged(folder: Path, step: int) -> Iterator[None]:
+    """Delete the checkpoint after `step` if reading it in this context raises DamagedCheckpoint.
 
-    The one before is then used.
-
-    Raises Damaged if there is none left.
+    The exception is raised again, so that the caller can use an earlier checkpoint. It is also raised if the
+    file does not exist.
     """
-    path = path_of(folder, step)
+    path = get_checkpoint_path(folder, step)
     try:
         yield
     except FileNotFoundError as error:
-        raise Damaged(f"{path} was deleted") from error
-    except Damaged:
+        raise DamagedCheckpoint(f"{path} was deleted") from error
+    except DamagedCheckpoint:
         path.unlink(missing_ok=True)
         raise
 
 
 class Writer:
-    """Writes checkpoints on its own thread, from copies that a device makes asynchronously."""
+    """Writes checkpoints on another thread, from copies of the state that a GPU makes asynchronously."""
 
     def __init__(
         self,
         folder: Path,
-        clean_up: Callable[[Path, int], None] = forget,
+        clean_up: Callable[[Path, int], None] = delete_checkpoints,
         counts: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Start the thread that writes.
+        """Prepare to write checkpoints.
 
         Args:
             folder: Folder of the checkpoints.
-            clean_up: Deletes older checkpoints, given the folder and the step of the newest.
-            counts: Returns whether the device's results so far are valid; else nothing is written.
+            clean_up: Deletes older checkpoints, given the folder and the step of the newest one.
+            counts: Returns whether the GPU's results so far are valid; else no checkpoint is written.
         """
         self._folder, self._clean_up, self._counts = folder, clean_up, counts
         self._copies: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        #: Seconds that the training was held up, and that the writing took, of each checkpoint.
+        #: For each checkpoint: seconds for which the training was blocked, and seconds of writing.
         self.held_up_s: list[float] = []
         self.written_s: list[float] = []
 
-    def settle(self) -> None:
-        """Wait for the checkpoint that is being written.
-
-        Raise the error of one that failed, such as OSError.
-        """
+    def wait_for_write(self) -> None:
+        """Wait for the current write, and raise its error if it failed, such as OSError."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
             raise self._error
 
-    def take(
+    def start_write(
         self,
         step: int,
         tensors: Sequence[Tensor],
@@ -212,22 +212,22 @@ class Writer:
         more: Sequence[Tensor] = (),
         facts: dict[str, Any] | None = None,
     ) -> bool:
-        """Write the state after `step`; return False if the previous one is still being written.
+        """Start to write a checkpoint, or return False if the previous one is still being written.
 
-        Raises as `settle` if an earlier one could not be written.
+        Raises the error of an earlier checkpoint that could not be written.
 
         Args:
-            step: Step of the state.
+            step: Number of steps of the state.
             tensors: Tensors to copy and write.
-            wait: Whether to wait until it is on the disk.
-            more: Tensors in host memory that will not change.
-            facts: Further data that JSON can hold.
+            wait: Whether to wait until the checkpoint is on disk.
+            more: Further tensors, in host memory, that do not change.
+            facts: Further values to write, as JSON can store them.
         """
         import torch
 
         if self._thread is not None and self._thread.is_alive() and not wait:
             return False
-        self.settle()
+        self.wait_for_write()
         began = time.perf_counter()
         on_cuda = tensors[0].device.type == "cuda"
         if not self._copies:
@@ -246,7 +246,7 @@ class Writer:
         self._thread.start()
         self.held_up_s.append(time.perf_counter() - began)
         if wait:
-            self.settle()
+            self.wait_for_write()
         return True
 
     def _write(
@@ -262,8 +262,10 @@ class Writer:
                 event.synchronize()
                 if not self._counts():
                     return
-            write(self._folder, step, [*self._copies, *more], facts)
+            write_checkpoint(self._folder, step, [*self._copies, *more], facts)
             self._clean_up(self._folder, step)
-        except Exception as error:  # nobody else would hear of it
+        except (
+            Exception
+        ) as error:  # errors of a thread would be lost; `wait_for_write` raises this one
             self._error = error
         self.written_s.append(time.perf_counter() - began)

@@ -1,9 +1,9 @@
-"""The columns of cells.csv on cells that resume."""
+"""Columns that cells with checkpoints add to cells.csv."""
 
 from __future__ import annotations
 
 # fmt: off
-#: The arguments of `analysis.records.columns.Column`.
+#: Columns as arguments of `analysis.records.columns.Column`: name, kind, unit and path in the record.
 COLUMNS = (
     ("restarts", "number", "", "restarts.count"),
     ("repeated_s", "number", "s", "restarts.repeated_s"),

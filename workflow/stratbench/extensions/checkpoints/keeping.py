@@ -1,8 +1,8 @@
-"""Saves a synchronous worker's training state, and resumes from it.
+"""Saves the training state of a synchronous worker, and resumes from it.
 
-The state is everything that the next steps and the record depend on. It has weights, buffers, the optimizer's
-and the strategy's state, loss scale, counts, random generators, losses, results of epochs, and the clock's
-times. The order of the samples follows from the seed and the step.
+The state is everything on which later steps and the record depend: weights, buffers, states of optimizer and
+strategy, loss scale, counts, random generators, losses, results of epochs, and measured times. The order of
+samples is not saved, because it follows from the seed and the step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from stratbench.workload.generators import Generators
 
 
 class CheckpointWriter(Beside):
-    """Saves a worker's state every so many steps, after the same ones on all workers.
+    """Saves a worker's state at regular steps, which are the same on all workers.
 
-    The state is copied while the clock is stopped, and written during the training.
+    The state is copied while the training clock is stopped, and written during the training.
     """
 
     strategy: Collective
@@ -35,30 +35,30 @@ class CheckpointWriter(Beside):
         return "checkpoints" in job.settings.more and not job.in_block
 
     def begin(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
-        """Make the training what it was where the attempt before is gone on from.
+        """Restore the state at which the attempt before is resumed, if there was one.
 
-        Raises `checkpoints.Damaged` where the file is not what was written, and deletes it: the next
-        attempt takes the one before.
+        Raises `checkpoints.DamagedCheckpoint` if the checkpoint is damaged, and deletes it, so that the next
+        attempt resumes from an earlier one.
         """
         self._clock, self._epochs = clock, epochs
         self._every = self.worker.settings.of(Checkpoints).checkpoint_every
-        self._folder = attempts.folder_of(self.worker.folder, self.worker.rank)
-        self._writer = checkpoints.Writer(self._folder, self._forget)
-        #: Checkpoints of this attempt and those before it, as far as their work counts.
+        self._folder = attempts.get_checkpoint_folder(self.worker.folder, self.worker.rank)
+        self._writer = checkpoints.Writer(self._folder, self._delete_older)
+        #: Number of checkpoints and seconds of earlier attempts, up to the step from which this one resumes.
         self._before = {"count": 0, "held_up_s": 0.0, "written_s": 0.0}
         step = self.job.attempts[-1]["next_step"] if self.job.attempts else 0
         self._next_due = step + self._every
         if not step:
             return Start()
         with self.phases("resume"):
-            return self._load(step)
+            return self._load_state(step)
 
     def next_stop(self) -> int:
         return self._next_due
 
-    def _load(self, step: int) -> Start:
+    def _load_state(self, step: int) -> Start:
         random = Generators.now(self.worker.device).tensors()
-        with checkpoints.deleted_if_damaged(self._folder, step):
+        with checkpoints.delete_if_damaged(self._folder, step):
             facts = checkpoints.read_facts(self._folder, step)
             losses = torch.zeros(facts["losses"], dtype=getattr(torch, facts["loss_dtype"]))
             step_ms = torch.zeros(step, dtype=torch.float64)
@@ -72,23 +72,25 @@ class CheckpointWriter(Beside):
 
     def between(self, step: int, losses: list[Tensor]) -> None:
         with self.phases("checkpoint"):
-            self._writer.settle()
+            self._writer.wait_for_write()
             stacked = torch.stack(losses).cpu() if losses else torch.zeros(0)
-            clock, own = self._clock.history(), self.facts()
+            clock, own = self._clock.history(), self.count_checkpoints()
             step_ms = torch.tensor(clock.pop("step_ms"), dtype=torch.float64)
             facts = {
                 "counts": self.strategy.counts(),
                 "clock": clock,
-                "epochs": list(self._epochs),  # written during the training, which adds to it
+                "epochs": list(
+                    self._epochs
+                ),  # a copy, because the training appends to it while it is written
                 "losses": len(stacked),
                 "loss_dtype": str(stacked.dtype).removeprefix("torch."),
                 "kept": own | {"count": own["count"] + 1},
             }
             more = [*Generators.now(self.worker.device).tensors(), step_ms, stacked]
-            self._writer.take(step, self.strategy.state_tensors(), more=more, facts=facts)
+            self._writer.start_write(step, self.strategy.state_tensors(), more=more, facts=facts)
         self._next_due = step + self._every
 
-    def facts(self) -> dict[str, Any]:
+    def count_checkpoints(self) -> dict[str, Any]:
         """Return the number of checkpoints, and the seconds of blocked training and of writing."""
         writer, before = self._writer, self._before
         return {
@@ -98,13 +100,12 @@ class CheckpointWriter(Beside):
         }
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
-        """Wait for the last one to be written.
-
-        Return the facts, with the bytes of one.
-        """
-        self._writer.settle()
+        """Wait for the last checkpoint, and return the number, times and bytes of checkpoints."""
+        self._writer.wait_for_write()
         one = sum(t.nbytes for t in self.strategy.state_tensors())
-        return {"checkpoints": self.facts() | {"bytes": one}}
+        return {"checkpoints": self.count_checkpoints() | {"bytes": one}}
 
-    def _forget(self, folder: Path, step: int) -> None:
-        attempts.forget_older(self.worker.folder, self.worker.rank, self.worker.world_size)
+    def _delete_older(self, folder: Path, step: int) -> None:
+        attempts.delete_older_checkpoints(
+            self.worker.folder, self.worker.rank, self.worker.world_size
+        )

@@ -1,4 +1,4 @@
-"""Keys of a study for checkpoints."""
+"""Keys of config.yaml on checkpoints."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from stratbench.cell.settings import Keys, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints(Keys):
-    """The keys of an experiment."""
+    """Keys of an experiment on checkpoints."""
 
     extension: ClassVar[str] = "checkpoints"
 
     # fmt: off
     checkpoint_every: int | None = setting(None, minimum=1,
-        help="Steps after which each worker keeps its state on the disk, so that a cell whose node is lost, "
-        "or whose job is ended, goes on from there when it is tried again (docs/checkpoints.md). Keeping it "
-        "is in no training time, but what is written during the training may disturb it. null: such a cell "
-        "begins anew.")
+        help="Number of steps after which each worker saves its state to disk. A cell whose node or job is "
+        "lost then resumes from there when it is started again (docs/checkpoints.md). Copying the state does "
+        "not count as training time, but writing it may slow the training. null: such a cell starts anew.")
     # fmt: on
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
-        """Yield why strategies of an experiment support no checkpoints."""
+        """Yield messages on strategies of an experiment that do not support checkpoints."""
         from stratbench.strategies import strategy_class
         from stratbench.study.config.consistency import strategies_of
 
@@ -33,7 +32,7 @@ class Checkpoints(Keys):
         for name, base, options in strategies_of(block, study) if every else ():
             if (reason := strategy_class(base).restart_reason(options, block)) is not None:
                 yield (
-                    f".checkpoint_every = {every}: {name}: {reason}; remove {name} from strategies, or give "
-                    "it "
-                    "an experiment of its own"
+                    f".checkpoint_every = {every}: {name}: {reason}; remove {name} from strategies, or "
+                    "move it "
+                    "to another experiment"
                 )

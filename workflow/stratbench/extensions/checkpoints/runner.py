@@ -1,4 +1,4 @@
-"""Runs a cell with checkpoints: as a gang, in attempts, each of which resumes from the one before."""
+"""Runs a cell with checkpoints, in attempts that each resume from the one before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stratbench.train.running.runner import Runner
 
 
 class RestartRunner(Runner):
-    """Runs a cell whose measurements before a restart count."""
+    """Runner of cells with checkpoints, whose measurements before a restart count."""
 
     section = "restarts"
     _ended_unix_s: float | None = None
@@ -27,15 +27,15 @@ class RestartRunner(Runner):
         return "checkpoints" in s.more
 
     def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
-        self._ended_unix_s = attempts.last_sign(folder)
+        self._ended_unix_s = attempts.find_last_write(folder)
         super().prepare(folder, cell, s, data_dir)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
-        if job.in_block:  # short enough to begin anew
+        if job.in_block:  # segments of blocks are too short for checkpoints
             return super().run(job, args)
         job = attempts.begin(job, self._ended_unix_s)
-        # After pauses it is not trained again: the record says what they were.
+        # A paused cell is not trained again from its begin; the record states the pauses.
         return job, *self.launch(job, args.cpus_per_node)
 
     def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        return attempts.entry_of(job, workers)
+        return attempts.make_restarts_entry(job, workers)

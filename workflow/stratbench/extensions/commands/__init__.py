@@ -1,4 +1,4 @@
-"""The extension `commands`: a trainer of the user's own as a strategy."""
+"""The extension `commands`: trains cells by a command of the user, as a strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on cells that a user's command trains: its own report against external measurements."""
+"""Rules of the audit on cells that a user's command trains: its report against external measurements."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from stratbench.analysis.records.facts import Facts, unless_at_most, unless_equal
 from stratbench.extensions.audit.rule import record_rule
 
-#: The error of a clock that is read in two processes of one node, in s: it is the kernel's, and the same.
+#: Largest difference in seconds between times of two processes on one node, which share the kernel's clock.
 READ_S = 0.001
-#: The least CPU time per second of steps, in s: the busiest machine gives a process that much, and one that
-#: trains takes all that it gets.
-WORKED = 0.005
-#: Values of the command's report that the record has taken over, or that were measured externally.
+#: Smallest CPU time per second of training steps: even the busiest machine gives that much to a process that
+#: trains.
+MIN_CPU_SHARE = 0.005
+#: Pairs of record fields that must be equal: a value, and what the command reported or the kernel measured.
 EQUAL = (
     ("time.step_ms.count", "program.self_reported.steps"),
     ("batch.updates_applied", "program.self_reported.steps"),
@@ -21,7 +21,7 @@ EQUAL = (
     ("model.parameters", "program.self_reported.parameters"),
     ("memory.peak_bytes", "program.external.largest_process_bytes"),
 )
-#: Moments and spans in s, each of which is no later or longer than the other.
+#: Pairs of fields in seconds of which the first must not exceed the second.
 WITHIN = (
     ("program.external.begun_s", "program.self_reported.first_s"),
     ("program.self_reported.last_s", "program.external.ended_s"),
@@ -30,9 +30,9 @@ WITHIN = (
 
 
 @record_rule("contradictory-report", "unusable", "all", of="commands")
-def contradictory_report(facts: Facts) -> Iterator[str]:
-    """What a command says of its training cannot be, by what was measured of its processes from outside, or
-    by its own other figures: its steps lie outside of its life, or its counts do not add up.
+def find_contradictory_reports(facts: Facts) -> Iterator[str]:
+    """The report of a command contradicts external measurements of its processes, or itself: steps lie
+    outside of the processes' lifetime, or counts do not add up.
     """
     reported, outside = facts("program.self_reported"), facts("program.external")
     if not facts.finished or not reported:
@@ -61,9 +61,9 @@ def contradictory_report(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("unlike-its-cell", "warning", "all", of="commands")
-def unlike_its_cell(facts: Facts) -> Iterator[str]:
-    """A command says that it trained with other processes or on other samples than its cell asks for. It is
-    not ranked beside those that did.
+def find_reports_unlike_cell(facts: Facts) -> Iterator[str]:
+    """A command reports other numbers of processes or samples than its cell requests. It is not ranked with
+    cells that have the requested numbers.
     """
     if facts.status != "ok":
         return
@@ -80,10 +80,10 @@ def unlike_its_cell(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("contradictory-cpu-time", "unusable", "time", of="commands")
-def contradictory_cpu_time(facts: Facts) -> Iterator[str]:
-    """A command's processes used hardly any CPU time while it says that they trained."""
+def find_contradictory_cpu_time(facts: Facts) -> Iterator[str]:
+    """A command's processes used hardly any CPU time while they trained by its report."""
     train_s, used_s = facts("time.train_time_s"), facts("program.external.cpu_time_s")
     if facts.finished and train_s is not None:
-        least_s = WORKED * train_s
-        what = f"{WORKED:.1%} of time.train_time_s"
+        least_s = MIN_CPU_SHARE * train_s
+        what = f"{MIN_CPU_SHARE:.1%} of time.train_time_s"
         yield from unless_at_most(what, least_s, "program.external.cpu_time_s", used_s)

@@ -1,13 +1,15 @@
-"""The columns of cells.csv on the user's own trainers."""
+"""Columns that cells of users' commands add to cells.csv."""
 
 from __future__ import annotations
 
 # fmt: off
-#: The arguments of `analysis.records.columns.Column`.
+#: Columns as arguments of `analysis.records.columns.Column`: name, kind, unit, path in the record,
+#: definition.
 COLUMNS = (
     ("same_work", "text", "", None,
-           "Of a cell that a command of the user's trained: whether its samples, batch, parameters and "
-           "score are those of the cells beside it; if not, why. Empty for others, which share one loop."),
+           "For a cell that a user's command trained: `yes` if its samples, batch, parameters and score "
+           "agree "
+           "with the cells that it is compared with, else the reason. Empty for all other cells."),
     ("command_workers", "number", "", "program.self_reported.workers"),
     ("command_batch", "number", "samples", "program.self_reported.batch"),
     ("command_cpu_time_s", "number", "s", "program.external.cpu_time_s"),

@@ -1,4 +1,4 @@
-"""The files of a user's command in the run folder of its cell."""
+"""Paths of a user command's files in the run folder of its cell."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from stratbench.workload.users_code import sources
 MAX_PART_BYTES = 1 << 20
 
 
-def command_name(node: int) -> str:
-    """Return the name of the command on a node, used like a worker's."""
+def get_command_name(node: int) -> str:
+    """Return the name of the command on a node, which its files have."""
     return f"command{node}"
 
 
-def report_path(run: RunFolder) -> Path:
-    """Return the file of the command's own report (`stratbench.report`), one JSON object per line."""
+def get_report_path(run: RunFolder) -> Path:
+    """Return the path of the command's report, to which `stratbench.report` writes JSON lines."""
     return run.path / "report.jsonl"
 
 
-def out_path(run: RunFolder) -> Path:
-    """Return the folder for what the command writes."""
+def get_out_path(run: RunFolder) -> Path:
+    """Return the path of the folder to which the command may write."""
     return run.path / "out"
 
 
-def end_path(run: RunFolder, node: int) -> Path:
-    """Return the file on how the command ended on a node (`train.commands.supervisor`)."""
-    return run.path / f"{command_name(node)}.json"
+def get_end_path(run: RunFolder, node: int) -> Path:
+    """Return the path of the file in which a supervisor writes how the command ended on a node."""
+    return run.path / f"{get_command_name(node)}.json"
 
 
 def read_ends(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:
-    """Return how the command ended on each node where it ended by itself, with the node's number."""
-    paths = {node: end_path(run, node) for node in range(n_nodes)}
+    """Read how the command ended, for each node on which it ended by itself."""
+    paths = {node: get_end_path(run, node) for node in range(n_nodes)}
     return [
         json.loads(path.read_text(encoding="utf-8")) | {"node": node}
         for node, path in paths.items()

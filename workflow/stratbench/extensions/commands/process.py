@@ -1,4 +1,4 @@
-"""The command of a cell on one node, as its agent starts, watches and ends it."""
+"""Starts, watches and ends a cell's command on one node."""
 
 from __future__ import annotations
 
@@ -17,27 +17,36 @@ import psutil
 
 from stratbench.cell.files import read_json
 from stratbench.cell.installation import INSTALLED, PACKAGE
-from stratbench.extensions.commands.files import command_name, end_path, out_path, report_path
-from stratbench.extensions.commands.strategy import arguments_of, filled, placeholders
+from stratbench.extensions.commands.files import (
+    get_command_name,
+    get_end_path,
+    get_out_path,
+    get_report_path,
+)
+from stratbench.extensions.commands.strategy import (
+    fill_placeholders,
+    get_arguments,
+    iter_placeholders,
+)
 from stratbench.report import VARIABLE
 from stratbench.train.agent import NodeProcesses
 from stratbench.train.job import Job
 
-#: In the environment of all that belongs to a command: what is found with it after the end is killed.
+#: Environment variable that marks all processes of a command, so that leftover ones can be found and killed.
 MARK = "STRATBENCH_COMMAND"
-#: How long the supervisor may take to end what the command has started, in seconds.
+#: Seconds in which the supervisor must end all processes of the command.
 END_S = 20.0
-#: How long other nodes wait for node 0 to say where all meet, in seconds.
+#: Seconds for which other nodes wait for the rendezvous address that node 0 writes.
 MEETING_S = 120.0
 
 
 class CommandProcess:
-    """The command of a job on a node, below a supervisor. Attributes as those of `forkserver.Process`."""
+    """The command of a job on one node, under a supervisor. It has the interface of `forkserver.Process`."""
 
     starts_others = True
 
     def __init__(self, job: Job, node: int) -> None:
-        self.name = command_name(node)
+        self.name = get_command_name(node)
         self.pid: int | None = None
         self.exitcode: int | None = None
         self._job, self._node = job, node
@@ -45,49 +54,48 @@ class CommandProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, once it is known where the processes of all nodes meet."""
+        """Start the command, as soon as the rendezvous address is known if it needs one."""
         folder = self._job.folder
-        arguments = filled(
-            arguments_of(self._job.settings.options), values_of(self._job, self._node)
+        arguments = fill_placeholders(
+            get_arguments(self._job.settings.options),
+            make_placeholder_values(self._job, self._node),
         )
         supervisor = [sys.executable, "-m", "stratbench.extensions.commands.supervisor"]
         supervisor += ["--logs", os.fspath(folder.logs), "--log", os.fspath(folder.log(self.name))]
-        supervisor += ["--end", os.fspath(end_path(folder, self._node))]
+        supervisor += ["--end", os.fspath(get_end_path(folder, self._node))]
         supervisor += ["--origin-s", repr(self._job.origin_s), "--", *arguments]
-        # A session of its own: a signal to the launcher's group must not reach it.
+        # The supervisor has its own session, so that signals to the launcher's process group do not reach it.
         self._process = subprocess.Popen(
             supervisor,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment_of(self._job, self._mark),
+            env=make_environment(self._job, self._mark),
             start_new_session=True,
         )
         self.pid = self._process.pid
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that can be read once the supervisor has ended."""
+        """File descriptor that becomes readable when the supervisor has ended."""
         return self._process.stdout.fileno()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end, which sets `exitcode`: negative if a signal killed the command."""
+        """Wait for the end of the command, and set `exitcode`, which is negative if a signal killed it."""
         if self._process is None or self.exitcode is not None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout)
-            end = end_path(self._job.folder, self._node)
+            end = get_end_path(self._job.folder, self._node)
             self.exitcode = read_json(end)["exit_code"] if end.exists() else code
-            end_marked(self._mark)
+            kill_marked_processes(self._mark)
 
     def is_alive(self) -> bool:
+        """Return whether the command still runs."""
         self.join(0)
         return self.exitcode is None
 
     def kill(self) -> None:
-        """Have the supervisor kill all that the command has started.
-
-        Kill it where it does not.
-        """
+        """Let the supervisor kill all processes of the command, and kill the supervisor if it does not."""
         self._process.stdin.close()
         self.join(END_S)
         if self.exitcode is None:
@@ -96,38 +104,38 @@ class CommandProcess:
 
 
 @contextmanager
-def processes_of(job: Job, node: int) -> Iterator[NodeProcesses]:
-    """Yield the process of a node in place of workers, not yet started."""
+def make_command_process(job: Job, node: int) -> Iterator[NodeProcesses]:
+    """Yield the command of a node as its only process, before it is started."""
     yield NodeProcesses(job, [CommandProcess(job, node)])
 
 
-def end_marked(mark: str) -> None:
-    """Kill what a command has left, if its supervisor was killed before it could."""
+def kill_marked_processes(mark: str) -> None:
+    """Kill processes with this mark, which are left if a command's supervisor was killed."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark:
                 process.kill()
 
 
-def environment_of(job: Job, mark: str) -> dict[str, str]:
-    """Return the environment of a command, with its devices, threads and report file."""
+def make_environment(job: Job, mark: str) -> dict[str, str]:
+    """Return the environment variables of a command, with the path of its report and its mark."""
     code = [] if INSTALLED else [os.fspath(PACKAGE.parent)]
     path = [*code, os.environ.get("PYTHONPATH", "")]
     return os.environ | {
-        VARIABLE: os.fspath(report_path(job.folder)),
+        VARIABLE: os.fspath(get_report_path(job.folder)),
         MARK: mark,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTHONUNBUFFERED": "1",  # so that its log is whole when it is killed
+        "PYTHONUNBUFFERED": "1",  # keeps the log complete if the command is killed
     }
 
 
-def values_of(job: Job, node: int) -> dict[str, Any]:
-    """Return the values of the names in braces on a node.
+def make_placeholder_values(job: Job, node: int) -> dict[str, Any]:
+    """Return the values that replace placeholders in a command's arguments on a node.
 
-    The rendezvous address is determined only if a name needs it.
+    The rendezvous address is determined only if a placeholder needs it.
     """
     s, folder = job.settings, job.folder
-    out_path(folder).mkdir(exist_ok=True)
+    get_out_path(folder).mkdir(exist_ok=True)
     values = asdict(s) | {
         "workers": job.world_size,
         "nodes": job.n_nodes,
@@ -135,27 +143,24 @@ def values_of(job: Job, node: int) -> dict[str, Any]:
         "node": node,
         "total_steps": s.total_steps(job.train_samples),
         "data": job.data_dir,
-        "out": out_path(folder),
+        "out": get_out_path(folder),
     }
-    if {"host", "port"} & set(placeholders(arguments_of(s.options))):
-        values["host"], values["port"] = meeting_place(job, node)
+    if {"host", "port"} & set(iter_placeholders(get_arguments(s.options))):
+        values["host"], values["port"] = find_meeting_place(job, node)
     return values
 
 
-def meeting_place(job: Job, node: int) -> tuple[str, int]:
-    """Return a name of node 0, and a port that was free there.
-
-    Other nodes read it in the run folder.
-    """
+def find_meeting_place(job: Job, node: int) -> tuple[str, int]:
+    """Return the address of node 0 and a free port on it. Other nodes read these in the run folder."""
     if job.n_nodes == 1:
-        return "127.0.0.1", free_port()
+        return "127.0.0.1", find_free_port()
     if node == 0:
-        job.folder.write_endpoint(os.uname().nodename, free_port())
+        job.folder.write_endpoint(os.uname().nodename, find_free_port())
     return job.folder.wait_for_endpoint(MEETING_S)
 
 
-def free_port() -> int:
-    """Return a port on which no process listens now."""
+def find_free_port() -> int:
+    """Return a port on which no process listens at present."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

@@ -1,6 +1,6 @@
-"""Reads the report of a user's command: the lines that `stratbench.report` writes.
+"""Reads the report of a user's command, to which `stratbench.report` has written lines of JSON.
 
-Nothing in it is trusted: anything that is no such line is one error, with its number.
+The report is not trusted: any other line raises an error that names the number of the line.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: The longest line that is read, in bytes; the losses of an epoch stand in one.
+#: Largest length of a line in bytes. A line may have all losses of an epoch.
 MAX_LINE = 1 << 24
-#: The most facts that a trainer may state, and the most characters of one.
+#: Largest number of facts that a command may state, and of characters in a fact.
 MAX_FACTS, MAX_FACT = 50, 200
 
 
 class ReportError(RuntimeError):
-    """The report cannot be used: one sentence."""
+    """The report cannot be used; the message says why in one sentence."""
 
 
 @dataclass(frozen=True)
 class ReportedScore:
-    """Result of an evaluation, and its time; `train_loss` is the mean loss since the previous one."""
+    """Result of an evaluation, and its time. `train_loss` is the mean loss since the previous evaluation."""
 
     at_s: float
     train_time_s: float
@@ -36,63 +36,73 @@ class ReportedScore:
 
 @dataclass
 class CommandReport:
-    """A report. Times are seconds by the clock of its node; `not_finite`: the first loss that is not."""
+    """The content of a report. Times are seconds by the clock of the node that wrote it.
+
+    `first_nonfinite` names the first value that was not finite, if any.
+    """
 
     facts: dict[str, Any] = field(default_factory=dict)
-    #: (begin, end) of each time in which the clock of training ran.
-    stretches: list[list[float]] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
+    #: Begin and end of each interval in which training was timed.
+    training_intervals: list[list[float]] = field(default_factory=list)
+    step_times_s: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     scores: list[ReportedScore] = field(default_factory=list)
-    not_finite: str | None = None
-    #: When its last line was written, and whether the clock stood then.
-    latest_s: float = -math.inf
-    paused: bool = False
+    first_nonfinite: str | None = None
+    #: Time of the last line, and whether the training clock was stopped then.
+    last_line_s: float = -math.inf
+    is_paused: bool = False
 
     @property
     def train_time_s(self) -> float:
-        """Seconds of all steps."""
-        return sum(self.step_s)
+        """Sum of the times of all steps, in seconds."""
+        return sum(self.step_times_s)
 
 
 def read_report(path: Path) -> CommandReport:
-    """Return the report in a file.
+    """Read the report in a file.
 
-    A last line that was cut short is left out. ReportError if it is none.
+    An incomplete last line is left out.
+
+    Raises:
+        ReportError: If the file is missing, or is not a valid report.
     """
-    reader = _Reader()
+    reader = _ReportReader()
     try:
         with path.open("rb") as file:
             number = 0
             while (line := file.readline(MAX_LINE + 1)).endswith(b"\n"):
                 number += 1
                 try:
-                    reader.take(json.loads(line))
+                    reader.read_line(json.loads(line))
                 except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as e:
-                    raise ReportError(f"{path.name}, line {number}: {_why(e)}") from e
+                    raise ReportError(f"{path.name}, line {number}: {_describe_error(e)}") from e
             if len(line) > MAX_LINE:
                 raise ReportError(f"{path.name}, line {number + 1}: is longer than 16 MiB")
     except FileNotFoundError:
         raise ReportError(
             "it wrote no report: let it make a `stratbench.report.Report` (docs/engines.md)"
         ) from None
-    if not reader.report.step_s:
-        raise ReportError(f"{path.name} tells of no step")
+    if not reader.report.step_times_s:
+        raise ReportError(
+            f"{path.name} has no step: call `step` on the report after each training step"
+        )
     return reader.report
 
 
-def _why(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
         return "is no JSON object"
     return f"lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
-class _Reader:
-    """Takes the lines of a report in their order. ValueError and its like where one cannot follow."""
+class _ReportReader:
+    """Builds a report from its lines in order. Raises ValueError and similar errors on an invalid line."""
 
     def __init__(self) -> None:
         self.report = CommandReport()
-        self._clock_s: float | None = None  # where the next step begins; None: the clock stands
+        self._clock_s: float | None = (
+            None  # begin of the next step, or None if the clock is stopped
+        )
         self._losses: list[float] = []
         self._begins_anew = True
         self._events: dict[str, Callable[[dict[str, Any], float], None]] = {
@@ -103,21 +113,21 @@ class _Reader:
             "score": self._score,
         }
 
-    def take(self, line: Any) -> None:
-        """Take a line."""
+    def read_line(self, line: Any) -> None:
+        """Add a line to the report."""
         if not isinstance(line, dict):
             raise ValueError("is no JSON object")
-        event, at_s = line["event"], _number(line["t"], "t")
+        event, at_s = line["event"], _parse_number(line["t"], "t")
         if not math.isfinite(at_s):
             raise ValueError(f"t = {line['t']} is not finite")
         if event not in self._events:
             raise ValueError(f"event {str(event)[:40]!r} is none of {', '.join(self._events)}")
         if not self.report.facts and event != "start":
             raise ValueError(f"{event} comes before start")
-        if at_s < self.report.latest_s:
+        if at_s < self.report.last_line_s:
             raise ValueError(f"t = {at_s} is before that of the line above")
         self._events[event](line, at_s)
-        self.report.latest_s, self.report.paused = at_s, self._clock_s is None
+        self.report.last_line_s, self.report.is_paused = at_s, self._clock_s is None
 
     def _start(self, line: dict[str, Any], at_s: float) -> None:
         if self.report.facts:
@@ -130,9 +140,9 @@ class _Reader:
         for name, value in facts.items():
             if not isinstance(value, str | int | float | bool) or len(str(value)) > MAX_FACT:
                 raise ValueError(f"the fact {name[:40]!r} must be a number or a short text")
-        _whole(facts.get("workers"), "workers", 1)
+        _parse_whole_number(facts.get("workers"), "workers", 1)
         if "parameters" in facts:
-            _whole(facts["parameters"], "parameters", 0)
+            _parse_whole_number(facts["parameters"], "parameters", 0)
         self.report.facts = facts
         self._clock_s = at_s
 
@@ -141,22 +151,22 @@ class _Reader:
             raise ValueError(
                 "a step while the clock is stopped; call resume() or score() after pause()"
             )
-        self.report.samples.append(_whole(line["samples"], "samples", 1))
+        self.report.samples.append(_parse_whole_number(line["samples"], "samples", 1))
         if "loss" in line:
             self._take_losses([line["loss"]])
         if self._begins_anew:
-            self.report.stretches.append([self._clock_s, at_s])
+            self.report.training_intervals.append([self._clock_s, at_s])
             self._begins_anew = False
-        self.report.stretches[-1][1] = at_s
-        self.report.step_s.append(at_s - self._clock_s)
+        self.report.training_intervals[-1][1] = at_s
+        self.report.step_times_s.append(at_s - self._clock_s)
         self._clock_s = at_s
 
     def _pause(self, line: dict[str, Any], at_s: float) -> None:
         self._take_losses(line.get("losses", []))
         if self._clock_s is not None and not self._begins_anew:
-            # The device may have been behind the last step.
-            self.report.step_s[-1] += at_s - self._clock_s
-            self.report.stretches[-1][1] = at_s
+            # The device may have computed the last step until now, so that this time belongs to the step.
+            self.report.step_times_s[-1] += at_s - self._clock_s
+            self.report.training_intervals[-1][1] = at_s
         self._clock_s, self._begins_anew = None, True
 
     def _resume(self, line: dict[str, Any], at_s: float) -> None:
@@ -165,17 +175,21 @@ class _Reader:
     def _score(self, line: dict[str, Any], at_s: float) -> None:
         self._take_losses(line.get("losses", []))
         values = {
-            key: _number(line[key], key) for key in ("score", "test_loss", "error") if key in line
+            key: _parse_number(line[key], key)
+            for key in ("score", "test_loss", "error")
+            if key in line
         }
         for key, value in values.items():
             if key != "error" and not math.isfinite(value):
-                self.report.not_finite = self.report.not_finite or f"the {key.replace('_', ' ')}"
+                self.report.first_nonfinite = (
+                    self.report.first_nonfinite or f"the {key.replace('_', ' ')}"
+                )
         known = {key: value for key, value in values.items() if math.isfinite(value)}
         self.report.scores.append(
             ReportedScore(
                 at_s=at_s,
                 train_time_s=self.report.train_time_s,
-                train_loss=_mean(self._losses),
+                train_loss=_average_losses(self._losses),
                 test_loss=known.get("test_loss"),
                 score=known.get("score"),
                 error=known.get("error"),
@@ -188,23 +202,23 @@ class _Reader:
         if not isinstance(losses, list):
             raise ValueError("losses must be a list")
         for loss in losses:
-            if not math.isfinite(_number(loss, "loss")):
-                self.report.not_finite = self.report.not_finite or "the training loss"
+            if not math.isfinite(_parse_number(loss, "loss")):
+                self.report.first_nonfinite = self.report.first_nonfinite or "the training loss"
         self._losses += losses
 
 
-def _mean(losses: list[float]) -> float | None:
+def _average_losses(losses: list[float]) -> float | None:
     mean = sum(losses) / len(losses) if losses else math.nan
     return mean if math.isfinite(mean) else None
 
 
-def _number(value: Any, name: str) -> float:
+def _parse_number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} = {str(value)[:40]!r} is no number")
     return float(value)
 
 
-def _whole(value: Any, name: str, least: int) -> int:
+def _parse_whole_number(value: Any, name: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 53:
         raise ValueError(f"{name} = {str(value)[:40]!r} is no whole number of at least {least}")
     return value

@@ -1,4 +1,4 @@
-"""Converts a command's report and end into the result files of a worker."""
+"""Converts the report of a command, and how it ended, to the result files of a worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from stratbench.cell.files import last_lines
 from stratbench.cell.settings import Settings
-from stratbench.extensions.commands.files import command_name, read_ends, report_path
+from stratbench.extensions.commands.files import get_command_name, get_report_path, read_ends
 from stratbench.extensions.commands.reading import CommandReport, ReportError, read_report
 from stratbench.strategies import strategy_class
 from stratbench.telemetry.machine import environment
@@ -19,96 +19,98 @@ from stratbench.telemetry.timeline import PhaseLog, read_samples
 from stratbench.train.inputs import files_entry, unbuilt_model
 from stratbench.train.job import Job
 
-#: A command whose last step is so long before its limit was hung, and not slow: in seconds, and in multiples
-#: of its longest step.
+#: A command whose last step was longer ago than both of these when its time limit ended had hung, and was not
+#: merely slow: seconds, and multiples of its longest step.
 QUIET_S, QUIET_STEPS = 60.0, 10.0
-#: Its own word for what it evaluated.
+#: Text in the record for what was evaluated, which is only known from the command.
 EVALUATED_ON = "what the command says that it evaluated"
 
 
-def keep_results(job: Job) -> None:
-    """Store the report of a command that has ended, as the result of worker 0.
+def store_results(job: Job) -> None:
+    """Store the report of an ended command as the result of worker 0.
 
-    An invalid report is the reason of a failure.
+    If the report is invalid, the result is an error with the reason.
     """
     try:
-        report = read_report(report_path(job.folder))
+        report = read_report(get_report_path(job.folder))
     except ReportError as e:
         job.folder.write_worker(0, {"status": "error", "reason": str(e)})
         return
     write_phases(job, report)
-    for entry in epochs_of(job.settings, report):
+    for entry in list_epoch_entries(job.settings, report):
         job.folder.add_epoch(entry)
-    job.folder.write_worker(0, as_worker(job, report))
+    job.folder.write_worker(0, make_worker_result(job, report))
 
 
-def as_worker(job: Job, report: CommandReport) -> dict[str, Any]:
-    """Return a worker's result, as far as the command's report has it."""
-    origin_s = origin_of(job)
-    starts = [begin - origin_s for begin, _ in report.stretches]
-    evaluated_s = sum(s.at_s - e for s, e in zip(report.scores, ends_before(report), strict=True))
+def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
+    """Return the result of a worker with the values that the command has reported."""
+    origin_s = get_origin_s(job)
+    starts = [begin - origin_s for begin, _ in report.training_intervals]
+    evaluated_s = sum(
+        s.at_s - e for s, e in zip(report.scores, list_ends_before_scores(report), strict=True)
+    )
     phases = {"build_s": starts[0]}
     if report.scores and not job.settings.steps:
         phases["eval_s"] = evaluated_s
     return {
-        "status": "diverged" if report.not_finite else "ok",
-        "reason": report.not_finite and f"{report.not_finite} is not a finite number",
+        "status": "diverged" if report.first_nonfinite else "ok",
+        "reason": report.first_nonfinite and f"{report.first_nonfinite} is not a finite number",
         "rank": 0,
-        "steps": len(report.step_s),
+        "steps": len(report.step_times_s),
         "samples": sum(report.samples),
         "train_time_s": report.train_time_s,
-        "epoch_starts_s": [begin for begin, _ in report.stretches],
-        "epoch_times_s": epoch_times_s(job.settings, report),
-        "step_ms": [1e3 * t for t in report.step_s],
+        "epoch_starts_s": [begin for begin, _ in report.training_intervals],
+        "epoch_times_s": compute_epoch_times_s(job.settings, report),
+        "step_ms": [1e3 * t for t in report.step_times_s],
         "breakdown_ms": {},
         "phases_s": phases,
         "started_s": 0.0,
-        "per_epoch": epochs_of(job.settings, report),
+        "per_epoch": list_epoch_entries(job.settings, report),
         "losses": {},
-        "memory": memory_of(job),
+        "memory": read_peak_memory(job),
         "model_states": {},
         "strategy": {
             "details": {"engine": job.settings.strategy},
             "evaluated_on": EVALUATED_ON,
-            "updates_applied": len(report.step_s),
+            "updates_applied": len(report.step_times_s),
         },
         "communication": None,
         "model": unbuilt_model(job) | {"parameters": report.facts.get("parameters")},
-        "provenance": provenance_of(job, report),
-        "told": said_entry(report, origin_s),
+        "provenance": collect_provenance(job, report),
+        "told": make_self_reported_entry(report, origin_s),
     }
 
 
-def said_entry(report: CommandReport, origin_s: float) -> dict[str, Any]:
-    """Return the record's `program.self_reported`."""
+def make_self_reported_entry(report: CommandReport, origin_s: float) -> dict[str, Any]:
+    """Return the record's section `program.self_reported`."""
     sizes = set(report.samples)
     return {
         "workers": report.facts["workers"],
         "parameters": report.facts.get("parameters"),
-        # The last step of a pass may have fewer.
+        # The last step of an epoch may have fewer samples, so that the largest number is the batch.
         "batch": max(sizes),
         "batches_differ": len(sizes) > 1,
-        "steps": len(report.step_s),
+        "steps": len(report.step_times_s),
         "samples": sum(report.samples),
-        "first_s": report.stretches[0][0] - origin_s,
-        "last_s": report.stretches[-1][1] - origin_s,
+        "first_s": report.training_intervals[0][0] - origin_s,
+        "last_s": report.training_intervals[-1][1] - origin_s,
         "evaluations": len(report.scores),
         "facts": {k: v for k, v in report.facts.items() if k not in ("workers", "parameters")},
     }
 
 
-def ends_before(report: CommandReport) -> list[float]:
-    """Return the clock's time before each score: the end of the last step, or the previous score."""
-    ends, latest = [], report.stretches[0][0]
+def list_ends_before_scores(report: CommandReport) -> list[float]:
+    """Return for each score the end of the last step or score before it, when the evaluation began."""
+    ends, latest = [], report.training_intervals[0][0]
     for score in report.scores:
-        done = [end for _, end in report.stretches if end <= score.at_s]
+        done = [end for _, end in report.training_intervals if end <= score.at_s]
         ends.append(max([latest, *done]))
         latest = score.at_s
     return ends
 
 
-def epochs_of(s: Settings, report: CommandReport) -> list[dict[str, Any]]:
-    """Return the record's `score.per_epoch`: an entry an evaluation that follows training."""
+def list_epoch_entries(s: Settings, report: CommandReport) -> list[dict[str, Any]]:
+    """Return the record's list `score.per_epoch`, with an entry per evaluation after training."""
     if s.steps:
         return []
     scores = [score for score in report.scores if score.train_time_s > 0]
@@ -125,30 +127,30 @@ def epochs_of(s: Settings, report: CommandReport) -> list[dict[str, Any]]:
     ]
 
 
-def epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
-    """Return seconds of training before each score since the one before, and after the last."""
-    ends = [e["train_time_s"] for e in epochs_of(s, report)]
+def compute_epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
+    """Return the seconds of training between successive scores, and after the last score."""
+    ends = [e["train_time_s"] for e in list_epoch_entries(s, report)]
     spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
     rest = report.train_time_s - (ends[-1] if ends else 0.0)
     return [*spans, rest] if rest > 1e-9 else spans
 
 
-def origin_of(job: Job) -> float:
-    """Return the origin of the cell's times on the clock of node 0, where the report was written."""
+def get_origin_s(job: Job) -> float:
+    """Return the origin of the cell's times on the clock of node 0, which wrote the report."""
     ends = read_ends(job.folder, 1)
     return ends[0]["origin_s"] if ends else job.origin_s
 
 
 def write_phases(job: Job, report: CommandReport) -> None:
-    """Write when the command trained, for the timeline and the energy."""
-    log = PhaseLog(job.folder.phases(0), 0, origin_of(job))
-    for begin, end in report.stretches:
+    """Write the intervals in which the command trained, which timeline and energy need."""
+    log = PhaseLog(job.folder.phases(0), 0, get_origin_s(job))
+    for begin, end in report.training_intervals:
         log.write("train", "start", at_s=begin)
         log.write("train", "end", at_s=end)
 
 
-def memory_of(job: Job) -> dict[str, Any]:
-    """Return the peak memory of the largest process, as the kernel counted it."""
+def read_peak_memory(job: Job) -> dict[str, Any]:
+    """Return the record's memory entry: the peak memory of the largest process, from the kernel."""
     peak_bytes = max(
         (end["max_rss_bytes"] for end in read_ends(job.folder, job.n_nodes)), default=None
     )
@@ -159,8 +161,8 @@ def memory_of(job: Job) -> dict[str, Any]:
     }
 
 
-def provenance_of(job: Job, report: CommandReport) -> dict[str, Any]:
-    """Return the node of the launcher, and the PyTorch that the command reported."""
+def collect_provenance(job: Job, report: CommandReport) -> dict[str, Any]:
+    """Return the provenance of worker 0: this node, its GPU, and the version of torch by the report."""
     facts: dict[str, Any] = {
         "device": "cuda" if job.use_cuda else "cpu",
         "host": facts_of_node(),
@@ -174,29 +176,29 @@ def provenance_of(job: Job, report: CommandReport) -> dict[str, Any]:
     return facts | ({"gpu": gpu.static()} if gpu else {})
 
 
-def program_entry(job: Job) -> dict[str, Any]:
-    """Return the record's `program`: external measurements, and the command's own report."""
+def make_program_entry(job: Job) -> dict[str, Any]:
+    """Return the record's section `program`: external measurements, and the command's report."""
     files = strategy_class(job.settings.strategy).files(job.settings.options)
     worker = job.folder.read_worker(0) or {}
     return {
         **files_entry(files),
-        "external": outside(job),
+        "external": make_external_entry(job),
         "self_reported": worker.get("told"),
     }
 
 
-def outside(job: Job) -> dict[str, Any]:
-    """Return external measurements of the command's processes on all nodes, or None if unknown."""
+def make_external_entry(job: Job) -> dict[str, Any]:
+    """Return measurements of the command's processes on all nodes; a value is None if unknown."""
     ends = read_ends(job.folder, job.n_nodes)
     processes, gpus = (
-        samples_of(job, "process", "rss_bytes"),
-        samples_of(job, "gpu", "mem_used_bytes"),
+        read_sampled_values(job, "process", "rss_bytes"),
+        read_sampled_values(job, "gpu", "mem_used_bytes"),
     )
     whole = len(ends) == job.n_nodes
     return {
         "exit_code": next((e["exit_code"] for e in ends if e["exit_code"]), 0) if whole else None,
-        "begun_s": ends[0]["begun_s"] - origin_of(job) if whole else None,
-        "ended_s": ends[0]["ended_s"] - origin_of(job) if whole else None,
+        "begun_s": ends[0]["begun_s"] - get_origin_s(job) if whole else None,
+        "ended_s": ends[0]["ended_s"] - get_origin_s(job) if whole else None,
         "cpu_time_s": sum(e["cpu_time_s"] for e in ends) if whole else None,
         "largest_process_bytes": max(e["max_rss_bytes"] for e in ends) if whole else None,
         "node_rss_bytes": max(processes, default=None),
@@ -204,12 +206,12 @@ def outside(job: Job) -> dict[str, Any]:
     }
 
 
-def samples_of(job: Job, kind: str, column: str) -> list[int]:
-    """Return all samples of a column of the cell's processes or GPUs.
+def read_sampled_values(job: Job, kind: str, column: str) -> list[int]:
+    """Read all sampled values of a column for the cell's processes or GPUs.
 
     Args:
-        job: The cell's.
-        kind: Kind of the sampled subject.
+        job: Job of the cell.
+        kind: `process` or `gpu`.
         column: Name of the column.
     """
     rows = (row for path in job.folder.sample_files() for row in read_samples(path))
@@ -219,36 +221,34 @@ def samples_of(job: Job, kind: str, column: str) -> list[int]:
 # --- how it ended --------------------------------------------------------------------------------
 
 
-def why_failed(job: Job, exits: Sequence[Any]) -> str:
-    """Return why a command failed: its exit code, and the last line of its log."""
+def describe_failure(job: Job, exits: Sequence[Any]) -> str:
+    """Describe how a command failed: its exit code, and the last line of its log."""
     failed = next(p for p in exits if p.exit_code not in (0, None))
-    lines = [line for line in log_of(job) if line.strip()]
+    lines = [line for line in read_last_log_lines(job) if line.strip()]
     return f"{failed}{f'; its last line: {lines[-1].strip()[:200]}' if lines else ''}"
 
 
-def log_of(job: Job) -> list[str]:
-    """Return the ends of the command's logs, of all nodes."""
-    paths = (job.folder.log(command_name(node)) for node in range(job.n_nodes))
+def read_last_log_lines(job: Job) -> list[str]:
+    """Return the last lines of the command's logs on all nodes."""
+    paths = (job.folder.log(get_command_name(node)) for node in range(job.n_nodes))
     return [line for path in paths if path.exists() for line in last_lines(path)]
 
 
-def why_no_timeout(job: Job) -> str | None:
-    """Return why a command that was ended at its limit failed.
+def find_hang_reason(job: Job) -> str | None:
+    """Return why a command that reached its time limit had hung, or None if it was only slow.
 
-    Return None if it was just slow.
-
-    Being slow is a result. Only the steps that it reports show progress.
+    A slow command is a result. Only reported steps count as progress.
     """
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     try:
-        report = read_report(report_path(job.folder))
+        report = read_report(get_report_path(job.folder))
     except ReportError as e:
         return f"no step within {limit}: {e}"
-    quiet_s = origin_of(job) + job.time_limit_s - report.latest_s
-    longest_s = max(report.step_s)
-    if report.paused or quiet_s <= max(QUIET_S, QUIET_STEPS * longest_s):
+    quiet_s = get_origin_s(job) + job.time_limit_s - report.last_line_s
+    longest_s = max(report.step_times_s)
+    if report.is_paused or quiet_s <= max(QUIET_S, QUIET_STEPS * longest_s):
         return None
     return (
-        f"it hangs: {quiet_s:.1f} s before {limit} it told of the last of {len(report.step_s)} steps, of "
-        f"which none had taken longer than {longest_s:.3g} s"
+        f"it hangs: it reported the last of {len(report.step_times_s)} steps {quiet_s:.1f} s before {limit}, "
+        f"and no step had taken longer than {longest_s:.3g} s"
     )

@@ -1,4 +1,4 @@
-"""Runs a cell that a user's command trains: as a gang, with other processes."""
+"""Runs a cell that a user's command trains, once per node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands import results
-from stratbench.extensions.commands.files import command_name, read_ends
+from stratbench.extensions.commands.files import get_command_name, read_ends
 from stratbench.strategies import strategy_class
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency
@@ -19,10 +19,10 @@ from stratbench.train.running.runner import Runner
 
 
 class CommandRunner(Runner):
-    """The command is started once on each node, and reports as one worker."""
+    """Runner of cells that a command trains: it is started once per node, and reports as one worker."""
 
     section = "program"
-    processes = "stratbench.extensions.commands.process:processes_of"
+    processes = "stratbench.extensions.commands.process:make_command_process"
 
     @classmethod
     def takes(cls, s: Settings) -> bool:
@@ -30,19 +30,21 @@ class CommandRunner(Runner):
 
     def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
         ends = {e["node"]: e["exit_code"] for e in read_ends(job.folder, job.n_nodes)}
-        return [agent.ProcessExit(command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)]
+        return [
+            agent.ProcessExit(get_command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)
+        ]
 
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
-        """Return how the cell ended, after storing what the command reported (`results`).
+        """Store the command's report, and return how the cell ended.
 
-        It was out of memory if its log says so, or if the kernel has killed one of its processes.
+        It ended out of memory if its log says so, or if the kernel killed one of its processes.
 
         Args:
-            job: The cell's.
+            job: Job of the cell.
             exits: How its processes exited.
-            kills_before: The kernel's count of such kills before the cell, or None if unknown.
+            kills_before: Number of the kernel's kills for memory before the cell, or None if unknown.
         """
-        results.keep_results(job)
+        results.store_results(job)
         worker = job.folder.read_worker(0) or {}
         if worker.get("status") == "diverged":
             return Ending("diverged", worker["reason"])
@@ -50,21 +52,24 @@ class CommandRunner(Runner):
         if failed:
             if has_killed(kills_before):
                 return KILLED_FOR_MEMORY
-            line = line_out_of_memory(results.log_of(job))
+            line = line_out_of_memory(results.read_last_log_lines(job))
             if line is None:
-                return Ending("error", results.why_failed(job, exits.processes))
+                return Ending("error", results.describe_failure(job, exits.processes))
             if job.folder.read_foreign_processes():
-                reason = "had no memory left, and others computed on its GPUs: free them, and train it again"
+                reason = (
+                    "ran out of memory while other processes used its GPUs: free these, and train it "
+                    "again"
+                )
                 return Ending("error", f"the command {reason}; {line.strip()}")
             return Ending("oom", line.strip())
         if exits.timed_out:
-            return failed_or_slow(job, results.why_no_timeout(job))
+            return failed_or_slow(job, results.find_hang_reason(job))
         if worker.get("status") != "ok":
             return Ending("error", worker.get("reason", "the command left no result"))
         return Ending("ok", None)
 
     def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        return results.program_entry(job)
+        return results.make_program_entry(job)
 
     def trained(self, job: Job, node: int) -> list[PhaseInterval]:
         return trained_of(job, range(1))
@@ -72,7 +77,7 @@ class CommandRunner(Runner):
     def gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Return when the command trained, by its own report, for each GPU of the cell."""
+        """Return the intervals in which the command trained by its report, for each GPU of the cell."""
         places = [p for p in job.folder.read_places().values() if "gpu" in p]
         if any(p["gpu"].get("index") is None for p in places):
             return None

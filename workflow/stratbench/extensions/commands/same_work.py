@@ -1,7 +1,7 @@
-"""Checks whether a cell of a user's command did the same work as the cells it is compared with.
+"""Checks whether a user's command trained the same as the cells that it is compared with.
 
-Its values are self-reported. They are ranked with others' if samples, batch, parameters and score agree.
-Otherwise, the cell is `incomparable`, with the reason, and no table or decision ranks it.
+The command reports its values itself. The cell is ranked with others if samples, batch, parameters and score
+agree. Otherwise its status becomes `incomparable`, with the reason, and no table or decision ranks it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from stratbench.cell.text.words import counted
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Value of the column `same_work` if it did.
+#: Value of the column `same_work` if a command trained the same.
 YES = "yes"
-#: Columns to compare between a command and others, with their names in a sentence.
+#: Columns to compare: of a command, of other cells, and the name in a sentence.
 _COUNTS = (
     ("samples_seen", "samples_seen", "samples"),
     ("command_batch", "global_batch", "samples per step"),
@@ -30,13 +30,13 @@ _COUNTS = (
 
 
 def judge_same_work(rows: Sequence[Row]) -> None:
-    """Fill in `same_work` in rows of commands' cells, and the status of incomparable ones."""
+    """Set `same_work` in the rows of commands' cells, and the status of incomparable cells."""
     beside: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row["status"] == "ok":
             beside[row["experiment"], row["model"]].append(row)
     verdicts = [
-        (row, next(differences(row, partners_of(row, of_place)), None))
+        (row, next(iter_work_differences(row, select_partners(row, of_place)), None))
         for of_place in beside.values()
         for row in of_place
         if row["strategy_kind"] == "own"
@@ -47,10 +47,10 @@ def judge_same_work(rows: Sequence[Row]) -> None:
             row["status"], row["reason"] = INCOMPARABLE, f"other work: {reason}"
 
 
-def partners_of(row: Row, beside: Sequence[Row]) -> list[Row]:
-    """Return the cells that a command's is compared with, preferably on as many workers.
+def select_partners(row: Row, beside: Sequence[Row]) -> list[Row]:
+    """Return the rows that a command's row is compared with, preferably on as many workers.
 
-    Among cells of our loop, those that train as DDP does have precedence; without ours, these are other
+    Cells of stratbench's loop with DDP's arithmetic have precedence, then its other cells, then other
     commands.
     """
     others = [r for r in beside if r["strategy"] != row["strategy"]]
@@ -61,42 +61,44 @@ def partners_of(row: Row, beside: Sequence[Row]) -> list[Row]:
     return []
 
 
-def differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """Yield texts on how a command's work differs from its partners'."""
+def iter_work_differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
+    """Yield texts on how a command's training differs from that of its partners."""
     if row["command_workers"] != row["gpus"]:
-        yield f"it says that {row['command_workers']} processes train, and the cell has {row['gpus']}"
+        yield f"it reports {row['command_workers']} processes, but the cell has {row['gpus']}"
     if not partners:
         yield "there is nothing to compare it with"
         return
     for own, theirs, what in _COUNTS:
         expected = {r[own if r["strategy_kind"] == "own" else theirs] for r in partners} - {None}
         if row[own] is None:
-            yield f"it does not say how many {what} it has"
+            yield f"it does not report its number of {what}"
         elif expected and row[own] not in expected:
-            yield f"{row[own]:,} {what}, and {_listed(expected)} beside it"
-    yield from difference_of_score(row, partners)
+            yield f"it has {row[own]:,} {what}, but compared cells have {_format_values(expected)}"
+    yield from iter_score_difference(row, partners)
 
 
-def difference_of_score(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """Yield a text if its score differs by more than the tolerance and a small test set explain."""
+def iter_score_difference(row: Row, partners: Sequence[Row]) -> Iterator[str]:
+    """Yield a text if a command's score differs by more than tolerance and sampling error explain."""
     known = [r for r in partners if r["score_final"] is not None]
     if not known:
         return
     if row["score_final"] is None:
-        yield f"it tells no {row['score_name']}"
+        yield f"it reports no {row['score_name']}"
         return
     factor = 100.0 if row["score_unit"] == "share" else 1.0
     scores = [r["score_final"] for r in known]
-    chance = max(1.96 * math.hypot(standard_error(row), standard_error(r)) for r in known)
+    chance = max(
+        1.96 * math.hypot(compute_standard_error(row), compute_standard_error(r)) for r in known
+    )
     slack = (row["score_tolerance"] or 0.0) / factor + chance
     if not min(scores) - slack <= row["score_final"] <= max(scores) + slack:
         beside = (
             f"{min(scores):.4g} to {max(scores):.4g}" if len(scores) > 1 else f"{scores[0]:.4g}"
         )
-        yield f"its {row['score_name']} is {row['score_final']:.4g}, and {beside} beside it"
+        yield f"its {row['score_name']} is {row['score_final']:.4g}, but that of compared cells is {beside}"
 
 
-def standard_error(row: Row) -> float:
+def compute_standard_error(row: Row) -> float:
     """Return the standard error of a score: recorded, or binomial for a share, else 0."""
     if row["score_error"] is not None:
         return row["score_error"]
@@ -105,25 +107,27 @@ def standard_error(row: Row) -> float:
     return math.sqrt(max(0.0, row["score_final"] * (1 - row["score_final"])) / row["test_samples"])
 
 
-def _listed(values: set[float]) -> str:
+def _format_values(values: set[float]) -> str:
     return " or ".join(f"{value:,}" for value in sorted(values))
 
 
 def notice_commands(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
-    """Yield notices on cells of a user's commands: their values are self-reported, and which rank."""
+    """Yield notices that commands report their values themselves, and which of them are not ranked."""
     rows = cells[cells["same_work"].notna()]
     if not len(rows):
         return
     names = ", ".join(dict.fromkeys(rows["strategy"]))
     same = (rows["same_work"] == YES).sum()
     yield (
-        f"{names}: trained by commands with loops of their own. Their times and scores are their own word, "
-        f"which the audit holds against what was measured from outside. Same work as beside them: {same} of "
-        f"{counted(len(rows), 'cell')}; others are not ranked."
+        f"{names}: trained by users' commands, which report their times and scores themselves. The audit "
+        "checks "
+        f"these against external measurements. {same} of {counted(len(rows), 'cell')} trained the same as "
+        "the "
+        "cells beside them; the rest is not ranked."
     )
     for reason, other in rows[rows["same_work"] != YES].groupby("same_work", sort=False):
         where = ", ".join(dict.fromkeys(f"{r.strategy} on {r.gpus}" for r in other.itertuples()))
-        yield f"Other work: {where}: {str(reason).removeprefix('no: ')}."
+        yield f"Not ranked, because of other work: {where}: {str(reason).removeprefix('no: ')}."
 
 
 READING = Reading(notices=notice_commands)

@@ -1,4 +1,4 @@
-"""`command`: a trainer of the user's own, started as a command: `torchrun train.py`, `accelerate launch`."""
+"""The strategy `command`: a user's trainer that is started as a command, such as `torchrun train.py`."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from stratbench.cell.settings import GIVEN
 from stratbench.extensions.commands.files import files_of_command
 from stratbench.strategies.base import Options, Strategy, Traits
 
-#: Placeholders in an argument, besides the names of an experiment's settings.
+#: Placeholders in arguments and their meanings, in addition to the names of an experiment's settings.
 PLACEHOLDERS = {
-    "workers": "processes on all nodes: the cell's `gpus`",
-    "nodes": "nodes, on each of which the command is started once",
-    "workers_per_node": "the most processes of a node",
+    "workers": "number of processes on all nodes: the cell's `gpus`",
+    "nodes": "number of nodes, on each of which the command is started once",
+    "workers_per_node": "largest number of processes on a node",
     "node": "number of this node, from 0",
-    "host": "where the processes of all nodes meet: a name of node 0",
-    "port": "a free port there",
+    "host": "name of node 0, on which the processes of all nodes rendezvous",
+    "port": "a free port on node 0",
     "seed": "seed of the cell: the same for all strategies of a repeat",
-    "global_batch": "samples of a step, of all workers together",
-    "per_worker_batch": "the same of one worker",
-    "total_steps": "steps of the whole training",
+    "global_batch": "samples per step over all workers",
+    "per_worker_batch": "samples per step of one worker",
+    "total_steps": "number of steps of the whole training",
     "model": "name of the model",
     "dataset": "name of the data set",
     "data": "folder of the prepared data set",
-    "out": "an empty folder for what the command writes, kept with the cell's log",
+    "out": "an empty folder for output of the command, which is kept with the cell's log",
 }
 NAMES = (*PLACEHOLDERS, *GIVEN)
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 class Command(Strategy):
-    """A user's command with its own loop, data and evaluation, reported by `stratbench.report`.
+    """A user's command with its own training loop, which reports its progress by `stratbench.report`.
 
-    The record separates external measurements from the command's own report.
+    The record separates external measurements from what the command reports.
     """
 
     kind = "own"
@@ -52,35 +52,39 @@ class Command(Strategy):
 
     @dataclass(frozen=True)
     class Options(Options):
-        command: list[str] | None = option(  # noqa: RUF009 - it has no list as default
+        command: list[str] | None = option(  # noqa: RUF009 - the default is no list
             None,
-            "program and arguments, which no shell reads; {workers}, {seed}, {data} and others stand for "
-            "values of the cell (docs/engines.md)",
+            "program and its arguments, without a shell; placeholders such as {workers}, {seed} and {data} "
+            "are "
+            "replaced by values of the cell (docs/engines.md)",
         )
-        needs: list[str] | None = option(  # noqa: RUF009 - nor has it
-            None, "packages that it needs, pinned (accelerate==1.15.0): looked for before any job"
+        needs: list[str] | None = option(  # noqa: RUF009 - the default is no list
+            None,
+            "pinned packages that it needs, such as accelerate==1.15.0; they are checked before any job",
         )
         sha256: str | None = option(
-            None, "hash of the command's files that are found here; filled in"
+            None, "hash of the command's files on this machine; filled in automatically"
         )
 
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.command == []:
-                raise ValueError("command = []: names no program")
-            if unknown := [n for n in placeholders(self.command or ()) if n not in NAMES]:
+                raise ValueError(
+                    "command = []: names no program; give the program and its arguments"
+                )
+            if unknown := [n for n in iter_placeholders(self.command or ()) if n not in NAMES]:
                 raise ValueError(
                     f"command: {{{unknown[0]}}} is unknown; use one of: {', '.join(NAMES)}"
                 )
             for pin in self.needs or ():
                 if not re.fullmatch(r"[A-Za-z0-9._-]+==[\w.]+", pin):
                     raise ValueError(
-                        f"needs: {pin!r} is no pinned package, such as accelerate==1.15.0"
+                        f"needs: {pin!r} is not a pinned package; write it as in accelerate==1.15.0"
                     )
 
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
-        if not arguments_of(options):
+        if not get_arguments(options):
             raise ValueError(
                 "it has no command; name a variant in its place, such as "
                 "mine: {strategy: command, command: [python, train.py]}"
@@ -88,7 +92,7 @@ class Command(Strategy):
 
     @classmethod
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
-        lacking = {"node", "host"} - set(placeholders(arguments_of(options)))
+        lacking = {"node", "host"} - set(iter_placeholders(get_arguments(options)))
         if gpus > per_node and lacking:
             raise ValueError(
                 f"{gpus} workers span several nodes, on each of which its command is started; give it "
@@ -100,7 +104,7 @@ class Command(Strategy):
         for key in ("slowdown", "profile"):
             if values[key]:
                 yield f".{key} = {values[key]}: a command cannot be reached from outside"
-        for name in placeholders(arguments_of(options)):
+        for name in iter_placeholders(get_arguments(options)):
             if name in GIVEN and values[name] is None:
                 yield f".{name} = null: a command has it as {{{name}}}"
 
@@ -110,15 +114,15 @@ class Command(Strategy):
 
     @classmethod
     def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
-        return files_of_command(arguments_of(options))
+        return files_of_command(get_arguments(options))
 
     @classmethod
     def faults_here(cls, options: Mapping[str, Any]) -> Iterator[str]:
-        program, *arguments = arguments_of(options) or [""]
+        program, *arguments = get_arguments(options) or [""]
         if shutil.which(program) is None:
             yield f"its program {program!r} is not found; install it, or give its path"
         for script in arguments:
-            plain = script.endswith(".py") and not list(placeholders([script]))
+            plain = script.endswith(".py") and not list(iter_placeholders([script]))
             if plain and not Path(script).expanduser().is_file():
                 yield f"its script {script!r} is not here ({Path.cwd()}); give its path from there"
 
@@ -126,20 +130,17 @@ class Command(Strategy):
         return Traits(weight_parts=None, optimizer_parts=None, kept_copies=None)
 
 
-def arguments_of(options: Mapping[str, Any]) -> list[str]:
-    """Return the program and its arguments, with names in braces.
-
-    Empty where an option gives none.
-    """
+def get_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Return the program and its arguments with placeholders, or an empty list without a command."""
     return options["command"] or []
 
 
-def placeholders(arguments: Iterable[str]) -> Iterator[str]:
-    """Yield the names in braces, in their order."""
+def iter_placeholders(arguments: Iterable[str]) -> Iterator[str]:
+    """Yield the names of the placeholders in arguments, in order."""
     for argument in arguments:
         yield from _PLACEHOLDER.findall(argument)
 
 
-def filled(arguments: Iterable[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the arguments with the names in braces replaced by `values`, and nothing else."""
+def fill_placeholders(arguments: Iterable[str], values: Mapping[str, Any]) -> list[str]:
+    """Return the arguments with placeholders replaced by their values."""
     return [_PLACEHOLDER.sub(lambda found: str(values[found[1]]), a) for a in arguments]

@@ -1,4 +1,4 @@
-"""The extension `deepspeed`: DeepSpeed as an engine."""
+"""The extension `deepspeed`: a strategy that trains by DeepSpeed's engine."""
 
 from __future__ import annotations
 

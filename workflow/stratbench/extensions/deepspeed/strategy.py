@@ -1,4 +1,4 @@
-"""`deepspeed`: DeepSpeed's engine, ZeRO stages 1 to 3, in the common training loop."""
+"""The strategy `deepspeed`: DeepSpeed's engine with ZeRO stages 1 to 3, in the common training loop."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
     from stratbench.strategies.saved import SavedState
 
-#: Numbers that DeepSpeed counts a bucket in are float32.
+#: Bytes per element of a bucket, since DeepSpeed counts buckets in float32 elements.
 NUMBER_BYTES = 4
 
 
 class DeepSpeed(Counted):
-    """deepspeed.initialize on our network and torch's optimizer: backward and update are the engine's.
+    """deepspeed.initialize on the cell's model and optimizer: the engine does backward and update.
 
-    Stage 1 divides the optimizer's state, stage 2 the gradients, stage 3 the parameters, too (Rajbhandari
-    et al., SC 2020). The engine keeps a copy of each worker's part of the weights, from which it updates
-    (a master copy, also in float32), and stages 1 and 2 reduce gradients to all workers: half as much again
-    as `zero1` sends on NCCL. Batches, clock, marks and evaluation are those of every strategy. The engine
-    knows nothing of BatchNorm: each worker keeps its own statistics, and their mean is evaluated.
+    Stage 1 shards the optimizer's state, stage 2 also gradients, and stage 3 also parameters (Rajbhandari et
+    al., SC 2020). The engine keeps a float32 master copy of each worker's part of the weights. Stages 1 and 2
+    reduce gradients to all workers, so that they send 1.5 times as much as `zero1` on NCCL. Batches, clock,
+    marks and evaluation are the same as for all strategies. Each worker has its own BatchNorm statistics,
+    whose mean is evaluated.
     """
 
-    family = "engines"  # a library that owns backward and update
+    family = "engines"  # libraries that do backward and update themselves
     mark = 0
     rigid = base.STATE_IN_PARTS
     needs = ("deepspeed==0.19.8",)
     summary: ClassVar[str] = (
-        "DeepSpeed's engine (ZeRO by stages): backward and update are its own code"
+        "DeepSpeed's engine with ZeRO stages 1 to 3, which does backward and update"
     )
     rule: ClassVar[str] = (
         "As ddp, but each worker holds the velocity of its share of W and updates that alone (stage 1), "
         "keeps of g its share (2) and of W (3); W is gathered after the update, or when it is used (3)"
     )
     updates_by_zeros = True
-    warms_up = True  # stage 3 learns the order of the modules
-    _counts_step = False  # before a `save`: what the engine sends then, no record has
-    buffers_note = "each worker keeps its own, and their mean is evaluated"
+    warms_up = True  # stage 3 learns the order of modules in the warm-up
+    _counts_step = False  # the records do not count what the engine sends
+    buffers_note = "each worker has its own; their mean is evaluated"
     evaluated_on = Sharded.evaluated_on
     breakdown_note: ClassVar[str] = (
-        "DeepSpeed reduces gradients inside backward; stages 1 and 2 gather the weights in the optimizer's "
-        "phase, stage 3 inside forward and backward; stage 3, and any stage that clips or has "
-        "match_other_strategies: false, waits for the device in every step, to read the gradient's norm"
+        "DeepSpeed reduces gradients within backward; stages 1 and 2 gather the weights in the optimizer "
+        "phase, stage 3 within forward and backward; stage 3, and any stage with clipping or "
+        "match_other_strategies: false, waits for the device in every step to read the gradient norm"
     )
 
     @dataclass(frozen=True)
     class Options(base.Options):
         stage: int = option(
             2,
-            "what is divided: 1 the optimizer's state, 2 gradients, 3 parameters",
+            "ZeRO stage: 1 shards the optimizer's state, 2 also gradients, 3 also parameters",
             least=1,
             below=4,
             tried=[1, 3],
@@ -74,16 +74,16 @@ class DeepSpeed(Counted):
         bucket_cap_mb: int = option(25, "size of a bucket in MiB", least=1)
         match_other_strategies: bool = option(
             True,
-            "true: buckets as ddp has them, gradients reduced beside backward, no norm or timer that nobody "
-            "asked for, stage 3 keeps nothing whole; false: DeepSpeed's own defaults",
+            "true: buckets like ddp's, gradients reduced concurrently with backward, no unneeded norms and "
+            "timers, and all parameters sharded in stage 3; false: DeepSpeed's own defaults",
         )
 
         def __post_init__(self) -> None:
             super().__post_init__()
             if not self.match_other_strategies and self.bucket_cap_mb != 25:
                 raise ValueError(
-                    f"bucket_cap_mb = {self.bucket_cap_mb}: match_other_strategies: false leaves it to "
-                    "DeepSpeed; remove it"
+                    f"bucket_cap_mb = {self.bucket_cap_mb}: with match_other_strategies: false DeepSpeed "
+                    "chooses the bucket size; remove bucket_cap_mb"
                 )
 
     @classmethod
@@ -98,18 +98,19 @@ class DeepSpeed(Counted):
                 "bf16"
             )
         if values["compile"]:
-            yield ".compile = true: compiled code is not tried with DeepSpeed; set it to false"
+            yield ".compile = true: compiled code is not tested with DeepSpeed; set it to false"
         if (implementation := values["optimizer_impl"]) != "fused":
             yield (
                 f".optimizer_impl = {implementation!r}: DeepSpeed gives the optimizer flat tensors of its "
                 "own; set it to fused"
             )
         if (chunks := values["loss_chunks"]) > 1:
-            yield f".loss_chunks = {chunks}: the loss in parts is not tried with DeepSpeed; set it to 1"
+            yield f".loss_chunks = {chunks}: the loss in chunks is not tested with DeepSpeed; set it to 1"
         if mode := values["activation_checkpointing"]:
             yield (
-                f".activation_checkpointing = {repr_of(mode)}: computing blocks again is not tried with "
-                "DeepSpeed; set it to false"
+                f".activation_checkpointing = {repr_of(mode)}: recomputing blocks is not tested with "
+                "DeepSpeed; "
+                "set it to false"
             )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
@@ -124,8 +125,8 @@ class DeepSpeed(Counted):
             )
         if self.options.stage == 3 and (early := trial.uncalled + trial.late):
             yield (
-                f"forward reads {names_text(early)} outside of a call of the module it belongs to, and stage "
-                "3 gathers a module's parameters only then; call the module itself, or use stage 1 or 2"
+                f"forward reads {names_text(early)} outside of a call of its module, but stage 3 gathers "
+                "parameters only for the call; call the module itself, or use stage 1 or 2"
             )
         yield from base.refusals_of_parts(trial, as_parameters=False)
         if worker.world_size == 1:
@@ -137,7 +138,7 @@ class DeepSpeed(Counted):
 
     def traits(self, gpus: int) -> base.Traits:
         o = self.options
-        # Stage 2 shards the gradients and not the weights; by default stage 3 does not shard small tensors.
+        # Stage 2 shards gradients but not weights, and by default stage 3 does not shard small tensors.
         parts = {1: 1, 2: None, 3: gpus if o.match_other_strategies else None}[o.stage]
         return base.Traits(
             synchronous_alone=True,
@@ -147,24 +148,26 @@ class DeepSpeed(Counted):
             optimizer_parts=gpus,
             optimizer_padded=True,
             updates_per_step=1,
-            # Stage 3 gathers again for backward what it has freed after forward.
+            # Stage 3 frees parameters after forward, and gathers them again for backward.
             ring_copies=3 if o.stage < 3 else 2,
             kept_copies=1,
         )
 
     def setup(self, model: nn.Module, worker: base.Worker) -> None:
         deepspeed = import_deepspeed(worker.device.type)
-        # The engine insists on these; it would ask numactl how many workers a node has, in every step.
+        # The engine needs these; otherwise it would run numactl in every step to count the workers of a node.
         os.environ |= {
             "LOCAL_RANK": str(worker.device.index or 0),
             "LOCAL_SIZE": str(worker.local_world),
         }
         self.worker, self.model = worker, model
         self.parameters = self.local = [p for p in model.parameters() if p.requires_grad]
-        self._trained = numel(self.parameters)
+        self._trained = count_parameters(self.parameters)
         kind, settings = self.optimizer_kind()
         self.optimizer = kind(self.parameters, **settings)
-        model.to = lambda *_, **__: model  # it is on its device, and fake tensors cannot be moved
+        model.to = lambda *_, **__: (
+            model
+        )  # the model is on its device; fake tensors cannot be moved
         self.engine, self.zero, *_ = deepspeed.initialize(
             model=model,
             optimizer=self.optimizer,
@@ -183,9 +186,11 @@ class DeepSpeed(Counted):
         self.reset()
 
     def config(self, worker: base.Worker) -> dict[str, Any]:
-        """DeepSpeed's configuration of the cell."""
+        """Return DeepSpeed's configuration for the cell."""
         o = self.options
-        groups = [numel(p for m in ms for p in m.parameters()) for _, ms in worker.wrap_groups]
+        groups = [
+            count_parameters(p for m in ms for p in m.parameters()) for _, ms in worker.wrap_groups
+        ]
         group = max(groups, default=self._trained)
         return engine_config(
             o.stage,
@@ -202,13 +207,13 @@ class DeepSpeed(Counted):
 
     def restore(self, saved: SavedState) -> None:
         super().restore(saved)
-        self._free_gathered()  # else a step would use what the warm-up has made of them
+        self._free_gathered()  # gathered parameters still have the values of the warm-up
 
     def _free_gathered(self) -> None:
-        """Free gathered and prefetched shards of others, in stage 3."""
+        """Free the gathered and prefetched parameters in stage 3."""
         if self.options.stage == 3:
             self.zero._partition_all_parameters()
-            self.zero._post_step(set())  # gathers what stays whole
+            self.zero._post_step(set())  # gathers parameters that are not sharded
 
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self._flat, *self.model.buffers()]
@@ -226,13 +231,13 @@ class DeepSpeed(Counted):
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss, scale_wrt_gas=False)  # a part's loss is divided already
+        self.engine.backward(loss, scale_wrt_gas=False)  # the loss is already divided by the parts
 
     def gradients(self) -> list[Tensor]:
         return [g for gradients in self.zero.averaged_gradients.values() for g in gradients]
 
     def clip(self, norm: float) -> None:
-        """The engine does it."""
+        """Do nothing, because the engine clips gradients itself."""
 
     def update(self) -> None:
         self.engine.step()
@@ -282,15 +287,18 @@ class DeepSpeed(Counted):
         )
 
         replaced = [
-            (parameter_offload, "FWD_MODULE_STACK", []),  # it would keep every network
-            # Fake numbers have no value that the host could read: whether a norm is finite, and whether
-            # the workers call the same modules.
+            (
+                parameter_offload,
+                "FWD_MODULE_STACK",
+                [],
+            ),  # the global list would keep every model alive
+            # Fake tensors have no values, so that checks for finite norms and equal calls are disabled.
             *(
                 (at, "is_invalid_grad_norm", lambda norm: False)
                 for at in (utils, stage_1_and_2, stage3)
             ),
             (partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
-            (F, "linear", F.linear),  # stage 3 puts its own there, for all networks of the process
+            (F, "linear", F.linear),  # stage 3 replaces it for all models of the process
         ]
         with ExitStack() as stack:
             for module, name, value in replaced:
@@ -307,19 +315,19 @@ def engine_config(
     trained: int,
     group: int | None = None,
 ) -> dict[str, Any]:
-    """Return DeepSpeed's configuration (deepspeed.ai/docs/config-json) of a cell.
+    """Return DeepSpeed's configuration of a cell, in the format of deepspeed.ai/docs/config-json.
 
     Args:
-        stage: Its option: the ZeRO stage.
-        match_other_strategies: Its option: whether buckets and overlap are as those of `ddp`.
-        bucket_cap_mb: Its option: the size of a bucket.
-        s: The cell's settings.
+        stage: ZeRO stage.
+        match_other_strategies: Whether buckets and overlap are like those of `ddp`.
+        bucket_cap_mb: Size of a bucket in MiB.
+        s: Settings of the cell.
         trained: Number of trainable parameters.
         group: Parameters of the largest sharding group, or None to leave it to DeepSpeed.
     """
     zero: dict[str, Any] = {"stage": stage}
     config = {
-        # For its own lines of progress; samples come from our loop.
+        # DeepSpeed needs the batch size only for its progress output.
         "train_micro_batch_size_per_gpu": max(
             1, s.per_worker_batch // s.gradient_accumulation_steps
         ),
@@ -330,7 +338,7 @@ def engine_config(
         "zero_optimization": zero,
     }
     if s.precision == "bf16":
-        # No module's gradients are sent in 16 bits: the other strategies send 32.
+        # Gradients of all modules are sent in 32 bits, as by other strategies.
         config["torch_autocast"] = {
             "enabled": True,
             "dtype": "bfloat16",
@@ -338,43 +346,43 @@ def engine_config(
         }
     if not match_other_strategies:
         return config
-    config["timers"] = {"throughput": {"enabled": False}}  # else each step waits for the device
-    # A bucket larger than the network would be memory that nothing ever fills.
+    config["timers"] = {
+        "throughput": {"enabled": False}
+    }  # the timer waits for the device in each step
+    # A bucket larger than the model would waste memory.
     bucket = min((bucket_cap_mb << 20) // NUMBER_BYTES, trained)
     zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}
     if stage == 3:
-        # As FSDP: the group that is used, and one ahead. What the engine may hold by its defaults is a
-        # thousand million parameters, which it does not free after forward.
+        # As in FSDP, the group in use and the next one are gathered. By its defaults the engine would keep a
+        # thousand million parameters after forward.
         zero |= {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
         if group is not None:
             zero["stage3_prefetch_bucket_size"] = group
             zero["stage3_max_live_parameters"] = 2 * group
     elif s.max_grad_norm is None:
-        zero["compute_grad_norm"] = False  # the host would read it in every step
+        zero["compute_grad_norm"] = False  # the host would read the norm in every step
     return config
 
 
-def numel(parameters: Iterable[nn.Parameter]) -> int:
+def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the total number of elements of parameters."""
     return sum(p.numel() for p in parameters)
 
 
 def import_deepspeed(device: str) -> ModuleType:
-    """Import DeepSpeed and all that a first step would import, for workers on `device`.
-
-    The device is `cpu` or `cuda`.
-    """
+    """Import DeepSpeed, with all that a first step would import, for workers on `cpu` or `cuda`."""
     os.environ["DS_ACCELERATOR"] = device
     before = dict(os.environ)
     import deepspeed
     import deepspeed.runtime.zero.muon.muon_optimizer
 
-    for name in os.environ.keys() - before.keys():  # every worker shall have the same environment
+    for name in os.environ.keys() - before.keys():  # the import must not change the environment
         del os.environ[name]
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    # On a CPU the engine would compile an operator that training does not use, behind a lock: if such a
-    # process is killed, the lock remains, and all later ones wait forever. None is compatible.
+    # On a CPU the engine would compile an unused operator under a lock file. If the process is killed, the
+    # lock remains, and all later processes wait forever. Without compatible operators nothing is compiled.
     deepspeed.ops.__compatible_ops__ = {}
-    # Reset an earlier process group, if this process has had one.
+    # An earlier process group of this process is forgotten.
     deepspeed.comm.comm.cdb = None
     groups = deepspeed.utils.groups
     groups._WORLD_GROUP = groups._DATA_PARALLEL_GROUP = None

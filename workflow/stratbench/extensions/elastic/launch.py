@@ -102,7 +102,7 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
             folder.write_incarnation(incarnation, coordinator.get_history_values())
             if folder.ended.exists():  # no later launcher resumes this training
                 folder.secret.unlink(missing_ok=True)
-                checkpoints.forget(folder.path)
+                checkpoints.delete_checkpoints(folder.path)
     return ending
 
 
@@ -176,11 +176,11 @@ def _wait_for_last_files(coordinator: Coordinator) -> None:
 
 def find_newest_checkpoint(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
     """Return the step and the epochs' results of the newest intact checkpoint, or None without one."""
-    for step in sorted(checkpoints.steps_in(folder.path), reverse=True):
+    for step in sorted(checkpoints.list_steps(folder.path), reverse=True):
         try:
-            with checkpoints.deleted_if_damaged(folder.path, step):
+            with checkpoints.delete_if_damaged(folder.path, step):
                 return step, checkpoints.read_facts(folder.path, step).get("epochs", [])
-        except checkpoints.Damaged as error:
+        except checkpoints.DamagedCheckpoint as error:
             print(error, flush=True)
     return None
 

@@ -209,8 +209,8 @@ class ElasticSynchronous:
             self.generations += 1
             self._begin_steps()
             done.through = self._train_until_stop(done)
-        except (RuntimeError, checkpoints.Damaged) as error:
-            if not isinstance(error, checkpoints.Damaged) and not any(
+        except (RuntimeError, checkpoints.DamagedCheckpoint) as error:
+            if not isinstance(error, checkpoints.DamagedCheckpoint) and not any(
                 sign in str(error).lower() for sign in _OF_PEERS
             ):
                 raise
@@ -219,7 +219,7 @@ class ElasticSynchronous:
                 flush=True,
             )
             done.failed = True
-            self._checkpoints.settle()  # now it is known whether the checkpoint in progress is valid
+            self._checkpoints.wait_for_write()  # now it is known whether the checkpoint in progress is valid
         self._stop_clock(done)
         self._stopped_s = time.monotonic()
 
@@ -269,7 +269,7 @@ class ElasticSynchronous:
         # If rank 0 is lost meanwhile, a member would have half of its state: the old state is restored.
         with self._phases("join"), self._restore_on_failure(state):
             if message["load"]:
-                with checkpoints.deleted_if_damaged(worker.folder.path, message["step"]):
+                with checkpoints.delete_if_damaged(worker.folder.path, message["step"]):
                     checkpoints.read_into(worker.folder.path, message["step"], state)
             # DDP broadcasts the weights and buffers of rank 0 when it wraps the model.
             strategy.module = strategy.compiled = strategy.wrap(strategy.model, worker)
@@ -384,7 +384,7 @@ class ElasticSynchronous:
 
     def _save_checkpoint(self, wait: bool = False) -> None:
         facts = {"epochs": list(self._entries)}
-        self._checkpoints.take(self._step, self.strategy.state_tensors(), wait, facts=facts)
+        self._checkpoints.start_write(self._step, self.strategy.state_tensors(), wait, facts=facts)
         self._kept_s = time.monotonic()
 
     def _save_for_later_members(self) -> None:

@@ -1,4 +1,4 @@
-"""The extension `explore`: a page to browse cells."""
+"""The extension `explore`: an interactive page on which to browse cells."""
 
 from __future__ import annotations
 

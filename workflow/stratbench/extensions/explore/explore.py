@@ -1,8 +1,8 @@
-"""Writes explore.html: all cells on one interactive page, with axes, filters and a table to choose from.
+"""Writes explore.html, an interactive page on all cells with a figure, filters and a table.
 
-The page needs no network and no other file. Its data are JSON in the page, and its state is that of a form in
-its HTML. Its script writes texts only as text, and a policy in the page forbids any other script and any
-request.
+The page needs no network and no other file. Its data are JSON in the page, and its state is that of an HTML
+form. Its script inserts texts only as text, and a content security policy forbids other scripts and all
+requests.
 """
 
 from __future__ import annotations
@@ -31,35 +31,36 @@ from stratbench.cell.text import pages
 from stratbench.cell.text.words import WORKER_NOUNS, plural
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: The column with the name of a cell's result set, for a page that shows several.
+#: Column with the name of a cell's result set, on a page with several sets.
 SET_COLUMN = Column("set", "text", "", None, "The result set that the cell is from.")
-#: Numbers that name or count something: they are listed, not put on a continuous axis.
+#: Numeric columns whose values are shown as categories, and not on a continuous axis.
 DISCRETE = ("gpus", "repeat")
-#: The columns that come first among the filters.
+#: Columns that come first among the filters.
 FIRST = ("set", "experiment", "model", "strategy", "gpus", "repeat", "status", "audit")
-#: The columns whose values are listed as they come, not sorted.
+#: Columns whose values are listed in their order in cells.csv instead of sorted.
 AS_THEY_COME = ("set", "experiment", "strategy", "model", "audit")
-#: Columns with more values than this have no filter; fewer for measured numbers, none for coordinates.
+#: Largest number of values of a column with a filter: in general, and for measured numbers. Coordinates
+#: always have a filter.
 MAX_LEVELS, MAX_NUMBER_LEVELS = 60, 8
-#: The columns of the table at first: what tells cells apart and what was measured, as a screen has room for.
+#: Columns that the table shows at first: coordinates and the main measurements.
 SHOWN = (
     *("set", "experiment", "strategy", "model", "gpus", "train_time_s", "score_final"),
     *("peak_memory_bytes", "throughput_samples_per_s", "status", "audit"),
 )
-#: A time axis is logarithmic at first where the longest time is more than this many times the shortest.
+#: Ratio of the longest to the shortest time above which a time axis is logarithmic at first.
 LOG_FROM = 20
-#: Columns that are not shown: the study's name, and paths, which become links.
+#: Columns that are not shown: the name of the study, and paths, which become links.
 NOT_SHOWN = ("study", "record_path", "log_path")
-#: Columns in the unit of the task's score.
+#: Columns whose unit is that of the task's score.
 SCORES = ("score_final", "score_best")
-#: Digits kept of a measured value.
+#: Number of significant digits of a measured value.
 DIGITS = 6
-#: Data with more characters are compressed, so that a page with 10,000 cells stays below 1 MiB.
+#: Number of characters above which data are compressed: a page with 10,000 cells stays below 1 MiB.
 MAX_PLAIN = 1 << 18
 
 
-def label_of(name: str, unit: str) -> str:
-    """A column's name in words, without the unit at its end."""
+def make_label(name: str, unit: str) -> str:
+    """Return the label of a column: its name with blanks, without the unit at its end."""
     if name == "gpus":
         return "workers"
     suffix = {"%": "pct", "FLOP/s": "flops_per_s"}.get(unit, unit.replace("/", "_per_"))
@@ -67,10 +68,10 @@ def label_of(name: str, unit: str) -> str:
     return words.replace("_", " ")
 
 
-def shown_in(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
-    """The unit in which a column's values are shown, with the factor to it.
+def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
+    """Return the unit in which a column's values are shown, and the factor to that unit.
 
-    Scores of different units are shown as in the records.
+    Scores with different units are shown in the units of the records.
     """
     if column.name in SCORES and cells["score_unit"].dropna().nunique() <= 1:
         score = score_of(cells)
@@ -79,72 +80,74 @@ def shown_in(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
     return next(units, (column.unit, 1.0))
 
 
-def rounded(value: float) -> float | int:
-    """A value rounded to DIGITS significant digits; whole numbers stay whole."""
+def round_value(value: float) -> float | int:
+    """Round a value to DIGITS significant digits. Whole numbers are not changed."""
     if float(value).is_integer() and abs(value) < 2**53:
         return int(value)
     return float(f"{value:.{DIGITS}g}")
 
 
-def natural_key(value: Any) -> tuple[Any, ...]:
-    """Return the sort key of a level: numbers by value, texts by the numbers in them, absent ones last."""
+def make_natural_key(value: Any) -> tuple[Any, ...]:
+    """Return a sort key for values of a column: numbers in texts sort by value, and None comes last."""
     if not isinstance(value, str):
         return value is None, value
     parts = re.split(r"([0-9]+)", value.lower())
     return False, [int(part) if n % 2 else part for n, part in enumerate(parts)]
 
 
-def encoded(name: str, number: bool, values: Sequence[Any]) -> Row:
-    """Return a column's values: `levels` with the index into them for each cell (`at`), or `values`.
+def encode_values(name: str, number: bool, values: Sequence[Any]) -> Row:
+    """Encode a column for the page: distinct `levels` with an index per cell (`at`), or all `values`.
 
-    Columns with levels can be filtered by. Where there is one level, there is no `at`.
+    Columns with levels get a filter. With a single level there is no `at`.
     """
     levels = list(dict.fromkeys(values))
     most = MAX_NUMBER_LEVELS if number else MAX_LEVELS
     if len(levels) > most and name not in COORDINATES:
         return {"values": list(values)}
     if name not in AS_THEY_COME:
-        levels.sort(key=natural_key)
+        levels.sort(key=make_natural_key)
     if len(levels) == 1:
         return {"levels": levels}
     place = {level: n for n, level in enumerate(levels)}
     return {"levels": levels, "at": [place[value] for value in values]}
 
 
-def column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
-    """A column's values for JSON, in the unit in which they are shown; None if no cell has any."""
+def get_column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
+    """Return a column's values for JSON in the shown unit, or None if no cell has a value."""
     series = cells[column.name]
     if not series.notna().any():
         return None
     if column.kind == "number":
-        by = shown_in(column, cells)[1]
-        return [None if v is None else rounded(v * by) for v in present(series.astype(float))]
-    return [None if v is None else str(v) for v in present(series)]
+        by = get_shown_unit(column, cells)[1]
+        return [
+            None if v is None else round_value(v * by) for v in list_values(series.astype(float))
+        ]
+    return [None if v is None else str(v) for v in list_values(series)]
 
 
-def present(series: pd.Series) -> list[Any]:
-    """The values of a series, with None for absent ones."""
+def list_values(series: pd.Series) -> list[Any]:
+    """Return the values of a series as a list, with None for missing values."""
     return series.astype(object).where(series.notna(), None).tolist()
 
 
-def columns_of(cells: pd.DataFrame) -> Iterator[Row]:
-    """The columns in which some cell has a value, in the form that the page's script reads."""
+def iter_column_data(cells: pd.DataFrame) -> Iterator[Row]:
+    """Yield the columns in which any cell has a value, in the form that the page's script reads."""
     for column in (SET_COLUMN, *CELL_COLUMNS):
         if column.name not in cells or column.name in NOT_SHOWN or column.kind == "json":
             continue
-        if (values := column_values(column, cells)) is None:
+        if (values := get_column_values(column, cells)) is None:
             continue
-        yield column_data(
+        yield make_column_data(
             column.name,
             values,
-            label=label_of(column.name, column.unit),
-            unit=shown_in(column, cells)[0],
+            label=make_label(column.name, column.unit),
+            unit=get_shown_unit(column, cells)[0],
             number=column.kind == "number" and column.name not in DISCRETE,
             definition=column.definition,
         )
 
 
-def column_data(
+def make_column_data(
     name: str,
     values: Sequence[Any],
     *,
@@ -161,12 +164,12 @@ def column_data(
         "heading": f"{label} ({unit})" if unit else label,
         "number": number,
         "definition": definition,
-        **encoded(name, number, values),
+        **encode_values(name, number, values),
     }
 
 
-def audit_column(audit: Row, count: int) -> Iterator[Row]:
-    """The worst finding on each cell, as a column; none where the audit has no findings."""
+def iter_audit_column(audit: Row, count: int) -> Iterator[Row]:
+    """Yield a column with the severity of the worst finding on each cell, if the audit has findings."""
     if not audit["rules"]:
         return
     graded = [SEVERITIES.index(rule["severity"]) for rule in audit["rules"]]
@@ -174,18 +177,19 @@ def audit_column(audit: Row, count: int) -> Iterator[Row]:
         number: SEVERITIES[min(graded[r] for r in rules)]
         for number, rules in audit["cells"].items()
     }
-    yield column_data(
+    yield make_column_data(
         "audit",
         [worst.get(number, "no finding") for number in range(count)],
         label="audit",
-        definition="The worst that the audit found on the cell: unusable, warning or note.",
+        definition="Severity of the worst finding of the audit on the cell: unusable, warning or note.",
     )
 
 
-def findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[list[int]]:
-    """For each row of cells.csv, the indices of the audit's findings on it.
+def iter_findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[list[int]]:
+    """Yield for each row of cells.csv the indices of the audit's findings on it.
 
-    A finding without some coordinates is on all cells that share its others; without any, on none.
+    A finding that lacks coordinates is on all cells that share its other coordinates. Without any, it is on
+    none.
     """
     names = [name for name in ("set", *GROUP, "repeat") if name in cells]
     placed: dict[tuple[tuple[str, Any], ...], list[int]] = {}
@@ -202,18 +206,18 @@ def findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[l
         )
 
 
-def audit_of(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
-    """The audit's rules that have findings, and the indices of these rules for each cell."""
+def collect_audit(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
+    """Return the rules of the audit that have findings, and for each cell the indices of its rules."""
     rules: dict[tuple[str, str, str, str], int] = {}
     rule_at = [
         rules.setdefault((f["rule"], f["severity"], f["affects"], f["explanation"]), len(rules))
         for f in findings
     ]
-    found = zip(cells["status"], findings_by_cell(cells, findings), strict=True)
+    found = zip(cells["status"], iter_findings_by_cell(cells, findings), strict=True)
     by_cell = {
         number: sorted({rule_at[place] for place in places})
         for number, (status, places) in enumerate(found)
-        if places and status in STATUSES  # a cell without figures has none to doubt
+        if places and status in STATUSES  # cells without a result have no values to doubt
     }
     keys = ("id", "severity", "affects", "explanation")
     return {
@@ -223,8 +227,8 @@ def audit_of(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
     }
 
 
-def files_of(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
-    """The links to each cell's record and log, and which cells have one."""
+def collect_links(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
+    """Return the links to records and logs, and the indices of the cells that have these files."""
     folder = Path(os.path.relpath(study_dir, page_dir)).as_posix()
     paths = {"record": f"cells/{CELL_PATTERN}/record.json", "log": f"logs/{CELL_PATTERN}.log"}
     return {
@@ -232,7 +236,7 @@ def files_of(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
             "path": f"{folder}/{path}",
             "cells": [
                 number
-                for number, there in enumerate(present(cells[f"{kind}_path"]))
+                for number, there in enumerate(list_values(cells[f"{kind}_path"]))
                 if there is not None and (study_dir / there).exists()
             ],
         }
@@ -240,21 +244,22 @@ def files_of(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
     }
 
 
-def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, Any]:
-    """All data that the page's script shows.
+def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, Any]:
+    """Return all data that the page's script shows.
 
-    `cells`: rows of cells.csv, with a column `set` if there are several sets; `findings`: rows of
-    audit.csv, also with `set` if there are several.
+    Args:
+        cells: Rows of cells.csv, with a column `set` if there are several sets.
+        findings: Rows of audit.csv, with `set` as well if there are several sets.
     """
     bases = bases_by_strategy(cells)
     marks = marks_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
     hues = {name: [hue.light[0], hue.dark[0]] for name, hue in FAMILIES.items()}
-    audit = audit_of(cells, findings)
+    audit = collect_audit(cells, findings)
     return {
         "cells": len(cells),
-        "columns": [*columns_of(cells), *audit_column(audit, len(cells))],
+        "columns": [*iter_column_data(cells), *iter_audit_column(audit, len(cells))],
         "coordinates": [name for name in ("set", *COORDINATES[1:]) if name in cells],
-        # Colours are pairs, for light and for dark paper; a marker is a shape and its filling.
+        # A colour is a pair for light and dark mode, and a marker is a shape with a fill.
         "styles": {name: [hues[m.family], m.alone] for name, m in marks.items()},
         "colours": list(hues.values())[1:],
         "markers": [f"{hue.shape} {fill}" for fill in FILLS for hue in FAMILIES.values()],
@@ -271,15 +276,15 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
     }
 
 
-def packed(text: str) -> str:
-    """The text, compressed if it is long (gzip, base64); the script tells by the first character."""
+def compress_text(text: str) -> str:
+    """Compress a long text by gzip and base64. The script recognizes that by the first character."""
     if len(text) <= MAX_PLAIN:
         return text
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def controls_of(data: Row) -> Row:
-    """Return what the form offers: columns for axes, looks, filters and the table, and the first choice."""
+def list_controls(data: Row) -> Row:
+    """Return the choices in the page's form: columns for axes, colours, filters and the table."""
     columns = {c["name"]: c for c in data["columns"]}
     numbers = [c for c in columns.values() if c["number"]]
     names = [c for c in columns.values() if "levels" in c and not c["number"]]
@@ -295,7 +300,7 @@ def controls_of(data: Row) -> Row:
         "looks": {"names": names, "numbers": [c for c in numbers if "levels" in c]},
         "chosen": {"x": "gpus", "y": y["name"], "colour": "strategy",
                    "marker": "set" if "set" in columns else "strategy"},
-        "logarithmic": {"x": False, "y": is_wide(y)},
+        "logarithmic": {"x": False, "y": spans_wide_range(y)},
         "filters": [c for c in filters if c["name"] in FIRST],
         "more_filters": [c for c in filters if c["name"] not in FIRST],
         "shown": shown,
@@ -303,30 +308,37 @@ def controls_of(data: Row) -> Row:
     }  # fmt: skip
 
 
-def is_wide(column: Row) -> bool:
-    """Whether a column's numbers are all positive and far apart."""
+def spans_wide_range(column: Row) -> bool:
+    """Return whether a column's numbers are positive and span more than a factor of LOG_FROM."""
     values = column.get("values") or column["levels"]
     known = [v for v in values if isinstance(v, (int, float))]
     return bool(known) and 0 < LOG_FROM * min(known) < max(known)
 
 
 def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
-    """The page as HTML. `notices`: what a reader must know before any number; `back`: link to the report."""
+    """Return the page as HTML.
+
+    Args:
+        data: Result of `make_page_data`.
+        title: Title of the page.
+        notices: Sentences that a reader must know before any number.
+        back: Link to the report, or None.
+    """
     values = {
         "title": title,
         "notices": notices,
         "back": back,
-        "data": packed(pages.as_json(data)),
-        **controls_of(data),
+        "data": compress_text(pages.as_json(data)),
+        **list_controls(data),
         **pages.script_values(TEMPLATES / "explore.js"),
     }
     return pages.render("explore.html.j2", TEMPLATES, values=values)
 
 
 def make_page(given: ReportInput, notices: Sequence[str]) -> str:
-    """Return explore.html of one study; its links lead to the files below results/<study>."""
-    data = page_data(given.cells, given.findings.to_dict("records"))
-    data["files"] = files_of(given.cells, given.study_dir, given.folder)
+    """Return the page of one study as HTML, with links to files below results/<study>."""
+    data = make_page_data(given.cells, given.findings.to_dict("records"))
+    data["files"] = collect_links(given.cells, given.study_dir, given.folder)
     return render(data, str(given.cells["study"].iloc[0]), notices, "report.html")
 
 

@@ -1,4 +1,4 @@
-"""The extension `local`: local SGD, DiLoCo and gossip."""
+"""The extension `local`: strategies whose workers update their own weights (local SGD, DiLoCo, gossip)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of strategies whose workers train by themselves, and exchange weights between their updates."""
+"""Base class of strategies whose workers update their own weights, and exchange these at times."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-#: Numbers of which a distance is summed up at once: temporary tensors stay small.
+#: Number of elements per part when a distance is summed, so that temporary tensors stay small.
 SUMMED_NUMBERS = 1 << 20
 
 
 class Local(base.Collective):
-    """Base of strategies whose workers update their own weights and exchange them at times.
+    """Base class of strategies whose workers update their own weights, and exchange these at times.
 
-    Weights and BatchNorm's statistics are views of flat tensors, so that an exchange copies nothing. The
-    optimizer's state stays each worker's own. The mean of all workers is evaluated.
+    Weights and BatchNorm's statistics are views of flat tensors, so that an exchange copies nothing. Each
+    worker keeps its own optimizer state. The mean of all workers' weights is evaluated.
     """
 
     family = "own weights"
-    rigid = "each worker has weights of its own, which end with the worker"
-    buffers_note = "each worker keeps its own, and they are averaged with the weights"
+    rigid = "each worker has its own weights, which are lost with the worker"
+    buffers_note = "each worker has its own; they are averaged together with the weights"
     evaluated_on = "the workers' mean weights and BatchNorm statistics"
     breakdown_note: ClassVar[str] = (
-        "exposed_communication is the exchange of weights after the update, waiting for slower workers "
-        "included, as a mean over all steps"
+        "exposed_communication is the exchange of weights after the update, including waits for slower "
+        "workers, as a mean over all steps"
     )
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         if values["precision"] == "fp16":
             yield (
-                ".precision = 'fp16': a worker whose gradient overflows would skip its step alone, since "
-                "workers that train by themselves share no loss scale; use bf16"
+                ".precision = 'fp16': a worker whose gradients overflow would skip its step alone, because "
+                "these workers do not share a loss scale; use bf16"
             )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().refusals_of_model(model, worker)
         if names := [name for name, p in model.named_parameters() if p.is_complex()]:
             yield (
-                f"how far workers are apart is summed in real numbers, and {names_text(names)} is complex; "
-                "keep its real and imaginary part as two parameters"
+                f"{names_text(names)} is complex, but the distance of workers is computed in real numbers; "
+                "keep the real and imaginary parts as two parameters"
             )
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
-        self.weights = flattened([p for p in model.parameters() if p.requires_grad])
+        self.weights = flatten_tensors([p for p in model.parameters() if p.requires_grad])
         buffers = [b for b in model.buffers() if b.is_floating_point()]
-        self.statistics = flattened([*buffers, *self.frozen_written()])
+        self.statistics = flatten_tensors([*buffers, *self.frozen_written()])
         return model
 
     @property
-    def exchanged(self) -> list[Tensor]:
-        """The flat tensors that the workers exchange."""
+    def exchanged_tensors(self) -> list[Tensor]:
+        """Flat tensors that the workers exchange: weights and BatchNorm statistics."""
         return [*self.weights, *self.statistics]
 
     def reset(self) -> None:
@@ -79,25 +79,25 @@ class Local(base.Collective):
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         loss = super().step(x, y)
         self.worker.mark("optimizer")
-        self.exchange()
+        self.exchange_weights()
         self.worker.mark("exposed_communication")
         return loss
 
     def mean_weight(self, own: Tensor) -> Tensor:
-        """Return its own: each worker trains by the mean over its own batch."""
+        """Return `own`, because each worker trains by the mean loss over its own batch."""
         return own
 
-    def exchange(self) -> None:
-        """Exchange weights with the other workers, if it is due after `self.steps` steps."""
+    def exchange_weights(self) -> None:
+        """Exchange weights with other workers, if an exchange is due after `self.steps` steps."""
         raise NotImplementedError
 
     def is_due(self, period: int, start: int = 0) -> bool:
-        """Return whether a period of steps from `start`, or the training, has ended."""
+        """Return whether a period of steps that began at `start`, or the training, has ended."""
         since = self.steps - start
         return since > 0 and (since % period == 0 or self.steps == self.worker.total_steps)
 
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace flat tensors by their mean over the workers."""
+    def average_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Replace flat tensors by their mean over all workers."""
         import torch.distributed as dist
 
         workers = self.worker.world_size
@@ -108,21 +108,21 @@ class Local(base.Collective):
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        own, sent_bytes = [flat.clone() for flat in self.exchanged], self.sent_bytes
-        self.average(self.exchanged)
-        self.sent_bytes = sent_bytes  # no part of a step
-        self.distances.append(self.distance_from_mean(own[: len(self.weights)]))
+        own, sent_bytes = [flat.clone() for flat in self.exchanged_tensors], self.sent_bytes
+        self.average_tensors(self.exchanged_tensors)
+        self.sent_bytes = sent_bytes  # traffic of the evaluation does not count for steps
+        self.distances.append(self.compute_distance_from_mean(own[: len(self.weights)]))
         with super().evaluating() as model:
             yield model
-        for flat, before in zip(self.exchanged, own, strict=True):
+        for flat, before in zip(self.exchanged_tensors, own, strict=True):
             flat.copy_(before)
 
-    def distance_from_mean(self, own: Sequence[Tensor]) -> Tensor:
+    def compute_distance_from_mean(self, own: Sequence[Tensor]) -> Tensor:
         """Return the relative distance of the workers' weights from their mean.
 
-        The root of the mean square over the workers: the consensus distance of Kong et al., "Consensus
-        Control for Decentralized Deep Learning", ICML 2021, divided by the norm of the mean. The model has
-        the mean, and `own` are this worker's weights.
+        It is the root mean square over the workers, the consensus distance of Kong et al., "Consensus Control
+        for Decentralized Deep Learning", ICML 2021, divided by the norm of the mean. The model has the mean
+        at this time, and `own` are this worker's weights.
         """
         import torch
         import torch.distributed as dist
@@ -148,8 +148,8 @@ class Local(base.Collective):
         return report
 
 
-def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a flat tensor per number format, and make `tensors` views of it, with their strides."""
+def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Make a flat tensor per dtype, and turn `tensors` into views of it that keep their strides."""
     import torch
 
     from stratbench.workload.flat import copied_into, offsets_of
@@ -168,6 +168,6 @@ def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
     return flats
 
 
-def periods(steps: int, period: int) -> int:
-    """Return the number of periods that end in `steps` steps; the last may be shorter."""
+def count_periods(steps: int, period: int) -> int:
+    """Return the number of periods in `steps` steps, including a shorter last one."""
     return -(-max(0, steps) // period)

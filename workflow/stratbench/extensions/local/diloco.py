@@ -1,4 +1,4 @@
-"""`diloco`: workers train separately; their mean movement is the gradient of an outer step."""
+"""The strategy `diloco`: workers train separately, and an outer optimizer applies their mean change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from stratbench.cell.options import option
-from stratbench.extensions.local.base import Local, periods
+from stratbench.extensions.local.base import Local, count_periods
 from stratbench.strategies import base
 
 if TYPE_CHECKING:
@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
 
 class DiLoCo(Local):
-    """Takes an outer step by SGD with Nesterov momentum after every `inner_steps` steps.
+    """Takes an outer step of SGD with Nesterov momentum after every `inner_steps` steps.
 
-    Its gradient is the workers' mean movement since the previous one. All workers resume from its result. The
-    inner optimizer is the experiment's, whose moments stay each worker's own. An outer step also follows the
-    last step. BatchNorm's statistics are averaged. Douillard et al., "DiLoCo: Distributed Low-Communication
-    Training of Language Models", 2023, with AdamW inside and 500 inner steps.
+    The gradient of an outer step is the workers' mean change of weights since the previous outer step. All
+    workers continue from its result. The inner optimizer is that of the experiment, and each worker keeps its
+    own moments. An outer step also follows the last step. BatchNorm's statistics are averaged. The method is
+    that of Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
     """
 
-    summary: ClassVar[str] = "workers train alone, their mean move is a Nesterov SGD's gradient"
+    summary: ClassVar[str] = (
+        "workers train alone; their mean change is the gradient of an outer SGD"
+    )
     rule: ClassVar[str] = (
         "W_i -= lr velocity(g_i) on worker i; after every `inner_steps` steps, d = W - mean of all W_i, "
         "m = mu m + d, W -= outer_lr (d + mu m), W_i = W; mu: outer_momentum"
@@ -33,7 +35,7 @@ class DiLoCo(Local):
 
     @dataclass(frozen=True)
     class Options(base.Options):
-        inner_steps: int = option(50, "steps between two outer steps", least=1)
+        inner_steps: int = option(50, "number of steps between two outer steps", least=1)
         outer_lr: float = option(0.7, "learning rate of the outer steps", least=0.0)
         outer_momentum: float = option(
             0.9, "Nesterov momentum of the outer steps", least=0.0, below=1.0
@@ -55,7 +57,7 @@ class DiLoCo(Local):
         return self.options.inner_steps
 
     def exchanges(self, steps: int) -> int:
-        return periods(steps, self.options.inner_steps)
+        return count_periods(steps, self.options.inner_steps)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         import torch
@@ -69,10 +71,10 @@ class DiLoCo(Local):
     def extra_state(self) -> list[Tensor]:
         return [*self.outer, *self.momenta]
 
-    def exchange(self) -> None:
+    def exchange_weights(self) -> None:
         if not self.is_due(self.options.inner_steps):
             return
-        self.average(self.exchanged)
+        self.average_tensors(self.exchanged_tensors)
         lr, mu = self.options.outer_lr, self.options.outer_momentum
         for i, (flat, outer) in enumerate(zip(self.weights, self.outer, strict=True)):
             movement = flat.sub_(outer).neg_()

@@ -1,4 +1,4 @@
-"""`gossip`: workers train separately, and average with their ring neighbours after every step."""
+"""The strategy `gossip`: workers train separately, and average weights with their neighbours on a ring."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from stratbench.strategies import base
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-#: Bytes that are exchanged at once: what is received needs as many for each neighbour, and no more.
+#: Largest number of bytes per exchange; the receive buffer of each neighbour has this size.
 CHUNK_BYTES = 25 << 20
 
 
 class Gossip(Local):
     """Averages each worker's weights with those of its two ring neighbours after each update.
 
-    Each weight counts as much as the others (doubly stochastic), so that the mean of all workers moves by the
-    mean of all updates. Of two workers each has one neighbour, and the two are equal after each step.
-    BatchNorm's statistics are averaged likewise; momentum stays each worker's own. Lian et al., "Can
-    Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (D-PSGD), which averages before
-    the update instead; both converge similarly.
+    All weights of the average are equal (a doubly stochastic matrix), so that the mean over all workers
+    changes by the mean of all updates. Two workers have one neighbour each, and equal weights after each
+    step. BatchNorm's statistics are averaged as well; each worker keeps its own momentum. Lian et al., "Can
+    Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (D-PSGD), average before the
+    update instead.
     """
 
-    summary: ClassVar[str] = "workers train alone, weights averaged with the neighbours' on a ring"
+    summary: ClassVar[str] = "workers train alone; weights are averaged with neighbours on a ring"
     rule: ClassVar[str] = (
         "W_i -= lr velocity(g_i) on worker i; then W_i = mean of W_i and its neighbours' on a ring"
     )
@@ -36,7 +36,7 @@ class Gossip(Local):
             synchronous_alone=True,
             equals_ddp=gpus == 1,
             updates_per_step=1,
-            # All weights are sent to each neighbour, whatever the number of workers.
+            # Each worker sends all weights to each neighbour, for any number of workers.
             ring_copies=min(2, gpus - 1) * gpus / max(1, gpus - 1),
         )
 
@@ -47,7 +47,7 @@ class Gossip(Local):
         rank, workers = worker.rank, worker.world_size
         self.neighbours = sorted({(rank - 1) % workers, (rank + 1) % workers} - {rank})
         largest: dict[torch.dtype, Tensor] = {}
-        for chunk in chunks(self.exchanged):
+        for chunk in split_into_chunks(self.exchanged_tensors):
             largest[chunk.dtype] = max(largest.get(chunk.dtype, chunk), chunk, key=len)
         self.received = {
             dtype: [torch.empty_like(chunk) for _ in self.neighbours]
@@ -58,10 +58,10 @@ class Gossip(Local):
     def kept_tensors(self) -> dict[str, list[Tensor]]:
         return {"communication": [t for tensors in self.received.values() for t in tensors]}
 
-    def exchange(self) -> None:
+    def exchange_weights(self) -> None:
         import torch.distributed as dist
 
-        for chunk in chunks(self.exchanged) if self.neighbours else ():
+        for chunk in split_into_chunks(self.exchanged_tensors) if self.neighbours else ():
             received = [t[: chunk.numel()] for t in self.received[chunk.dtype]]
             sends = [dist.P2POp(dist.isend, chunk, rank) for rank in self.neighbours]
             receives = [
@@ -76,6 +76,6 @@ class Gossip(Local):
             self.sent_bytes += len(sends) * chunk.nbytes
 
 
-def chunks(flats: list[Tensor]) -> list[Tensor]:
-    """Views of flat tensors, of CHUNK_BYTES at most."""
+def split_into_chunks(flats: list[Tensor]) -> list[Tensor]:
+    """Return views of flat tensors with at most CHUNK_BYTES bytes each."""
     return [chunk for flat in flats for chunk in flat.split(CHUNK_BYTES // flat.element_size())]

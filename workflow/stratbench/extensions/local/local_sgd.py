@@ -1,4 +1,4 @@
-"""`local-sgd`: workers train by themselves, and average their weights every few steps."""
+"""The strategy `local-sgd`: workers train separately, and average their weights every few steps."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from stratbench.cell.options import option
-from stratbench.extensions.local.base import Local, flattened, periods
+from stratbench.extensions.local.base import Local, count_periods, flatten_tensors
 from stratbench.strategies import base
 
 
 class LocalSGD(Local):
-    """Every `period` steps the mean over the workers replaces their weights and BatchNorm statistics.
+    """Averages the workers' weights and BatchNorm statistics after every `period` steps.
 
-    So it does after the last step, whatever is left of a period. Momentum, or AdamW's moments, stay each
-    worker's own (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al.,
-    "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, as PyTorch's PostLocalSGDOptimizer does).
-    Before step `start` gradients are averaged, as by DDP but after backward: post-local SGD of the latter
-    paper.
+    They are also averaged after the last step. Each worker keeps its own momentum or AdamW moments (Stich,
+    "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al., "Don't Use Large Mini-Batches,
+    Use Local SGD", ICLR 2020; PyTorch's PostLocalSGDOptimizer). Before step `start` gradients are averaged as
+    by DDP, but after backward: this is the post-local SGD of the second paper.
     """
 
-    summary: ClassVar[str] = "workers train alone, weights averaged every few steps"
+    summary: ClassVar[str] = "workers train alone; weights are averaged every few steps"
     rule: ClassVar[str] = (
         "W_i -= lr velocity(g_i) on worker i; after every `period` steps, W_i = mean of all workers' W"
     )
@@ -30,9 +29,9 @@ class LocalSGD(Local):
 
     @dataclass(frozen=True)
     class Options(base.Options):
-        period: int = option(8, "steps between two averages of the weights", least=1)
+        period: int = option(8, "number of steps between two averages of the weights", least=1)
         start: int = option(
-            0, "steps in which gradients are averaged, before workers train by themselves", least=0
+            0, "number of first steps in which gradients are averaged as by DDP", least=0
         )
 
     def traits(self, gpus: int) -> base.Traits:
@@ -53,16 +52,16 @@ class LocalSGD(Local):
 
     def exchanges(self, steps: int) -> int:
         alone = max(0, steps - self.options.start)
-        return steps - alone + periods(alone, self.options.period)
+        return steps - alone + count_periods(alone, self.options.period)
 
     def link_gradients(self) -> None:
         if self.steps < self.options.start:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
-            self.average(flattened(gradients))
+            self.average_tensors(flatten_tensors(gradients))
             self.worker.mark("exposed_communication")
 
-    def exchange(self) -> None:
+    def exchange_weights(self) -> None:
         if self.steps <= self.options.start:
-            self.average(self.statistics)
+            self.average_tensors(self.statistics)
         elif self.is_due(self.options.period, self.options.start):
-            self.average(self.exchanged)
+            self.average_tensors(self.exchanged_tensors)

@@ -1,4 +1,4 @@
-"""The extension `splitting`: tensor and pipeline parallelism."""
+"""The extension `splitting`: strategies with tensor and pipeline parallelism."""
 
 from __future__ import annotations
 

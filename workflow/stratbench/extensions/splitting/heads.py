@@ -1,4 +1,4 @@
-"""Division of attention: by its input, and of torch's own by heads, whose weights share a matrix.
+"""Divides attention among tensor-parallel workers, in particular nn.MultiheadAttention by heads.
 
 Importing this file imports torch.
 """
@@ -19,10 +19,10 @@ from stratbench.workload.users_code import Refused
 
 
 class FirstInput(ParallelStyle):
-    """Gathers a module's first input, divided by `layout`, once for all modules that read it.
+    """Style that gathers a module's first input once for all submodules that read it.
 
-    Other inputs, such as tables of rotations, stay as they are: torch's own PrepareModuleInput needs the
-    number of a module's inputs, which a plan does not have.
+    The input is divided by `layout`. Other inputs, such as rotary embeddings, are not changed.
+    (PrepareModuleInput of torch needs the number of inputs, which a plan does not state.)
     """
 
     def __init__(self, layout: Placement) -> None:
@@ -30,24 +30,25 @@ class FirstInput(ParallelStyle):
         self.layout = layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        gather = partial(_gather_first, device_mesh, self.layout)
+        gather = partial(_gather_first_input, device_mesh, self.layout)
         module.register_forward_pre_hook(gather, with_kwargs=True)
         return module
 
 
-def _gather_first(
+def _gather_first_input(
     mesh: DeviceMesh,
     layout: Placement,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a module with the first input gathered; a forward hook calls this."""
     name = next(iter(signature(module.forward).parameters), None)
     x = args[0] if args else kwargs.get(name)
     if not isinstance(x, Tensor):
         raise Refused(
-            f"its tensor_plan says 'input' of a {type(module).__name__}, whose first input is a "
-            f"{type(x).__name__}; say it of a module that is called with a tensor first"
+            f"its tensor_plan has 'input' for a {type(module).__name__}, whose first input is a "
+            f"{type(x).__name__}; use 'input' for a module whose first input is a tensor"
         )
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (layout,), run_check=False)
@@ -56,13 +57,13 @@ def _gather_first(
 
 
 class SelfAttention(nn.Module):
-    """nn.MultiheadAttention on one input [batch, positions, width], with its weights.
+    """Self-attention with the weights of an nn.MultiheadAttention; the input is [batch, positions, width].
 
-    Queries, keys and values have a projection each. If a projection is divided, this worker has some heads,
-    whose number follows from its output. The weights of attention are never returned.
+    Queries, keys and values have one projection each. If the projections are divided, this worker has some of
+    the heads. Attention weights are never returned.
     """
 
-    #: Read by nn.TransformerEncoderLayer; these values disable its fused fast path.
+    #: nn.TransformerEncoderLayer reads these; the values disable its fused implementation.
     batch_first, in_proj_bias = True, None
 
     def __init__(self, whole: nn.MultiheadAttention) -> None:
@@ -70,7 +71,7 @@ class SelfAttention(nn.Module):
         self.head_size, self.dropout = whole.head_dim, whole.dropout
         weights = whole.in_proj_weight.chunk(3)
         biases = (None,) * 3 if whole.in_proj_bias is None else whole.in_proj_bias.chunk(3)
-        self.query, self.key, self.value = map(_linear, weights, biases)
+        self.query, self.key, self.value = map(_make_linear, weights, biases)
         self.out = whole.out_proj
 
     def forward(
@@ -83,9 +84,10 @@ class SelfAttention(nn.Module):
         **_: Any,
     ) -> tuple[Tensor, None]:
         if key_padding_mask is not None:
-            raise Refused("attention that is divided by heads takes no key_padding_mask")
+            raise Refused("attention that is divided by heads does not support key_padding_mask")
         if attn_mask is not None and not attn_mask.is_floating_point():
-            # torch's attention names what is hidden, its function what is seen.
+            # A mask of nn.MultiheadAttention is True where attention is forbidden, and here where it is
+            # allowed.
             attn_mask = ~attn_mask
         q, k, v = (
             project(query).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -96,8 +98,8 @@ class SelfAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2)), None
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a layer with these weights, which are part of a larger tensor."""
+def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Make a linear layer with these weights, which are a part of a larger tensor."""
     made = nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.detach(), weight.requires_grad)
     if bias is not None:
@@ -108,9 +110,9 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 def why_not(module: nn.Module) -> str | None:
     """Return why a module's attention cannot be divided by heads, or None if it can."""
     if not isinstance(module, nn.MultiheadAttention):
-        return "is no nn.MultiheadAttention"
+        return "is not an nn.MultiheadAttention"
     if not module.batch_first:
         return "has positions before the batch; set batch_first=True"
     if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
-        return "has keys or values of other widths, or keys and values of its own"
+        return "has keys or values of another width than queries, or additional keys and values"
     return None

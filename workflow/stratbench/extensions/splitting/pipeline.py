@@ -1,4 +1,4 @@
-"""`pipeline`: workers hold some layers each, and pass activations on (pipeline parallelism)."""
+"""The strategy `pipeline`: each worker has some layers, and sends activations to the next one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.extensions.splitting import declared
-from stratbench.extensions.splitting.split import ModelSplit, these_do
+from stratbench.extensions.splitting.split import ModelSplit, describe_divisible_models
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh, MeshCoordinate, refuse_uneven
 from stratbench.workload.network import models
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from stratbench.extensions.splitting.stages import MeasuredUnit, Stage, StageModule
     from stratbench.workload.network.models import Model
 
-#: Why a model with BatchNorm is not divided.
+#: Reason why a model with BatchNorm cannot be divided.
 BATCHNORM = (
-    "BatchNorm would normalise over micro-batches, which is another training than over the batch"
+    "BatchNorm would normalise over micro-batches instead of the batch, which changes the training"
 )
-#: Stages that each worker has by a schedule: every so many-th one.
-STAGES_A_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
+#: Number of stages per worker, by schedule.
+STAGES_PER_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
 class Pipeline(ModelSplit):
     """torch.distributed.pipelining: a network is cut into stages, and a batch into micro-batches.
 
-    `gpipe`: all forwards, then all backwards (Huang et al., GPipe, 2019). `1f1b`: a backward as soon as
-    there is one, so that a worker holds the activations of at most as many micro-batches as there are
-    stages (Narayanan et al., PipeDream, 2019). `interleaved`: the same with two stages a worker
-    (Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021).
-    `zero-bubble`: beside that, the gradients of weights are computed later than those of activations, where
-    a worker would wait (Qi et al., Zero bubble pipeline parallelism, 2024). Several pipelines are replicas,
-    whose gradients are averaged as DDP does, a parameter's as soon as its last backward has made it.
+    Schedule `gpipe` computes all forwards, then all backwards (Huang et al., GPipe, 2019). `1f1b` computes a
+    backward as soon as possible, so that a worker holds activations of at most as many micro-batches as there
+    are stages (Narayanan et al., PipeDream, 2019). `interleaved` does the same with two stages per worker
+    (Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021). `zero-bubble`
+    also computes gradients of weights later than those of activations, when a worker would wait (Qi et al.,
+    Zero bubble pipeline parallelism, 2024). Several pipelines are replicas: each gradient is averaged over
+    them when it is complete.
     """
 
-    parts_are = "stages"
+    parts_name = "stages"
     stated_by = "pipeline_modules"
     summary: ClassVar[str] = "layers one after the other on workers (pipeline parallelism)"
     rule: ClassVar[str] = (
@@ -55,9 +55,10 @@ class Pipeline(ModelSplit):
         "whose gradients are added up"
     )
     breakdown_note: ClassVar[str] = (
-        "bubble is what a worker waits within a step for other stages or for what they send, for gradients "
-        "of replicas and for those of weights that two stages share; forward and backward are the sums over "
-        "a step's micro-batches, of the workers' stages alone"
+        "bubble is the time within a step in which a worker waits for other stages, for gradients of "
+        "replicas "
+        "and for gradients of weights that two stages share; forward and backward are sums over a step's "
+        "micro-batches for the worker's own stages"
     )
     collectives = ("send", "all_reduce", "broadcast")
     evaluated_on = "the stages' weights"
@@ -66,19 +67,19 @@ class Pipeline(ModelSplit):
     class Options(base.Options):
         schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = option(
             "1f1b",
-            "the order in which a worker computes forwards and backwards of micro-batches",
+            "order in which a worker computes forwards and backwards of micro-batches",
             tried=["interleaved", "zero-bubble"],
         )
         microbatches: int = option(
             8,
-            "parts of a replica's batch that go through one by one",
+            "number of micro-batches, the parts of a replica's batch that pass through the stages",
             least=1,
             tried=[4, 16],
             kind="micro-batch",
         )
         pipeline_parallel_size: int | Literal["all"] = option(
             "all",
-            "workers that hold a network between them; several such groups are replicas",
+            "number of workers that together hold one network; several such groups are replicas",
             least=1,
             tried=[2, 4],
             kind="pipeline",
@@ -95,14 +96,15 @@ class Pipeline(ModelSplit):
         return self.options.microbatches
 
     def bubble_share(self, gpus: int) -> float | None:
-        """Return (S - 1) / (v m + S - 1) with S workers, m micro-batches, v stages per worker.
+        """Return the predicted share of time that workers wait: (S - 1) / (v m + S - 1).
 
-        Narayanan et al., 2021, section 2.2. Where gradients of weights fill the bubble, there is no formula.
+        There are S workers, m micro-batches and v stages per worker (Narayanan et al., 2021, section 2.2).
+        Return None for zero-bubble, for which there is no formula.
         """
         o, workers = self.options, self.mesh(gpus).stages
         if o.schedule == "zero-bubble" and workers > 1:
             return None
-        return (workers - 1) / (STAGES_A_WORKER[o.schedule] * o.microbatches + workers - 1)
+        return (workers - 1) / (STAGES_PER_WORKER[o.schedule] * o.microbatches + workers - 1)
 
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
@@ -110,10 +112,11 @@ class Pipeline(ModelSplit):
         workers = cls(o).mesh(gpus).stages
         if o.microbatches < workers:
             raise ValueError(
-                f"microbatches = {o.microbatches}: fewer than the {workers} workers of a pipeline, some of "
-                f"which would never compute at the same time; set at least {workers}"
+                f"microbatches = {o.microbatches}: are fewer than the {workers} workers of a pipeline, so "
+                "that "
+                f"some would always wait; set at least {workers}"
             )
-        if STAGES_A_WORKER[o.schedule] > 1 and o.microbatches % workers:
+        if STAGES_PER_WORKER[o.schedule] > 1 and o.microbatches % workers:
             raise ValueError(
                 f"microbatches = {o.microbatches}: schedule: {o.schedule} takes them in rounds of the "
                 f"{workers} workers of a pipeline; set a multiple of {workers}"
@@ -129,12 +132,12 @@ class Pipeline(ModelSplit):
         if models.facts_of(network).batchnorm:
             return BATCHNORM
         if not declared.has_pieces(network):
-            able = these_do(declared.has_pieces)
+            able = describe_divisible_models(declared.has_pieces)
             return f"it does not state its forward as pieces that can be cut into stages; {able}"
         return None
 
-    def too_many(self, network: str | Model, gpus: int) -> str | None:
-        stages, max_stages = self.n_stages(gpus), models.facts_of(network).most_stages
+    def find_divisibility_reason(self, network: str | Model, gpus: int) -> str | None:
+        stages, max_stages = self.count_stages(gpus), models.facts_of(network).most_stages
         if max_stages is not None and stages > max_stages:
             return f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
         return None
@@ -186,16 +189,16 @@ class Pipeline(ModelSplit):
             return
         yield from pieces.faults_of(model, chain)
         max_stages = len(pieces.units_of(model, chain, worker.wrap_groups))
-        stages = self.n_stages(worker.world_size)
+        stages = self.count_stages(worker.world_size)
         if stages > max_stages:
             yield f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
 
-    def n_stages(self, gpus: int) -> int:
-        """Stages of a pipeline on `gpus` workers."""
-        return self.mesh(gpus).stages * STAGES_A_WORKER[self.options.schedule]
+    def count_stages(self, gpus: int) -> int:
+        """Return the number of stages of each pipeline on `gpus` workers."""
+        return self.mesh(gpus).stages * STAGES_PER_WORKER[self.options.schedule]
 
-    def waiting(self, stages: int) -> list[int]:
-        """Return how many micro-batches' activations each stage holds at once."""
+    def count_pending_microbatches(self, stages: int) -> list[int]:
+        """Return for each stage the largest number of micro-batches whose activations it holds at once."""
         most = self.options.microbatches
         if self.options.schedule == "gpipe":
             return [most] * stages
@@ -214,53 +217,55 @@ class Pipeline(ModelSplit):
             worker.device.type, (workers, replicas), mesh_dim_names=("stages", "replicas")
         )
         self._pipe, self._copies = mesh.get_group("stages"), mesh.get_group("replicas")
-        cut, n = self.cut(model, worker), self.n_stages(worker.world_size)
-        #: For each stage its pieces, the work per sample, and the shape of its output for one.
+        cut, n = self.cut_into_stages(model, worker), self.count_stages(worker.world_size)
+        #: For each stage: its pieces, its operations per sample, and the shape of its output per sample.
         self._cut = [pieces for pieces, _ in cut]
         self._work = [sum(u.flops for u in units) for _, units in cut]
         self._shapes = [units[-1].shape for _, units in cut]
         self._dtype = next(model.parameters()).dtype
         layout = batch_format(worker.settings.precision, worker.device.type)
         precision = partial(autocast, worker.settings.precision, worker.device)
-        shared = self._share_gradients(model)
-        self._drop_others(model, [i for i in range(n) if i % workers == coordinate.stage])
-        #: This worker's part of each of its stages.
+        shared = self._find_shared_parameters(model)
+        self._drop_parameters_of_others(
+            model, [i for i in range(n) if i % workers == coordinate.stage]
+        )
+        #: Modules of the stages that this worker has, by number of the stage.
         self._parts: dict[int, StageModule] = {
             i: StageModule(model, self._cut[i], i == n - 1, self._dtype, layout, precision)
             for i in range(coordinate.stage, n, workers)
         }
-        self._connect()
+        self._open_connections()
         self._stages: list[Stage] = []
         self._schedule, self._batch = None, 0
         self._is_last = True
-        self._under_way: list[tuple[Tensor, torch.distributed.Work]] = []
+        self._pending_reductions: list[tuple[Tensor, torch.distributed.Work]] = []
         self._sent: set[nn.Parameter] = set()
-        # Parameters shared by several stages are final only after the last backward of all of them.
+        # Gradients of parameters that several stages share are complete only after all of these stages.
         self._by_stage = {
             p: i for i, part in self._parts.items() for p in part.held if p not in shared
         }
         self._ending: int | None = None
         if replicas > 1 and self.options.schedule != "zero-bubble":
             for p in self._by_stage:
-                p.register_post_accumulate_grad_hook(self._send)
+                p.register_post_accumulate_grad_hook(self._start_averaging)
         return model
 
-    def cut(
+    def cut_into_stages(
         self, model: nn.Module, worker: base.Worker
     ) -> list[tuple[list[Piece], list[MeasuredUnit]]]:
-        """Return the pieces of each stage, and what the units compute that they are of."""
+        """Cut the model into stages of similar work, and return pieces and measured units of each stage."""
         from stratbench.extensions.splitting.pieces import units_of
-        from stratbench.extensions.splitting.stages import balance
+        from stratbench.extensions.splitting.stages import balance_stages
 
         pieces = declared.pieces_of(models.model_of(worker.settings), model)
         units = units_of(model, pieces, worker.wrap_groups)
-        measured = self.measure(model, units)
-        waiting = self.waiting(self.n_stages(worker.world_size))
-        ends = [0, *accumulate(balance(measured, waiting))]
+        measured = self.measure_model_units(model, units)
+        waiting = self.count_pending_microbatches(self.count_stages(worker.world_size))
+        ends = [0, *accumulate(balance_stages(measured, waiting))]
         return [(list(chain(*units[i:j])), measured[i:j]) for i, j in pairwise(ends)]
 
-    def _connect(self) -> None:
-        """Send something over each boundary: NCCL connects two workers when they first do."""
+    def _open_connections(self) -> None:
+        """Send a value over each boundary of stages, because NCCL connects two workers at the first send."""
         import torch
         import torch.distributed as dist
 
@@ -274,11 +279,11 @@ class Pipeline(ModelSplit):
             elif rank == receiver:
                 dist.recv(nothing, dist.get_global_rank(self._pipe, sender), group=self._pipe)
 
-    def measure(self, model: nn.Module, units: list[list[Piece]]) -> list[MeasuredUnit]:
-        """Return the cost of each unit of the model, counted on tensors without memory.
+    def measure_model_units(self, model: nn.Module, units: list[list[Piece]]) -> list[MeasuredUnit]:
+        """Count the cost of each unit of the model on fake tensors.
 
         Raises:
-            ModelError: If the model needs values, which these tensors do not have.
+            ModelError: If forward needs values of tensors, which fake tensors do not have.
         """
         import torch
 
@@ -289,20 +294,20 @@ class Pipeline(ModelSplit):
 
         like = next(model.parameters())
         cpu, layout = torch.device("cpu"), torch.contiguous_format
-        # The plan calls this with fake tensors of its own, which another mode does not take.
+        # The plan calls this under its own fake-tensor mode, which has to be left first.
         with unset_fake_temporarily(), KnownFakes():
             x, _ = example_batch(1, self.worker.input_shape, 1, cpu, like.dtype, layout)
             try:
                 return measure_units(model, units, x)
             except ASKS_FOR_VALUES as e:
                 raise ModelError(
-                    f"model {self.worker.settings.model!r}: pipeline cuts it by the work of its layers, "
-                    f"which is counted without data, and forward asks for values ({e.func}); experts of "
-                    "transformers do not with arguments: {experts_implementation: batched_mm}"
+                    f"model {self.worker.settings.model!r}: pipeline counts the work of its layers without "
+                    f"data, but forward needs values of tensors ({e.func}); for experts of transformers, set "
+                    "arguments: {experts_implementation: batched_mm}"
                 ) from e
 
-    def _share_gradients(self, model: nn.Module) -> set[nn.Parameter]:
-        """Return the parameters that several stages use, and create the groups of their workers."""
+    def _find_shared_parameters(self, model: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters that several stages use, and create process groups to add their gradients."""
         import torch.distributed as dist
 
         mesh, rank = self.worker.mesh, self.worker.rank
@@ -311,9 +316,9 @@ class Pipeline(ModelSplit):
             for p in dict.fromkeys(p for piece in pieces for p in piece.parameters(model)):
                 users.setdefault(p, []).append(i)
         several = {p: stages for p, stages in users.items() if len(stages) > 1}
-        #: For each parameter that other workers of the pipeline have too, their group.
+        #: Process group of the workers of this pipeline that share a parameter, by parameter.
         self._tied: dict[nn.Parameter, ProcessGroup] = {}
-        #: Those whose gradient counts in the norm of another worker.
+        #: Shared parameters whose gradient another worker counts in the gradient norm.
         self._counted_elsewhere: set[nn.Parameter] = set()
         groups: dict[tuple[int, ...], ProcessGroup] = {}
         for p, stages in several.items():
@@ -330,11 +335,8 @@ class Pipeline(ModelSplit):
                         self._counted_elsewhere.add(p)
         return set(several)
 
-    def _drop_others(self, model: nn.Module, own: list[int]) -> None:
-        """Let go of the parameters that no stage of this worker uses.
-
-        As names they stay, without a value.
-        """
+    def _drop_parameters_of_others(self, model: nn.Module, own: list[int]) -> None:
+        """Set parameters to None that no stage of this worker uses, so that their memory is freed."""
         used = {p for i in own for piece in self._cut[i] for p in piece.parameters(model)}
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -348,50 +350,47 @@ class Pipeline(ModelSplit):
 
     # --- a step ------------------------------------------------------------------------------------
 
-    def _schedule_for(self, samples: int) -> Any:
-        """Return the schedule for a batch of `samples` samples, with the stages that receive them."""
+    def _get_schedule(self, samples: int) -> Any:
+        """Return the schedule for batches of `samples` samples; it is made anew if the size changes."""
         if samples != self._batch:
             self._batch = samples
             self._schedule = self.make_schedule(samples)
         return self._schedule
 
     def forget_batch(self) -> None:
-        """Free the schedule with its buffers."""
+        """Free the schedule and its buffers."""
         self._schedule, self._stages, self._batch = None, [], 0
 
     def make_schedule(self, samples: int) -> Any:
-        """Stages and their schedule for `samples`.
+        """Make the stages and their schedule for batches of `samples` samples.
 
-        Buffers for what is received come with its first step.
+        The receive buffers are allocated in the first step.
         """
         from stratbench.extensions.splitting.stages import SCHEDULES
         from stratbench.workload.torch_internals import skip_votes
 
         o = self.options
-        self._stages = [self._stage(i, samples // o.microbatches) for i in self._parts]
+        self._stages = [self._make_stage(i, samples // o.microbatches) for i in self._parts]
         kind = SCHEDULES[o.schedule]
-        stages = self._stages if STAGES_A_WORKER[o.schedule] > 1 else self._stages[0]
-        # The loss is divided instead: gradients of several parts of a batch add up.
-        schedule = kind(stages, o.microbatches, loss_fn=self._loss, scale_grads=False)
+        stages = self._stages if STAGES_PER_WORKER[o.schedule] > 1 else self._stages[0]
+        # Gradients are not scaled, because the loss is divided by the number of micro-batches.
+        schedule = kind(stages, o.microbatches, loss_fn=self._compute_loss, scale_grads=False)
         skip_votes(schedule)
         return schedule
 
-    def _stage(self, i: int, samples: int) -> Stage:
+    def _make_stage(self, i: int, samples: int) -> Stage:
         from stratbench.extensions.splitting.stages import Stage
 
         stage = Stage(
             self._parts[i], i, len(self._cut), self.worker.device,
-            input_args=self._like(i - 1, samples), output_args=self._like(i, samples),
+            input_args=self._make_example(i - 1, samples), output_args=self._make_example(i, samples),
             group=self._pipe,
         )  # fmt: skip
-        stage.mark, stage.last = self._mark, partial(self._begin_last, i)
+        stage.mark, stage.last = self._mark, partial(self._note_last_backward, i)
         return stage
 
-    def _like(self, i: int, samples: int) -> Tensor:
-        """Return a tensor like what stage i gives for so many samples.
-
-        For -1 like the input.
-        """
+    def _make_example(self, i: int, samples: int) -> Tensor:
+        """Return a tensor like the output of stage `i` for `samples` samples; stage -1 is the input."""
         import torch
 
         from stratbench.workload.data.device_data import example_batch
@@ -407,10 +406,10 @@ class Pipeline(ModelSplit):
     def _mark(self, phase: str) -> None:
         self.worker.mark(phase)
 
-    def _begin_last(self, stage: int, last: bool) -> None:
+    def _note_last_backward(self, stage: int, last: bool) -> None:
         self._ending = stage if last and self._is_last else None
 
-    def _loss(self, scores: Tensor, y: Tensor) -> Tensor:
+    def _compute_loss(self, scores: Tensor, y: Tensor) -> Tensor:
         self._mark("bubble")
         with autocast(self.worker.settings.precision, self.worker.device):
             loss = self.loss_of(scores, y) / self._divisor
@@ -431,23 +430,23 @@ class Pipeline(ModelSplit):
             self._is_last = True
         self._divisor, self._losses = parts * self.options.microbatches, []
         if self.scaler is not None:
-            self.scaler.scale(torch.zeros((), device=self.worker.device))  # so that it has a scale
-        schedule = self._schedule_for(len(x))
+            self.scaler.scale(torch.zeros((), device=self.worker.device))  # creates the scale
+        schedule = self._get_schedule(len(x))
         inputs = (x,) if 0 in self._parts else ()
         target = y if len(self._cut) - 1 in self._parts else None
         schedule.step(*inputs, target=target, return_outputs=False)
         for stage in self._stages:
-            stage.clear_runtime_states()  # gradients that were sent would stay until the next step
+            stage.clear_runtime_states()  # frees sent gradients, which would stay until the next step
         if self.options.schedule == "zero-bubble":
-            self._lay_out_gradients()
+            self._fix_gradient_strides()
         if not self._losses:
             return torch.zeros((), dtype=self._dtype, device=self.worker.device)
         return torch.stack(self._losses).sum()
 
-    def _lay_out_gradients(self) -> None:
-        """Give gradients the strides of their parameters, which fused optimizers ask for.
+    def _fix_gradient_strides(self) -> None:
+        """Give gradients the strides of their parameters, which fused optimizers require.
 
-        Backward does so by itself, but not where the gradients of weights are computed apart.
+        Backward does so by itself, except if gradients of weights are computed separately.
         """
         import torch
 
@@ -455,19 +454,22 @@ class Pipeline(ModelSplit):
             if p.grad is not None and p.grad.stride() != p.stride():
                 p.grad = torch.empty_like(p).copy_(p.grad)
 
-    def _send(self, parameter: nn.Parameter) -> None:
-        """Begin to average a gradient over the replicas, if no later micro-batch adds to it."""
+    def _start_averaging(self, parameter: nn.Parameter) -> None:
+        """Start to average a gradient over the replicas if it is complete. This is a hook."""
         if self._by_stage.get(parameter) == self._ending is not None:
-            self._average(parameter)
+            self._average_gradient(parameter)
 
-    def _average(self, parameter: nn.Parameter) -> None:
+    def _average_gradient(self, parameter: nn.Parameter) -> None:
+        """Start the all-reduce that averages a gradient over the replicas."""
         import torch
         import torch.distributed as dist
 
         with torch.no_grad():
             own = parameter.grad.div_(self.worker.mesh.replicas)
         self._sent.add(parameter)
-        self._under_way.append((own, dist.all_reduce(own, group=self._copies, async_op=True)))
+        self._pending_reductions.append(
+            (own, dist.all_reduce(own, group=self._copies, async_op=True))
+        )
 
     def link_gradients(self) -> None:
         import torch.distributed as dist
@@ -477,10 +479,10 @@ class Pipeline(ModelSplit):
         if self.worker.mesh.replicas > 1:
             for p in self.parameters:
                 if p not in self._sent:
-                    self._average(p)
-            for _, work in self._under_way:
+                    self._average_gradient(p)
+            for _, work in self._pending_reductions:
                 work.wait()
-            self._under_way.clear()
+            self._pending_reductions.clear()
             self._sent.clear()
         self._mark("bubble")
 
@@ -495,17 +497,20 @@ class Pipeline(ModelSplit):
     @contextmanager
     def evaluating(self) -> Iterator[Callable[[Tensor], Tensor]]:
         with super().evaluating():
-            yield self._scores
+            yield self._compute_scores
 
-    def _scores(self, x: Tensor) -> Tensor:
-        """Return the scores of a batch on the last stage's worker; on others zeros. All workers call it."""
+    def _compute_scores(self, x: Tensor) -> Tensor:
+        """Return the scores of a batch on the worker of the last stage, and zeros on others.
+
+        All workers must call it.
+        """
         import torch
         import torch.distributed as dist
 
         samples, last, workers = len(x), len(self._cut) - 1, self.worker.mesh.stages
         for i, part in self._parts.items():
             if i and (i - 1) not in self._parts:
-                x = torch.empty_like(self._like(i - 1, samples), requires_grad=False)
+                x = torch.empty_like(self._make_example(i - 1, samples), requires_grad=False)
                 dist.recv(x, dist.get_global_rank(self._pipe, (i - 1) % workers), group=self._pipe)
             x = part.compute(x)
             if i != last and (i + 1) not in self._parts:

@@ -1,4 +1,4 @@
-"""The base of strategies that divide the network itself, so that workers exchange activations."""
+"""Base class of strategies that divide the model itself, so that workers exchange activations."""
 
 from __future__ import annotations
 
@@ -17,48 +17,45 @@ if TYPE_CHECKING:
 
 
 class ModelSplit(Counted):
-    """Base of strategies whose workers hold parts of a model; several groups of them are replicas.
+    """Base class of strategies whose workers each have a part of the model.
 
-    The model declares how it is divided.
+    Several groups of such workers are replicas. The model declares how it is divided.
     """
 
     family = "splits"
-    rigid = "each worker holds a part of the network, which ends with the worker"
+    rigid = "each worker has a part of the model, which is lost with the worker"
     uses_wrap_groups = True
     divides_network = True
-    #: The parts' name for messages; also the key of a user's declaration of the division.
-    parts_are: ClassVar[str]
+    #: Name of the parts in messages, and the key by which a user declares the division.
+    parts_name: ClassVar[str]
     stated_by: ClassVar[str]
 
     @classmethod
     def why_not(cls, network: str | Model) -> str | None:
-        """Return why a model, before it is built, cannot be divided in this way.
-
-        Return None if it can.
-        """
+        """Return why this strategy cannot divide a model that is not built yet, or None if it can."""
         raise NotImplementedError
 
-    def too_many(self, network: str | Model, gpus: int) -> str | None:
-        """Return why a model cannot be divided among so many workers, with the remedy.
-
-        Return None otherwise.
-        """
+    def find_divisibility_reason(self, network: str | Model, gpus: int) -> str | None:
+        """Return why a model cannot be divided among this many workers, with the remedy, or None."""
         raise NotImplementedError
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         if values["compile"]:
-            yield f".compile = true: compiled code is not tried with {cls.parts_are}; set it to false"
+            yield f".compile = true: compiled code is not tested with {cls.parts_name}; set it to false"
         if (chunks := values["loss_chunks"]) > 1:
-            yield f".loss_chunks = {chunks}: the loss in parts is not tried with {cls.parts_are}; set it to 1"
+            yield (
+                f".loss_chunks = {chunks}: the loss in chunks is not tested with {cls.parts_name}; set it "
+                "to 1"
+            )
         strategy = cls(cls.Options(**options))
         for name, network in values["networks"].items():
             if reason := cls.why_not(network):
                 yield f".models = {name!r}: {reason}"
                 continue
             for gpus in values["gpus"]:
-                with suppress(ValueError):  # groups of uneven size are reported by `mesh`
-                    if reason := strategy.too_many(network, gpus):
+                with suppress(ValueError):  # another check reports groups of uneven size
+                    if reason := strategy.find_divisibility_reason(network, gpus):
                         yield f".gpus = {values['gpus']}: {name}: {reason}"
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
@@ -66,17 +63,17 @@ class ModelSplit(Counted):
         yield from base.refusals_of_parts(worker.trial)
 
     def partly_trained(self, x: Tensor, y: Tensor) -> list[str]:
-        """Return whole parameters of which a worker has only a part of the gradient. All workers call it."""
+        """Return undivided parameters whose gradient is incomplete on a worker. All workers must call it."""
         return []
 
     def divides(self, gpus: int) -> bool:
-        """Return whether `gpus` workers hold shards of the states."""
+        """Return whether each of `gpus` workers has only a part of the model states."""
         mesh = self.mesh(gpus)
         return mesh.tensor * mesh.stages > 1
 
     def traits(self, gpus: int) -> base.Traits:
         divides = self.divides(gpus)
-        # Parts without a common divisor: norms, which each worker has completely, and unequal stages.
+        # The number of parts is None, because norms are on all workers and stages are unequal.
         parts = None if divides else 1
         return base.Traits(
             synchronous_alone=True,
@@ -88,7 +85,7 @@ class ModelSplit(Counted):
         )
 
 
-def these_do(able: Callable[[str], bool]) -> str:
-    """Return which models can be divided in a way, as the end of a sentence."""
+def describe_divisible_models(able: Callable[[str], bool]) -> str:
+    """Return the end of a sentence that lists the models for which `able` is True."""
     names = ", ".join(filter(able, models.MODELS))
-    return f"these do: {names}; one of your own can (docs/split-your-model.md)"
+    return f"these models do: {names}; a model of your own can as well (docs/split-your-model.md)"

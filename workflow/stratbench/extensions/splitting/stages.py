@@ -1,4 +1,4 @@
-"""The stages of a pipeline: the cuts of a model, and the computation of PyTorch's schedules.
+"""Divides a model into stages of a pipeline, and computes the stages by PyTorch's schedules.
 
 Importing this file imports torch.
 """
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stratbench.extensions.splitting.pieces import Piece
 from stratbench.workload.torch_internals import count_uncounted, get_storage_key, is_view
 
-#: The class of each schedule.
+#: Class of torch.distributed.pipelining for each schedule.
 SCHEDULES = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
@@ -30,15 +30,16 @@ SCHEDULES = {
 }
 
 
-#: Size of a parameter's training state, in multiples of its own: itself, its gradient and AdamW's moments.
+#: Size of a parameter with its training states in multiples of its own size: gradient and AdamW's two
+#: moments.
 STATES = 4
 
 
 class MeasuredUnit(NamedTuple):
-    """Cost of a model's unit per sample: operations, parameters, output shape, saved bytes.
+    """Cost of one unit of a model per sample.
 
-    These are the operations of forward, bytes of its parameters, the shape of its output, and the bytes that
-    its backward needs.
+    It has the operations of forward, the bytes of its parameters, the shape of its output, and the bytes that
+    forward saves for backward.
     """
 
     flops: int
@@ -48,14 +49,14 @@ class MeasuredUnit(NamedTuple):
 
 
 def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[MeasuredUnit]:
-    """Return the cost of each unit for one sample.
+    """Measure the cost of each unit of a model for one sample.
 
-    Inputs are fake tensors of the active mode.
+    The model runs on fake tensors of the active mode.
 
     Args:
         model: The model.
-        units: Its units.
-        x: One sample.
+        units: Units of the model, each a list of pieces.
+        x: Input of one sample.
     """
     tensors = [*model.parameters(), *model.buffers()]
     empty = {id(t): torch.empty(t.shape, dtype=t.dtype) for t in tensors}
@@ -86,19 +87,23 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
     return figures
 
 
-def balance(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
-    """Return the number of consecutive units of each stage that minimizes the maximum work.
+def balance_stages(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
+    """Divide consecutive units into stages such that the stage with the most work has the least.
 
-    Among equal divisions, it is the one whose fullest stage has the least memory, of states and of
-    micro-batches of one sample: no cut depends on the batch. `waiting` has, for each stage, the micro-batches
-    whose backward is pending at once.
+    Among equal divisions, the stage with the most memory has the least. Memory is that of states and of
+    micro-batches of one sample, so that no cut depends on the batch. Returns the number of units of each
+    stage.
+
+    Args:
+        units: The measured units.
+        waiting: For each stage, the largest number of micro-batches whose backward is pending at once.
 
     Raises:
         ValueError: If there are fewer units than stages.
     """
     stages = len(waiting)
     if len(units) < stages:
-        raise ValueError(f"{len(units)} units cannot be {stages} stages")
+        raise ValueError(f"{len(units)} units cannot be divided into {stages} stages")
     flops, saved_bytes = (
         [0, *accumulate(each)] for each in zip(*((u[0], u[3]) for u in units), strict=True)
     )
@@ -107,28 +112,29 @@ def balance(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
     def work(_stage: int, start: int, end: int) -> float:
         return flops[end] - flops[start]
 
-    most, _ = _split(work, len(units), stages)
+    most, _ = _minimize_max_cost(work, len(units), stages)
 
     def memory(stage: int, start: int, end: int) -> float:
         if work(stage, start, end) > most:
             return math.inf
         return held[end] - held[start] + waiting[stage] * (saved_bytes[end] - saved_bytes[start])
 
-    _, ends = _split(memory, len(units), stages)
+    _, ends = _minimize_max_cost(memory, len(units), stages)
     return [end - start for start, end in pairwise((0, *ends))]
 
 
-def _split(
+def _minimize_max_cost(
     cost: Callable[[int, int, int], float], n: int, stages: int
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the minimum over divisions of the maximum cost of a stage, and the end of each stage.
+    """Find the division into stages whose largest cost is smallest; return that cost and the stages' ends.
 
-    `cost` returns the cost of a stage with the units from `start` to before `end`, infinite if not allowed.
-    `n` is the number of units.
+    Args:
+        cost: Returns the cost of a stage with units from `start` to before `end`, or infinity if forbidden.
+        n: Number of units.
+        stages: Number of stages.
     """
-    best: dict[int, tuple[float, tuple[int, ...]]] = {
-        0: (0, ())
-    }  # of the first units, by their number
+    # The best division of the first units into the stages so far, by number of units.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, stages + 1):
         ways = {
             end: [
@@ -143,11 +149,10 @@ def _split(
 
 
 class StageModule(nn.Module):
-    """The modules of one stage.
+    """The modules of one stage of the pipeline.
 
-    Its output has the weights' number format, and is contiguous.
-
-    `training` is entered in training, for mixed precision; `layout` is the memory format of images.
+    Its output is contiguous and has the dtype of the weights. `precision` makes a context of mixed precision
+    for training, and `layout` is the memory format of images.
     """
 
     def __init__(
@@ -162,13 +167,13 @@ class StageModule(nn.Module):
         super().__init__()
         self.pieces, self._is_last, self._dtype = list(pieces), is_last, dtype
         self._layout, self._precision = layout, precision
-        # A schedule reads the parameters of a stage, and the model has those of all stages here.
+        # Schedules read the parameters of a stage here; the model itself has the names of all parameters.
         own = dict.fromkeys(p for piece in self.pieces for p in piece.parameters(model))
         self.held = nn.ParameterList(own)
         self._model = (model,)
 
     def compute(self, x: Tensor) -> Tensor:
-        """Return the output of its modules in sequence, without mixed precision."""
+        """Compute the modules in sequence, without mixed precision."""
         (model,) = self._model
         if x.dim() == 4:
             x = x.contiguous(memory_format=self._layout)
@@ -177,7 +182,7 @@ class StageModule(nn.Module):
         if self._is_last:
             return x
         x = x.to(self._dtype).contiguous()
-        # Zero-bubble lets go of the graph in place, which views do not bear.
+        # Zero-bubble frees the autograd graph in place, which is not possible for views.
         return x.clone() if is_view(x) else x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,9 +191,10 @@ class StageModule(nn.Module):
 
 
 class Stage(PipelineStage):
-    """A stage that reports when it computes, and when its gradients are final.
+    """A pipeline stage that reports when it computes, and when its gradients are complete.
 
-    `mark` is called with the phase that has ended; `last` with whether the next backward is its last.
+    `mark` is called with the name of the phase that has ended, and `last` with whether the next backward is
+    the last one of the step.
     """
 
     mark: Callable[[str], None]
@@ -198,7 +204,7 @@ class Stage(PipelineStage):
         """Accept any strides of the model's input, as PyTorch does from 2.13 on."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """None: the workers have met (`Pipeline._connect`), and one that is alone cannot meet itself."""
+        """Return no operations, because `Pipeline._open_connections` has already connected the workers."""
         return []
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:

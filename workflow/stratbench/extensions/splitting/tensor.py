@@ -1,4 +1,4 @@
-"""`tensor`: the layers of a network are divided among workers (tensor parallelism)."""
+"""The strategy `tensor`: each layer of a model is divided among workers (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.cell.text.words import names_text
 from stratbench.extensions.splitting import declared
-from stratbench.extensions.splitting.split import ModelSplit, these_do
+from stratbench.extensions.splitting.split import ModelSplit, describe_divisible_models
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh, refuse_uneven
 from stratbench.strategies.sharding.sharded import Sharded
@@ -28,42 +28,40 @@ if TYPE_CHECKING:
 
     from stratbench.workload.network.models import Model
 
-#: Words of a plan on how a module is divided; `styles` explains each.
+#: Words by which a tensor plan says how a module is divided; `make_styles` explains them.
 WORDS = (
     *("embedding", "first", "norm", "head norm", "input", "colwise", "colwise of input", "rowwise"),
     *("heads", "scores"),
 )
 
 
-#: Maximum difference between gradients that must be equal on all workers of a group, relative to the largest.
+#: Largest relative difference between gradients that must be equal on all workers of a group.
 UNLIKE = 1e-2
 
 
 class TensorParallel(ModelSplit, Sharded):
-    """torch.distributed.tensor.parallel.parallelize_module, by the plan that a network states.
+    """torch.distributed.tensor.parallel.parallelize_module, by the tensor plan of a model.
 
-    Each of `tensor_parallel_size` holds some heads of every attention, some columns of the first matrix of
-    every perceptron with the same rows of its second, and a part of the vocabulary (Shoeybi et al.,
-    Megatron-LM, 2019): a block adds up its activations twice in forward and twice in backward. The
-    cross-entropy is computed on the divided scores. Several such groups are replicas: their states are
-    sharded over them by FSDP2, or each has all of its own and their gradients are averaged, a
-    parameter's as soon as backward has made it. With `sequence_parallel` layer norms and the stream between
-    blocks are divided by positions (Korthikanti et al., Reducing activation recomputation in large
-    transformer models, 2022).
+    Each of `tensor_parallel_size` workers has some heads of every attention, some columns of the first matrix
+    of every perceptron with the same rows of the second, and a part of the vocabulary (Shoeybi et al.,
+    Megatron-LM, 2019). So each block adds up its activations twice in forward and twice in backward. The
+    cross-entropy is computed on the divided scores. Several such groups are replicas: FSDP2 shards their
+    states, or each has all states and gradients are averaged. With `sequence_parallel` layer norms and the
+    activations between blocks are divided by positions (Korthikanti et al., Reducing activation recomputation
+    in large transformer models, 2022).
     """
 
     waits_for_activations = True
-    parts_are = "divided layers"
+    parts_name = "divided layers"
     stated_by = "tensor_plan"
     summary: ClassVar[str] = "layers divided among workers (tensor parallelism)"
     rule: ClassVar[str] = (
-        "As single, but each worker computes a part of every layer; the parts are added up, or gathered, "
+        "As single, but each worker computes a part of every layer; the parts are added up or gathered "
         "within forward and backward"
     )
     breakdown_note: ClassVar[str] = (
-        "adding up activations is inside forward and their gradients inside backward, as what replicas "
-        "exchange is; how much of it computation does not hide cannot be separated (`profile: true` "
-        "shows it)"
+        "forward and backward include the communication of activations, of their gradients and between "
+        "replicas; the part that computation does not hide cannot be separated (`profile: true` shows it)"
     )
     collectives = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
     evaluated_on = "the divided weights"
@@ -72,7 +70,7 @@ class TensorParallel(ModelSplit, Sharded):
     class Options(base.Options):
         tensor_parallel_size: int | Literal["all"] = option(
             "all",
-            "workers that divide each layer between them; several such groups are replicas",
+            "number of workers that divide each layer; several such groups are replicas",
             least=1,
             tried=[2, 4, 8],
             kind="tensor",
@@ -82,7 +80,7 @@ class TensorParallel(ModelSplit, Sharded):
         )
         sequence_parallel: bool = option(
             False,
-            "whether norms and the stream between blocks are divided by positions",
+            "whether norms and the activations between blocks are divided by positions",
             tried=[True],
         )
 
@@ -95,8 +93,10 @@ class TensorParallel(ModelSplit, Sharded):
     @classmethod
     def why_not(cls, network: str | Model) -> str | None:
         if not declared.has_tensor_plan(network):
-            able = these_do(declared.has_tensor_plan)
-            return f"it states no plan by which its layers can be divided; {able}"
+            return (
+                "it has no plan that divides its layers; "
+                f"{describe_divisible_models(declared.has_tensor_plan)}"
+            )
         return None
 
     @classmethod
@@ -106,12 +106,11 @@ class TensorParallel(ModelSplit, Sharded):
             reads_images = models.facts_of(network).reads_text is False
             if options["sequence_parallel"] and reads_images and declared.has_tensor_plan(network):
                 yield (
-                    f".models = {name!r}: sequence_parallel: true divides the positions of texts; an image's "
-                    "patches "
-                    "and their class token do not come out even; set it to false"
+                    f".models = {name!r}: sequence_parallel: true divides the positions of texts, but the "
+                    "patches and class token of an image cannot be divided evenly; set it to false"
                 )
 
-    def too_many(
+    def find_divisibility_reason(
         self, network: str | Model, gpus: int, built: nn.Module | None = None
     ) -> str | None:
         workers, heads = self.mesh(gpus).tensor, declared.heads_of(network, built)
@@ -133,8 +132,8 @@ class TensorParallel(ModelSplit, Sharded):
             except ValueError as e:
                 yield str(e)
                 return
-            yield from faults_of_plan(model, plan)
-            if reason := self.too_many(network, worker.world_size, model):
+            yield from iter_plan_faults(model, plan)
+            if reason := self.find_divisibility_reason(network, worker.world_size, model):
                 yield reason
             missing = {"first", "scores"}.difference(plan.values())
             if self.options.sequence_parallel and missing:
@@ -160,19 +159,19 @@ class TensorParallel(ModelSplit, Sharded):
             worker.device.type, (replicas, tensor), mesh_dim_names=("replicas", "tensor")
         )
         if tensor > 1:
-            again = repeated_parameters(model)
-            plan = separate_heads(
+            again = list_repeated_parameters(model)
+            plan = separate_head_projections(
                 model, declared.tensor_plan(models.model_of(worker.settings), model)
             )
             parallelize_module(
-                model, mesh["tensor"], styles(model, plan, self.options.sequence_parallel)
+                model, mesh["tensor"], make_styles(model, plan, self.options.sequence_parallel)
             )
             for (module, name), (first, own) in again:
                 setattr(module, name, getattr(first, own))
-            model.register_forward_hook(whole_output)
+            model.register_forward_hook(gather_output)
             if self.options.sequence_parallel:
                 model.register_forward_pre_hook(partial(check_positions, tensor))
-        #: For each trainable parameter, whether this worker's part of the gradient is in the norm.
+        #: For each trainable parameter, whether this worker's gradient counts in the gradient norm.
         self._counts = [
             is_divided(p) or worker.mesh.place(worker.rank).tensor == 0
             for p in model.parameters()
@@ -185,22 +184,24 @@ class TensorParallel(ModelSplit, Sharded):
                 fully_shard(modules, mesh=mesh["replicas"])
             fully_shard(model, mesh=mesh["replicas"])
         if self._averages:
-            self._average(model, mesh)
+            self._register_averaging(model, mesh)
         self.group_size = replicas * tensor if self._shards else tensor
         self._tensor_group = mesh.get_group("tensor")
         self.shard_group = None if self._shards else self._tensor_group
         return model
 
-    def _average(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Average each gradient over the replicas, concurrently with the rest of backward."""
+    def _register_averaging(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Register hooks that average each gradient over the replicas, concurrently with backward."""
         self._is_last = True
-        self._under_way: list[tuple[Tensor, torch.distributed.Work]] = []
+        self._pending_reductions: list[tuple[Tensor, torch.distributed.Work]] = []
         group, replicas = mesh.get_group("replicas"), mesh.size(0)
         for p in model.parameters():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(partial(self._send, group, replicas))
+                p.register_post_accumulate_grad_hook(
+                    partial(self._start_averaging, group, replicas)
+                )
 
-    def _send(self, group: Any, replicas: int, parameter: nn.Parameter) -> None:
+    def _start_averaging(self, group: Any, replicas: int, parameter: nn.Parameter) -> None:
         import torch
         import torch.distributed as dist
 
@@ -209,10 +210,10 @@ class TensorParallel(ModelSplit, Sharded):
         if self._is_last:
             with torch.no_grad():
                 own = local_part(parameter.grad).div_(replicas)
-            self._under_way.append((own, dist.all_reduce(own, group=group, async_op=True)))
+            self._pending_reductions.append((own, dist.all_reduce(own, group=group, async_op=True)))
 
     def synchronising(self, last: bool) -> AbstractContextManager:
-        # FSDP2 reduces the gradients of each part, so that no full ones are stored.
+        # FSDP2 reduces the gradients in each part of a batch, so that full gradients are never stored.
         self._is_last = last
         return nullcontext()
 
@@ -229,10 +230,11 @@ class TensorParallel(ModelSplit, Sharded):
 
     def link_gradients(self) -> None:
         if self._averages:
-            for _, work in self._under_way:
+            for _, work in self._pending_reductions:
                 work.wait()
-            self._under_way.clear()
-        # A norm's gradient is of the positions or heads that this worker has; the others' are to be added.
+            self._pending_reductions.clear()
+        # The gradient of a norm covers only this worker's positions or heads, so that it is summed over
+        # workers.
         for p in self.parameters:
             placements = getattr(p.grad, "placements", None)
             if placements is not None and placements != p.placements:
@@ -247,8 +249,8 @@ class TensorParallel(ModelSplit, Sharded):
 
         if not self.options.sequence_parallel or self.worker.mesh.tensor == 1:
             return []
-        self._is_last = False  # replicas need not agree
-        self.model.eval()  # nothing is drawn, and no statistics change
+        self._is_last = False  # this check needs no averaging over replicas
+        self.model.eval()  # without dropout, and without changes of statistics
         self.add_gradients(x, y)
         self.model.train()
         named = dict(self.model.named_parameters())
@@ -271,10 +273,10 @@ class TensorParallel(ModelSplit, Sharded):
         return list(compress(self.local, self._counts))
 
 
-def repeated_parameters(
+def list_repeated_parameters(
     model: nn.Module,
 ) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Return each repeated use of a parameter, and its first: a module, and the name in it."""
+    """Return each repeated use of a parameter with its first use, both as module and name in it."""
     first: dict[int, tuple[nn.Module, str]] = {}
     again = []
     for module in model.modules():
@@ -286,36 +288,32 @@ def repeated_parameters(
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
-    """Return whether the workers of a group hold shards of it, not the whole each."""
+    """Return whether each worker of a group has only a shard of a parameter."""
     return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
 
 
 def is_by_plan(parameter: nn.Parameter) -> bool:
-    """Return whether a plan divides a parameter, so that DTensor reduces its gradient."""
+    """Return whether a parameter is in the tensor plan, so that DTensor reduces its gradient."""
     mesh = getattr(parameter, "device_mesh", None)
     return "tensor" in (getattr(mesh, "mesh_dim_names", None) or ())
 
 
-def whole_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    """Gather the full scores of a model in evaluation.
+def gather_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    """Gather the full scores of a model in evaluation. This is a forward hook.
 
-    A forward hook.
-
-    In training the loss is computed on the shards.
+    In training the loss is computed on the shards of the scores.
 
     Args:
         module: The model.
         _inputs: Unused.
-        output: Its output.
+        output: Output of the model.
     """
     is_whole = module.training or not hasattr(output, "full_tensor")
     return output if is_whole else output.full_tensor()
 
 
 def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Raise Refused if `workers` cannot divide the positions of texts evenly.
-
-    A forward hook.
+    """Raise Refused if `workers` cannot divide the positions of texts evenly. This is a forward hook.
 
     Args:
         workers: Number of workers.
@@ -326,46 +324,45 @@ def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]
     if positions % workers:
         raise Refused(
             f"{workers} workers cannot divide texts of {positions} tokens evenly (sequence_parallel: true); "
-            "set "
-            "sequence_parallel: false, or choose another length of the texts"
+            "set sequence_parallel: false, or choose another length of the texts"
         )
 
 
-def faults_of_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is wrong with a plan for this model.
+def iter_plan_faults(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
+    """Yield messages on faults of a tensor plan for this model.
 
-    A plan maps paths of modules (`*`: any name) to words.
+    A plan maps paths of modules, in which `*` matches any name, to words.
     """
     from stratbench.extensions.splitting.heads import why_not
 
     for path, word in plan.items():
         if word not in WORDS:
-            yield f"its tensor_plan says {word!r} of {path!r}; the words are {', '.join(WORDS)}"
-        named = matching(model, path)
+            yield f"its tensor_plan has the word {word!r} for {path!r}; use one of {', '.join(WORDS)}"
+        named = match_modules(model, path)
         if not named:
-            yield f"its tensor_plan names {path!r}, and the network has no module of that path"
+            yield f"its tensor_plan names {path!r}, but the model has no module of that path"
         if word == "heads":
             yield from (
-                f"its tensor_plan says 'heads' of {name!r}, which {reason}"
+                f"its tensor_plan has 'heads' for {name!r}, which {reason}"
                 for name in named
                 if (reason := why_not(model.get_submodule(name)))
             )
 
 
-def matching(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of a network's modules that a plan's path (`*`: any name) means."""
+def match_modules(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of the modules that match a path of a plan, in which `*` matches any name."""
     return [name for name, _ in model.named_modules() if fnmatchcase(name, path)]
 
 
-def separate_heads(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Split the projections of each attention with the word `heads`; return the plan with theirs."""
+def separate_head_projections(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Separate the projections of attentions with the word `heads`, and return the plan with these."""
     from stratbench.extensions.splitting.heads import SelfAttention
 
     divided: dict[str, str] = {}
     for path, word in plan.items():
         divided[path] = word
         if word == "heads":
-            for name in matching(model, path):
+            for name in match_modules(model, path):
                 model.set_submodule(name, SelfAttention(model.get_submodule(name)))
             parts = dict.fromkeys(("query", "key", "value"), "colwise of input") | {
                 "out": "rowwise"
@@ -374,20 +371,22 @@ def separate_heads(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return divided
 
 
-def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[str, ParallelStyle]:
-    """Return the style of `parallelize_module` for each module that the plan names, by path.
+def make_styles(
+    model: nn.Module, plan: Mapping[str, str], sequence: bool
+) -> dict[str, ParallelStyle]:
+    """Return the style of each module in a tensor plan, by path, for `parallelize_module`.
 
-    A plan's words: `embedding`: by the vocabulary. `first`: where the stream begins. `input`: its parts read
-    their first input, which is gathered once for all of them; others they read as they are. `colwise`: the
-    outputs of a linear layer; `colwise of input`: the same below an `input`. `rowwise`: the inputs. `norm`:
-    of each position by itself. `head norm`: of each head by itself, [batch, positions, heads, width].
-    `heads`: an nn.MultiheadAttention of one input (`separate_heads`). `scores`: the outputs, which stay
-    divided for the loss.
+    The words of a plan say by what a module is divided. `embedding`: the vocabulary. `first`: nothing; the
+    divided activations begin here. `input`: nothing; its first input is gathered once for all submodules.
+    `colwise`: the outputs of a linear layer. `colwise of input`: the same below an `input`. `rowwise`: the
+    inputs of a linear layer. `norm`: positions, each normalized by itself. `head norm`: heads, of shape
+    [batch, positions, heads, width]. `heads`: the heads of an nn.MultiheadAttention. `scores`: the outputs,
+    which stay divided for the loss.
 
     Args:
         model: The model.
-        plan: Its plan.
-        sequence: Whether positions are divided, too.
+        plan: Tensor plan of the model.
+        sequence: Whether activations are divided by positions as well.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -401,7 +400,7 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
 
     stream = Shard(1) if sequence else Replicate()
 
-    def style_of(kind: str) -> ParallelStyle | None:
+    def make_style(kind: str) -> ParallelStyle | None:
         match kind:
             case "embedding":
                 return RowwiseParallel(input_layouts=Replicate())
@@ -433,8 +432,8 @@ def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[st
                 return SequenceParallel()
             case "first" | "norm":
                 return None
-        raise ValueError(f"a plan says {kind!r}, which is no way to divide a module")
+        raise ValueError(f"a tensor plan has {kind!r}, which is not a way to divide a module")
 
-    wanted = {name: kind for path, kind in plan.items() for name in matching(model, path)}
-    by_name = {name: style_of(kind) for name, kind in wanted.items()}
+    wanted = {name: kind for path, kind in plan.items() for name in match_modules(model, path)}
+    by_name = {name: make_style(kind) for name, kind in wanted.items()}
     return {name: style for name, style in by_name.items() if style is not None}

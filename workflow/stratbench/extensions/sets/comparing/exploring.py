@@ -23,5 +23,5 @@ def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
     ]
     title = ", ".join(one.name for one in sets)
     notices = list_notices(cells, findings, list_readings().values(), partial=False)
-    data = explore.page_data(cells, findings)
+    data = explore.make_page_data(cells, findings)
     write_atomic(path, explore.render(data, title, notices, INDEX))
