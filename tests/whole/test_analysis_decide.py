@@ -686,9 +686,9 @@ def test_where_every_training_diverged_it_is_said_with_what_steadies_one():
 
 
 def test_the_papers_own_tables_give_an_answer_one_can_sign():
-    cells = published.cells_of_version("v2")
+    cells = published.make_cells_of_version("v2")
     findings = pd.DataFrame(
-        audit.audit(cells, floors=published.accuracy_floors()), columns=list(AUDIT_COLUMNS)
+        audit.audit(cells, floors=published.read_accuracy_floors()), columns=list(AUDIT_COLUMNS)
     )
     found = {(d.experiment, d.model): d for d in decide.decisions(cells, findings, Constraints())}
     assert len(found) == 6
@@ -709,7 +709,7 @@ def test_the_papers_own_tables_give_an_answer_one_can_sign():
 
 
 def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
-    cells = published.cells_of_version("v2")
+    cells = published.make_cells_of_version("v2")
     cells.to_csv(tmp_path / "cells.csv", index=False)
     audited = ["--cells", str(tmp_path / "cells.csv"), "--out", str(tmp_path / "audit.csv")]
     assert audit.main(audited) == 0

@@ -155,7 +155,7 @@ def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed,
         "from stratbench.cell import installation as places; from stratbench.cell import record;"
         "from stratbench.study.config.schema import schema;"
         "from stratbench.extensions.paper import published;"
-        "assert record.load_schema() and schema() and len(published.published_tables());"
+        "assert record.load_schema() and schema() and len(published.read_published_tables());"
         "print(places.INSTALLED, places.built_from())"
     )
     done = subprocess.run(

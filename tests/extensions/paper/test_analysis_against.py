@@ -21,7 +21,7 @@ NOTHING = pd.DataFrame(columns=list(AUDIT_COLUMNS))
 
 @pytest.fixture(scope="module")
 def v2():
-    return published.cells_of_version("v2")
+    return published.make_cells_of_version("v2")
 
 
 def verdicts(cells, findings=NOTHING):
@@ -29,10 +29,10 @@ def verdicts(cells, findings=NOTHING):
 
 
 def test_every_claim_has_a_metric_and_every_explanation_something_to_explain():
-    claims, tables = published.published_claims(), published.published_tables()
+    claims, tables = published.read_published_claims(), published.read_published_tables()
     assert set(claims["metric"]) == set(METRICS)
     names = set(claims["id"]) | set(tables["version"] + " " + tables["table"])
-    assert set(published.explanations()["about"]) <= names
+    assert set(published.read_explanations()["about"]) <= names
 
 
 def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
@@ -92,7 +92,7 @@ def test_what_the_audit_calls_unusable_is_no_evidence(v2):
 
 def test_claims_that_rest_on_copied_or_censored_figures_say_so(v2):
     told = judge_claims(v2, NOTHING).set_index("id")["in_the_paper"]
-    assert "densenet121: from a time that stands for two cells" in told["modified-slower-v2"]
+    assert "densenet121: from a time that is printed for two cells" in told["modified-slower-v2"]
     assert "resnet50, vgg16: from a time above its limit" in told["modified-slower-v2"]
     assert "ps-async-modified, vgg16 on 4: from a time above its limit" in told["near-linear-v2"]
     assert "above its limit" not in told["fsdp-slowdown-v2"]
@@ -114,10 +114,10 @@ def test_claims_that_rest_on_copied_or_censored_figures_say_so(v2):
     ids=lambda changed: next(iter(changed)),
 )
 def test_only_cells_that_correspond_are_judged(v2, changed):
-    assert published.is_counterpart(v2).all()
+    assert published.mask_counterparts(v2).all()
     others = v2.assign(**changed)
-    assert not published.is_counterpart(others).any()
-    listed = against.published_cells(others.drop_duplicates(GROUP), NOTHING)
+    assert not published.mask_counterparts(others).any()
+    listed = against.compare_published_cells(others.drop_duplicates(GROUP), NOTHING)
     assert listed["ours"].isna().all()
 
 
@@ -142,7 +142,7 @@ def test_a_spread_is_called_what_it_is():
 )
 def test_a_claim_is_judged_by_intervals_where_there_are_any(figures, expected):
     listed = [ClaimFigure("x", *figure) for figure in figures]
-    assert claims.verdict_on(listed, 2, 3) == expected
+    assert claims.judge_figures(listed, 2, 3) == expected
 
 
 def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
@@ -152,9 +152,9 @@ def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
     for _ in range(300):
         noise = np.exp(rng.normal(0, 0.03, (20, 2, 3)))
         figures = [ClaimFigure(str(i), 1.0, pair=pair) for i, pair in enumerate(noise)]
-        figures = claims.with_intervals(figures)
+        figures = claims.add_intervals(figures)
         alone = paired_ratios(list(noise), [False] * 20)
-        refuted[0] += claims.verdict_on(figures, 1.005, np.nan) == FAILS
+        refuted[0] += claims.judge_figures(figures, 1.005, np.nan) == FAILS
         refuted[1] += any(ratio.high < 1 for ratio in alone)
     together, each = (count / 300 for count in refuted)
     print(
@@ -175,12 +175,12 @@ def test_a_single_repeat_is_called_one(v2):
 
 
 def test_a_range_may_be_open():
-    assert claims.verdict_on([ClaimFigure("x", 99.0)], 2, np.nan) == HOLDS
-    assert claims.verdict_on([ClaimFigure("x", 99.0)], np.nan, 6) == FAILS
+    assert claims.judge_figures([ClaimFigure("x", 99.0)], 2, np.nan) == HOLDS
+    assert claims.judge_figures([ClaimFigure("x", 99.0)], np.nan, 6) == FAILS
 
 
 def test_the_paper_beside_itself_is_one_everywhere(v2):
-    found = against.published_cells(v2, NOTHING)
+    found = against.compare_published_cells(v2, NOTHING)
     own = found[found["version"] == "v2"]
     assert own["ours"].notna().sum() == 78 - 5  # all but the times above the limit
     for name in ("strategy", "gpus"):
@@ -195,7 +195,7 @@ def test_the_paper_beside_itself_is_one_everywhere(v2):
 def test_ratios_of_ratios_cancel_what_hardware_changes_and_show_what_strategies_do(v2):
     rows = v2.assign(train_time_s=v2["train_time_s"] / 3)  # a machine three times as fast
     rows.loc[rows["strategy"] == "fsdp", "train_time_s"] /= 2  # on which FSDP is better
-    found = against.published_cells(rows, NOTHING)
+    found = against.compare_published_cells(rows, NOTHING)
     fsdp = found[(found["version"] == "v2") & (found["strategy"] == "fsdp")]
     assert np.allclose(fsdp["ratio_to_strategy"], 0.5)
     assert np.allclose(fsdp["ratio_to_gpus"].dropna(), 1)
@@ -203,13 +203,15 @@ def test_ratios_of_ratios_cancel_what_hardware_changes_and_show_what_strategies_
 
 
 def test_without_a_counterpart_the_section_says_so(tmp_path):
-    cells = published.cells_of_version("v2").assign(
+    cells = published.make_cells_of_version("v2").assign(
         dataset="digits", device_kind="cpu", model="vgg-compact"
     )
     cells = cells.drop_duplicates(GROUP)
-    against.published_cells(cells, NOTHING).to_csv(tmp_path / "against_cells.csv", index=False)
+    against.compare_published_cells(cells, NOTHING).to_csv(
+        tmp_path / "against_cells.csv", index=False
+    )
     judge_claims(cells, NOTHING).to_csv(tmp_path / "against_claims.csv", index=False)
-    section = paper_section.paper_section(tmp_path)
+    section = paper_section.make_paper_section(tmp_path)
     assert section["with_counterpart"] == 0
     assert all(not table["rows"] for table in section["tables"])
     assert sum(table["total"] for table in section["tables"]) == section["total"] == 102

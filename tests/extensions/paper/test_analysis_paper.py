@@ -15,7 +15,7 @@ COUNTS = (1, 2, 4)
 @pytest.fixture(scope="module")
 def values():
     """(version, measure, strategy, model, gpus) to the published value; NaN above a limit."""
-    tables = published.published_tables().drop_duplicates(
+    tables = published.read_published_tables().drop_duplicates(
         ["version", "measure", "strategy", "model", "gpus"]
     )
     names = ["version", "measure", "strategy", "model", "gpus"]
@@ -37,23 +37,23 @@ def accuracy(values):
 
 
 def claimed(name):
-    row = published.published_claims().set_index("id").loc[name]
+    row = published.read_published_claims().set_index("id").loc[name]
     return row["low"], row["high"]
 
 
 def test_the_tables_are_complete():
-    sizes = published.published_tables().groupby(["version", "table"]).size().to_dict()
+    sizes = published.read_published_tables().groupby(["version", "table"]).size().to_dict()
     assert sizes == {
         **{("v1", "II"): 12, ("v1", "III"): 6, ("v1", "IV"): 6},
         **{("v2", "3"): 18, ("v2", "4"): 18, ("v2", "5"): 18, ("v2", "6"): 18, ("v2", "7"): 6},
     }
-    assert published.published_claims()["id"].is_unique
+    assert published.read_published_claims()["id"].is_unique
 
 
 def test_where_two_tables_print_the_same_cell_they_agree():
-    assert len(published.cells_of_version("v1")) == 18
-    assert len(published.cells_of_version("v2")) == 18 + 27
-    assert (published.cells_of_version("v2")["status"] == "timeout").sum() == 5
+    assert len(published.make_cells_of_version("v1")) == 18
+    assert len(published.make_cells_of_version("v2")) == 18 + 27
+    assert (published.make_cells_of_version("v2")["status"] == "timeout").sum() == 5
 
 
 def test_ddp_and_fsdp_on_2_and_4_gpus_are_the_same_in_both_versions(time_s):
@@ -123,7 +123,7 @@ def test_one_time_is_printed_for_two_different_cells(time_s):
 
 
 def test_modified_async_gets_much_faster_from_two_to_four_gpus_on_resnet50(time_s):
-    cells = published.cells_of_version("v2")
+    cells = published.make_cells_of_version("v2")
     stopped = cells[(cells["model"] == "resnet50") & (cells["gpus"] == 2)]
     limit_s = stopped.loc[stopped["status"] == "timeout", "time_limit_s"].item()
     speedup = limit_s / time_s("ps-async-modified", "resnet50", 4)
@@ -160,15 +160,15 @@ def test_the_memory_claims_exceed_what_sharding_can_do_on_two_gpus():
 
 def test_no_model_was_trained_by_a_server_and_by_ddp_on_the_same_data():
     for version in ("v1", "v2"):
-        cells = published.cells_of_version(version)
+        cells = published.make_cells_of_version(version)
         kinds = cells.groupby(["dataset", "model", "device_name"])["strategy_kind"].nunique()
         assert kinds.max() == 1
 
 
 def test_disagreeing_tables_are_refused(monkeypatch):
-    tables = published.published_tables()
+    tables = published.read_published_tables()
     spoilt = tables.copy()
     spoilt.loc[(spoilt["table"] == "6") & (spoilt["strategy"] == "ps-sync"), "value"] += 1
-    monkeypatch.setattr(published, "published_tables", lambda: pd.DataFrame(spoilt))
+    monkeypatch.setattr(published, "read_published_tables", lambda: pd.DataFrame(spoilt))
     with pytest.raises(ValueError, match="tables disagree on ps-sync"):
-        published.cells_of_version("v2")
+        published.make_cells_of_version("v2")

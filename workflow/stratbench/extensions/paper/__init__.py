@@ -1,11 +1,11 @@
-"""The extension `paper`: the published tables and claims beside a study's own."""
+"""The extension `paper`: compares a study with the tables and claims of the paper."""
 
 from __future__ import annotations
 
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="the published tables and claims beside a study's own",
+    says="a comparison of a study with the tables and claims of the paper",
     needs=("audit",),
     rules=("paper.smk",),
     reading="stratbench.extensions.paper.section:READING",

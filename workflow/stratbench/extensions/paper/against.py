@@ -1,6 +1,6 @@
-"""Compares a study with the paper: every published cell next to ours, and its claims.
+"""Compares a study with the paper: every published cell with ours, and every claim with our results.
 
-Hardware differs, so absolute times cannot be compared, only ratios between strategies and between GPU counts.
+Hardware differs, so no absolute times are compared, but ratios between strategies and between GPU counts.
 Writes against_cells.csv and against_claims.csv.
 """
 
@@ -24,10 +24,13 @@ from stratbench.extensions.paper.claims import judge_claims
 from stratbench.extensions.paper.numbered import write_numbered
 
 #: The column of cells.csv for each published measure, with the factor to the published unit.
-COLUMNS_OF = {"training_time_s": ("train_time_s", 1.0), "accuracy_percent": ("score_final", 100.0)}
-#: What a published cell and ours have in common.
+PUBLISHED_MEASURES = {
+    "training_time_s": ("train_time_s", 1.0),
+    "accuracy_percent": ("score_final", 100.0),
+}
+#: Columns that are equal in a published cell and in our cell that it is compared with.
 PLACE = ["measure", "dataset", "model", "strategy", "gpus"]
-#: The strategy by which others of its kind are divided.
+#: The strategy with which a strategy is compared, by ratio.
 REFERENCES = {"fsdp": "ddp", "ps-async": "ps-sync", "ps-async-modified": "ps-sync"}
 PUBLISHED_COLUMNS = (
     *("version", "table", "row", "strategy", "model", "dataset", "gpus", "measure"),
@@ -37,14 +40,14 @@ PUBLISHED_COLUMNS = (
 )
 
 
-def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return every published cell with ours (NaN if there is none), and the ratio of ratios.
+def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
+    """Return every published cell with the median of ours (NaN if there is none), and ratios of ratios.
 
-    A ratio of ratios is ours over the published one: 1 if both agree. Accuracies are compared by differences
-    in points instead of ratios (`kind` is `difference`).
+    A ratio of ratios is our ratio divided by the published one, so 1 if both agree. Accuracies are compared
+    by differences in points instead of ratios (`kind` is `difference`).
     """
-    ours = our_medians(cells, findings)
-    tables = published.published_tables().rename(columns={"value": "published"})
+    ours = compute_our_medians(cells, findings)
+    tables = published.read_published_tables().rename(columns={"value": "published"})
     theirs = tables[["version", "table", *PLACE, "published"]]
     tables = tables.merge(ours, how="left", on=PLACE).fillna({"experiment": ""})
     is_points = tables["measure"] == "accuracy_percent"
@@ -60,20 +63,20 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
         against = against.merge(theirs, how="left").merge(ours, how="left", on=PLACE)
         tables[f"against_{name}"] = baseline
         theirs_to, ours_to = (
-            ratio_or_difference(is_points, tables[whose], against[whose])
+            compute_ratio_or_difference(is_points, tables[whose], against[whose])
             for whose in ("published", "ours")
         )
         tables[f"published_to_{name}"], tables[f"our_to_{name}"] = theirs_to, ours_to
-        tables[f"ratio_to_{name}"] = ratio_or_difference(is_points, ours_to, theirs_to)
+        tables[f"ratio_to_{name}"] = compute_ratio_or_difference(is_points, ours_to, theirs_to)
     return tables[list(PUBLISHED_COLUMNS)]
 
 
-def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return medians of our cells that the paper has, too, in its units: PLACE, ours, experiment."""
-    groups = Repeats(cells[published.is_counterpart(cells)], findings.to_dict("records"))
+def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
+    """Return the medians of our cells that the paper has too, in its units: PLACE, ours, experiment."""
+    groups = Repeats(cells[published.mask_counterparts(cells)], findings.to_dict("records"))
     rows = []
     for group, repeats in groups.ok.items():
-        for measure, (column, scale) in COLUMNS_OF.items():
+        for measure, (column, scale) in PUBLISHED_MEASURES.items():
             median = groups.median(group, column, "time" if scale == 1.0 else "score")
             if median is not None:
                 place = (repeats["dataset"].iloc[0], group.model, group.strategy, group.gpus)
@@ -81,11 +84,13 @@ def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*PLACE, "ours", "experiment"]).drop_duplicates(PLACE)
 
 
-def ratio_or_difference(is_points: pd.Series, one: pd.Series, other: pd.Series) -> pd.Series:
-    """Return one / other, or for accuracies in points one - other.
+def compute_ratio_or_difference(
+    is_points: pd.Series, one: pd.Series, other: pd.Series
+) -> pd.Series:
+    """Return one / other, but one - other for accuracies in points.
 
     Args:
-        is_points: Which values are points of accuracy.
+        is_points: Whether each value is an accuracy in points.
         one: Values.
         other: Values to compare with.
     """
@@ -93,19 +98,21 @@ def ratio_or_difference(is_points: pd.Series, one: pd.Series, other: pd.Series) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line with the arguments `argv`, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="stratbench.extensions.paper.against", description=__doc__
     )
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
-    parser.add_argument("--cells-out", type=Path, required=True, help="published cells (CSV)")
-    parser.add_argument("--claims-out", type=Path, required=True, help="claims (CSV)")
+    parser.add_argument(
+        "--cells-out", type=Path, required=True, help="published cells to write (CSV)"
+    )
+    parser.add_argument("--claims-out", type=Path, required=True, help="claims to write (CSV)")
     parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
-    parser.add_argument("--tables-out", type=Path, required=True, help="folder of tables 3 to 8")
+    parser.add_argument("--tables-out", type=Path, required=True, help="folder for tables 3 to 8")
     args = parser.parse_args(argv)
     cells, findings = read_cells(args.cells), read_audit(args.audit)
-    beside_ours, judged = published_cells(cells, findings), judge_claims(cells, findings)
+    beside_ours, judged = compare_published_cells(cells, findings), judge_claims(cells, findings)
     write_atomic(args.cells_out, beside_ours.to_csv(index=False))
     write_atomic(args.claims_out, judged.to_csv(index=False))
     write_numbered(cells, read_summary(args.summary), args.tables_out)

@@ -1,4 +1,4 @@
-"""Evaluates the claims of the paper's text: by our records, by others, and by its own tables."""
+"""Judges the claims of the paper's text by our records and by the paper's own tables."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ CLAIM_COLUMNS = (
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be said from these records"
 
 
-def with_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
-    """Return the figures of a claim; ratios with their intervals.
+def add_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
+    """Return the figures of a claim, and add intervals to those that are ratios.
 
-    A claim fails if one of its figures does. So all of them share the allowed rate of false claims, and
-    their variances are pooled.
+    A claim fails if one of its figures fails. So its intervals hold for all figures together, and the
+    variances of the figures are pooled.
     """
     paired = [figure for figure in figures if figure.pair is not None]
     ratios = iter(paired_ratios([f.pair for f in paired], [f.served for f in paired], len(paired)))
     return [figure if figure.pair is None else figure.with_ends(next(ratios)) for figure in figures]
 
 
-def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
-    """Return HOLDS if all intervals are in [low, high], FAILS if one is completely out, else UNKNOWN.
+def judge_figures(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
+    """Return HOLDS if all intervals are in [low, high], FAILS if one is completely outside, else UNKNOWN.
 
     Args:
-        figures: Values with intervals.
-        low: Low end of the claim.
-        high: High end of the claim.
+        figures: Figures of a claim, with their intervals.
+        low: Lowest value that the claim allows; NaN for any.
+        high: Highest value that the claim allows; NaN for any.
     """
     low, high = (-np.inf if pd.isna(low) else low), (np.inf if pd.isna(high) else high)
     if not figures:
         return UNKNOWN
-    # Not more precise than the claims as printed: 1.999 is no counterexample to 2, nor 30.4 to 30.
+    # Claims are printed with few digits, so 1.999 does not contradict 2, and 30.4 does not contradict 30.
     slack = 0.5 if low == high else 0.005
     ends = [(f.value, f.value) if f.low is None else (f.low, f.high) for f in figures]
     if any(end < low - slack or start > high + slack for start, end in ends):
@@ -54,7 +54,7 @@ def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
 
 
 def describe_figures(figures: Sequence[ClaimFigure]) -> str:
-    """Return the range of the figures, and the cells at its ends."""
+    """Return the range of the figures as text, with the cells of its ends."""
     if not figures:
         return ""
     least, most = (pick(figures, key=lambda f: f.value) for pick in (min, max))
@@ -67,14 +67,14 @@ def describe_figures(figures: Sequence[ClaimFigure]) -> str:
 
 
 def describe_single_repeats(figures: Sequence[ClaimFigure]) -> str:
-    """Return a remark if figures come from one repeat; else empty."""
+    """Return a remark if figures come from one repeat, else an empty text."""
     single = sum(f.low is None and f.ends != "exact" for f in figures)
     which = "" if len(figures) == 1 else "all " if single == len(figures) else f"{single} "
     return f"; {which}from one repeat, so that it may be chance" if single else ""
 
 
 def describe_figure(figure: ClaimFigure) -> str:
-    """`1.23 [1.10, 1.31]` for an interval, `1.23 (1.10 to 1.31)` for a range, or `at least 1.23`."""
+    """Return `1.23 [1.10, 1.31]` with an interval, `1.23 (1.10 to 1.31)` with a range, or `at least 1.23`."""
     match figure.ends:
         case "bound":
             return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
@@ -83,15 +83,15 @@ def describe_figure(figure: ClaimFigure) -> str:
     return IntervalEstimate(figure.value, figure.low, figure.high).text("{:.2f}".format)
 
 
-def is_about(claim: dict[str, Any], figure: ClaimFigure) -> bool:
-    """Return whether the claim covers the figure's model; most claims cover every model."""
+def concerns_model(claim: dict[str, Any], figure: ClaimFigure) -> bool:
+    """Return whether the claim concerns the figure's model; most claims concern every model."""
     return pd.isna(claim["model"]) or claim["model"] in figure.label
 
 
 @cache
-def published_groups(version: str) -> tuple[Repeats, Repeats]:
-    """Return the paper's own cells: as printed, and without the times that the audit calls copies."""
-    cells = published.cells_of_version(version)
+def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
+    """Return the paper's cells twice: as printed, and without times that the audit finds in two cells."""
+    cells = published.make_cells_of_version(version)
     copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
     return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
 
@@ -99,40 +99,40 @@ def published_groups(version: str) -> tuple[Repeats, Repeats]:
 def describe_weak_figures(
     metric: Callable[[Repeats], Iterator[ClaimFigure]], claim: dict[str, Any]
 ) -> str:
-    """Return which of the paper's own values behind a claim are copies, or bounds at a time limit."""
+    """Return which of the paper's values for a claim stand in two cells, or are bounds from a time limit."""
     printed, believed = (
-        {f.label: f for f in metric(groups) if is_about(claim, f)}
-        for groups in published_groups(claim["version"])
+        {f.label: f for f in metric(groups) if concerns_model(claim, f)}
+        for groups in read_published_groups(claim["version"])
     )
     parts = []
     if lost := [label for label in printed if label not in believed]:
-        parts.append(f"{', '.join(lost)}: from a time that stands for two cells")
+        parts.append(f"{', '.join(lost)}: from a time that is printed for two cells")
     if bounds := [label for label, figure in printed.items() if figure.ends == "bound"]:
         parts.append(f"{', '.join(bounds)}: from a time above its limit, so a bound")
     return "; ".join(parts)
 
 
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return every claim of the text and whether it holds, by the paper's models on GPUs.
+    """Return every claim, and whether it holds in our cells of the paper's models on GPUs.
 
-    `elsewhere` has the values of other models and of CPU processes, which prove nothing. `in_the_paper` has
-    what holds in the paper's own tables, including their defects.
+    The column `elsewhere` has the values of other models and of CPU processes, which do not decide.
+    `in_the_paper` tells whether the paper's own tables agree, and which of their values are doubtful.
     """
-    is_ours = published.is_counterpart(cells)
+    is_ours = published.mask_counterparts(cells)
     listed = findings.to_dict("records")
     ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
     # Without the audit: the question here is what the paper prints, right or wrong.
-    own = {version: published_groups(version)[0] for version in ("v1", "v2")}
-    notes = published.explanations().set_index("about").to_dict("index")
+    own = {version: read_published_groups(version)[0] for version in ("v1", "v2")}
+    notes = published.read_explanations().set_index("about").to_dict("index")
     rows = []
-    for claim in published.published_claims().to_dict("records"):
+    for claim in published.read_published_claims().to_dict("records"):
         metric = METRICS[claim["metric"]]
         on_gpus, elsewhere, theirs = (
-            with_intervals([figure for figure in metric(groups) if is_about(claim, figure)])
+            add_intervals([figure for figure in metric(groups) if concerns_model(claim, figure)])
             for groups in (ours, others, own[claim["version"]])
         )
         limits = (claim["low"], claim["high"])
-        agrees, theirs_agree = verdict_on(on_gpus, *limits), verdict_on(theirs, *limits)
+        agrees, theirs_agree = judge_figures(on_gpus, *limits), judge_figures(theirs, *limits)
         note = notes.get(claim["id"])
         in_the_paper = f"{theirs_agree}: {describe_figures(theirs)}" if theirs else ""
         if rest := describe_weak_figures(metric, claim) if theirs else "":

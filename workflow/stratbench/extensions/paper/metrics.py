@@ -1,4 +1,4 @@
-"""The metrics of the paper's claims: the values of each for a set of records."""
+"""Computes the metrics of the paper's claims from records."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy as np
 from stratbench.analysis.records.groups import Group, Repeats
 from stratbench.statistics.intervals import IntervalEstimate, mean_ratio
 
-#: Metrics of claims.csv: of memory, and of the model's size with the factor from its number of parameters.
+#: Names of metrics in claims.csv: on memory, and on model size (with the factor from the number of
+#: parameters).
 MEMORY_RATIO = "memory of ddp / memory of fsdp"
 SIZES = {"parameters of vgg16 in fp32 (MB)": 4e-6, "parameters of vgg16 / 4 (millions)": 1e-6 / 4}
 
 
 @dataclass(frozen=True)
 class ClaimFigure:
-    """One value of a claim's metric: its origin, and its possible range.
+    """One value of a claim's metric, with its origin and its range.
 
     `ends` is the kind of `low` and `high`: a 95 % `interval`, which holds for all figures of a claim
     together; the `range` from the lowest to the highest repeat; or the `bound` that a time limit
@@ -30,21 +31,21 @@ class ClaimFigure:
     low: float | None = None
     high: float | None = None
     ends: Literal["interval", "range", "bound", "exact"] = "interval"
-    #: The data of an interval: `value` is `scale` of the mean ratio of `pair`, shape [2, repeats];
-    #: `served`: whether parameter servers take part.
+    #: The data of an interval: `value` is `scale` of the mean ratio of `pair`, which has shape [2, repeats].
+    #: `served` is whether parameter servers take part.
     pair: np.ndarray | None = None
     scale: Callable[[float], float] = float
     served: bool = False
 
     def with_ends(self, ratio: IntervalEstimate) -> ClaimFigure:
-        """Return the figure with the interval of its ratio, if that has one."""
+        """Return the figure with the interval of `ratio`, if that has one."""
         if ratio.low is None:
             return self
         low, high = sorted(map(self.scale, ratio[1:]))
         return replace(self, low=low, high=high)
 
 
-def ratio_figure(
+def make_ratio_figure(
     groups: Repeats,
     one: Group,
     other: Group,
@@ -53,17 +54,17 @@ def ratio_figure(
     label: str,
     scale: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
-    """Return scale(one / other) over the repeats of both, or None without data.
+    """Return the mean of one / other over their common repeats, converted by `scale`, or None without data.
 
-    It is a bound if one reached its time limit.
+    It is a bound if one of the groups reached its time limit.
 
     Args:
         groups: All repeats.
         one: A group.
         other: Another group.
         column: Column of the values.
-        concerns: Concern of audit findings.
-        label: Label of the value.
+        concerns: What audit findings must concern to exclude a repeat.
+        label: Label of the figure.
         scale: Converts the ratio.
     """
     pair = groups.common((one, other), column, concerns)
@@ -73,7 +74,7 @@ def ratio_figure(
     if column != "train_time_s":
         return None
     for stopped, ended, upward in ((one, other, True), (other, one, False)):
-        least_s = least_time_s(groups, stopped, ended)
+        least_s = estimate_least_time_s(groups, stopped, ended)
         ended_s = groups.median(ended, column, concerns)
         if least_s is None or least_s <= 0 or ended_s is None:
             continue
@@ -84,11 +85,8 @@ def ratio_figure(
     return None
 
 
-def limit_s(groups: Repeats, group: Group) -> float | None:
-    """Return the time limit of a group that reached its own, and so took longer.
-
-    Return None of any other.
-    """
+def find_time_limit_s(groups: Repeats, group: Group) -> float | None:
+    """Return the time limit (s) of a group that reached it, or None for any other group."""
     if group in groups.ok or group not in groups.all:
         return None
     rows = groups.all[group]
@@ -96,100 +94,103 @@ def limit_s(groups: Repeats, group: Group) -> float | None:
     return float(limits.min()) if len(limits) else None
 
 
-def least_time_s(groups: Repeats, group: Group, beside: Group) -> float | None:
-    """Return a lower bound on a group's training time at its limit, using another's start-up.
+def estimate_least_time_s(groups: Repeats, group: Group, ended: Group) -> float | None:
+    """Return a lower bound on the training time (s) of a group that reached its time limit.
+
+    The time of its start-up and evaluation is estimated from another group.
 
     Args:
         groups: All repeats.
         group: A group.
-        beside: The other group.
+        ended: Another group, which ended.
     """
-    limit = limit_s(groups, group)
-    if limit is None or beside not in groups.ok:
+    limit = find_time_limit_s(groups, group)
+    if limit is None or ended not in groups.ok:
         return None
-    rest = groups.ok[beside][["setup_s", "data_s", "warmup_s", "eval_s"]].median().sum()
+    rest = groups.ok[ended][["setup_s", "data_s", "warmup_s", "eval_s"]].median().sum()
     return limit - float(rest)
 
 
-def ratios(
-    pair_of: Callable[[Group], tuple[Group, Group] | None],
+def make_ratio_metric(
+    select_pair: Callable[[Group], tuple[Group, Group] | None],
     label: str = "{model} on {gpus}",
     column: str = "train_time_s",
     concerns: str = "time",
     scale: Callable[[float, int], float] = lambda ratio, gpus: ratio,
 ) -> Callable[[Repeats], Iterator[ClaimFigure]]:
-    """Return the metric of the ratios of pairs of groups.
+    """Return a metric that yields the ratios of pairs of groups.
 
     Args:
-        pair_of: Returns the pair for a group with a time, if any.
-        label: Label of a value, with its coordinates.
+        select_pair: Returns the pair of groups for a group, or None.
+        label: Label of a figure, as a format string with the fields of a group.
         column: Column of the values.
-        concerns: Concern of audit findings.
-        scale: Converts a ratio and the group's number of GPUs.
+        concerns: What audit findings must concern to exclude a repeat.
+        scale: Converts a ratio, given the group's number of GPUs.
     """
 
-    def figures(groups: Repeats) -> Iterator[ClaimFigure]:
-        limited = (group for group in groups.all if limit_s(groups, group) is not None)
+    def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
+        limited = (group for group in groups.all if find_time_limit_s(groups, group) is not None)
         for group in (*groups.ok, *limited):
-            if (pair := pair_of(group)) is None:
+            if (pair := select_pair(group)) is None:
                 continue
-            figure = ratio_figure(
+            figure = make_ratio_figure(
                 groups, *pair, column, concerns, label.format(**group._asdict()),
                 lambda ratio, gpus=group.gpus: scale(ratio, gpus),
             )  # fmt: skip
             if figure is not None:
                 yield figure
 
-    return figures
+    return iter_figures
 
 
-def pairs_of(one: str, other: str) -> Callable[[Group], tuple[Group, Group] | None]:
-    """Return the pairs of two strategies, on the same experiment, model and GPUs."""
+def make_pair_selector(one: str, other: str) -> Callable[[Group], tuple[Group, Group] | None]:
+    """Return a function that pairs a group of strategy `one` with that of `other`, otherwise equal."""
     return lambda group: (group, group.with_strategy(other)) if group.strategy == one else None
 
 
-def points_between(one: str, other: str) -> Callable[[Repeats], Iterator[ClaimFigure]]:
-    """Accuracy of `one` minus that of `other`, in points, on the same model and GPUs.
+def make_points_metric(one: str, other: str) -> Callable[[Repeats], Iterator[ClaimFigure]]:
+    """Return a metric: the accuracy of strategy `one` minus that of `other`, in points, on equal models and
+    GPUs.
 
-    The ends are a range: the lowest and the highest difference of the repeats.
+    Its range is from the lowest to the highest difference of the repeats.
     """
 
-    def figures(groups: Repeats) -> Iterator[ClaimFigure]:
+    def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
         for group in groups.ok:
-            for rival in counterparts(groups, group, other) if group.strategy == one else ():
+            for rival in iter_counterparts(groups, group, other) if group.strategy == one else ():
                 pair = groups.common((group, rival), "score_final", "score")
                 if pair.size:
-                    yield median_figure(group, 100 * (pair[0] - pair[1]))
+                    yield make_median_figure(group, 100 * (pair[0] - pair[1]))
 
-    return figures
+    return iter_figures
 
 
-def share_recovered(groups: Repeats) -> Iterator[ClaimFigure]:
-    """Yield the share of the accuracy lost by ps-async against ps-sync that modified async regains.
+def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
+    """Yield the share of the accuracy lost by ps-async against ps-sync that ps-async-modified recovers.
 
-    It is the median over the repeats that all three have, with their range. If nothing is lost, there
-    is nothing to recover, and no figure.
+    It is the median over the repeats that all three have, with their range. There is no figure if no accuracy
+    is lost.
     """
     for group in groups.ok:
         if group.strategy != "ps-async-modified":
             continue
-        others = [next(counterparts(groups, group, n), None) for n in ("ps-sync", "ps-async")]
+        others = [next(iter_counterparts(groups, group, n), None) for n in ("ps-sync", "ps-async")]
         if None in others:
             continue
         sync, lossy, mine = groups.common((*others, group), "score_final", "score")
         shares = (mine - lossy)[sync > lossy] / (sync - lossy)[sync > lossy]
         if shares.size:
-            yield median_figure(group, shares)
+            yield make_median_figure(group, shares)
 
 
-def median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
-    """Return the median over repeats; with their range if there are several."""
+def make_median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
+    """Return the median over repeats, with their range if there are several."""
     ends = (float(values.min()), float(values.max())) if values.size > 1 else (None, None)
     return ClaimFigure(f"{group.model} on {group.gpus}", float(np.median(values)), *ends, "range")
 
 
-def counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
-    """Yield groups in which `strategy` did the same work on the same model and GPUs.
+def iter_counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
+    """Yield the groups in which `strategy` trained the same work on the same model and GPUs.
 
     Args:
         groups: All repeats.
@@ -198,12 +199,12 @@ def counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group
     """
     for experiment in dict.fromkeys(other.experiment for other in groups.ok):
         other = group._replace(experiment=experiment, strategy=strategy)
-        if other in groups.ok and same_work(groups, group, other):
+        if other in groups.ok and did_same_work(groups, group, other):
             yield other
 
 
-def same_work(groups: Repeats, one: Group, other: Group) -> bool:
-    """Return whether both trained equally long, on the same data with the same batch.
+def did_same_work(groups: Repeats, one: Group, other: Group) -> bool:
+    """Return whether both groups trained the same epochs on the same data, with equal batches and precision.
 
     Args:
         groups: All repeats.
@@ -215,41 +216,41 @@ def same_work(groups: Repeats, one: Group, other: Group) -> bool:
     return bool((first == second).all())
 
 
-def parameters_of_vgg16(scale: float) -> Callable[[Repeats], Iterator[ClaimFigure]]:
-    """Return the number of parameters of VGG16 as built, times `scale`."""
+def make_vgg16_metric(scale: float) -> Callable[[Repeats], Iterator[ClaimFigure]]:
+    """Return a metric: the number of parameters of VGG16 as we built it, times `scale`."""
 
-    def figures(groups: Repeats) -> Iterator[ClaimFigure]:
+    def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
         for (_, _, model, _), rows in groups.ok.items():
             counts = rows["model_parameters"].dropna()
             if model == "vgg16" and len(counts):
                 yield ClaimFigure("vgg16", float(counts.iloc[0]) * scale, ends="exact")
                 return
 
-    return figures
+    return iter_figures
 
 
 #: The label of a figure of any strategy.
 _ANY = "{strategy}, {model} on {gpus}"
 
 METRICS: dict[str, Callable[[Repeats], Iterator[ClaimFigure]]] = {
-    MEMORY_RATIO: ratios(
-        # On one GPU there is nothing to shard.
-        lambda group: pairs_of("ddp", "fsdp")(group) if group.gpus > 1 else None,
+    MEMORY_RATIO: make_ratio_metric(
+        # One GPU shards nothing.
+        lambda group: make_pair_selector("ddp", "fsdp")(group) if group.gpus > 1 else None,
         column="peak_memory_bytes",
         concerns="memory",
     ),
-    "training time of fsdp / of ddp": ratios(pairs_of("fsdp", "ddp")),
-    "time saved by ps-async against ps-sync (%)": ratios(
-        pairs_of("ps-async", "ps-sync"), scale=lambda ratio, gpus: 100 * (1 - ratio)
+    "training time of fsdp / of ddp": make_ratio_metric(make_pair_selector("fsdp", "ddp")),
+    "time saved by ps-async against ps-sync (%)": make_ratio_metric(
+        make_pair_selector("ps-async", "ps-sync"), scale=lambda ratio, gpus: 100 * (1 - ratio)
     ),
-    "accuracy of ps-sync - of ps-async (points)": points_between("ps-sync", "ps-async"),
-    "share of the lost accuracy that ps-async-modified recovers": share_recovered,
-    "speedup at N workers / N": ratios(
+    "accuracy of ps-sync - of ps-async (points)": make_points_metric("ps-sync", "ps-async"),
+    "share of the lost accuracy that ps-async-modified recovers": iter_recovered_shares,
+    "speedup at N workers / N": make_ratio_metric(
         lambda group: (group.with_gpus(1), group) if group.gpus > 1 else None,
         _ANY,
         scale=lambda ratio, gpus: ratio / gpus,
     ),
-    "time at 2 GPUs / time at 4 GPUs": ratios(
+    "time at 2 GPUs / time at 4 GPUs": make_ratio_metric(
         lambda group: (
             (group, group.with_gpus(4))
             if (group.strategy, group.gpus) == ("ps-async-modified", 2)
@@ -257,8 +258,8 @@ METRICS: dict[str, Callable[[Repeats], Iterator[ClaimFigure]]] = {
         ),
         "{model}",
     ),
-    "training time of any strategy / of ddp": ratios(
+    "training time of any strategy / of ddp": make_ratio_metric(
         lambda group: (group, group.with_strategy("ddp")) if group.strategy != "ddp" else None, _ANY
     ),
-    **{name: parameters_of_vgg16(scale) for name, scale in SIZES.items()},
+    **{name: make_vgg16_metric(scale) for name, scale in SIZES.items()},
 }

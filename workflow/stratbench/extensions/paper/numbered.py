@@ -1,7 +1,7 @@
-"""The paper's tables 3 to 8, made from a study's own records.
+"""Makes the paper's tables 3 to 8 from the records of a study.
 
-Tables 3 to 7 hold the texts of summary.csv. The paper fills table 8 with judgements; here it holds
-measurements, with the cells that each comes from.
+Tables 3 to 7 have texts of summary.csv. Table 8 of the paper has judgements; ours has measurements, with the
+cells from which they come.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stratbench.cell.files import write_atomic
 
 @dataclass(frozen=True)
 class NumberedTable:
-    """One of tables 3 to 7: its strategies (with their variants) and metrics."""
+    """One of tables 3 to 7: its strategies (variants are included) and measures."""
 
     name: str
     title: str
@@ -60,9 +60,9 @@ TABLES = {
 TITLES = {name: table.title for name, table in TABLES.items()} | {
     "table_8": "The strategies compared, each on the most workers of its experiment (range over models)"
 }
-#: The text in an empty table.
+#: The text of an empty table.
 NO_STRATEGIES = "The study has no such strategies."
-#: Columns of table 8: the name of a measure, with the heading of its column.
+#: The heading of table 8's column for each measure.
 QUALITIES = {
     "speedup_vs_single": "speedup over single",
     "efficiency": "scaling efficiency",
@@ -73,7 +73,7 @@ QUALITIES = {
 }
 
 
-def numbered_table(
+def make_numbered_table(
     summary: pd.DataFrame,
     bases: dict[str, str],
     measures: dict[str, dict[str, Measure]],
@@ -81,14 +81,14 @@ def numbered_table(
 ) -> pd.DataFrame:
     """Return one of tables 3 to 7 from the rows of summary.csv.
 
-    Columns: experiment, strategy, model, measure, and one for each worker count; no rows if the study has no
-    such strategy.
+    Its columns are experiment, strategy, model, measure, and one for each worker count. It has no rows if the
+    study has no such strategy.
 
     Args:
         summary: Rows of summary.csv.
-        bases: Strategy of each strategy or variant.
-        measures: Metrics of each experiment.
-        table: The table.
+        bases: The strategy of each strategy or variant.
+        measures: The measures of each experiment by name.
+        table: Which table to make.
     """
     rows = summary[summary["measure"].isin(table.measures)]
     rows = rows[[bases.get(name, name) in table.strategies for name in rows["strategy"]]]
@@ -98,7 +98,7 @@ def numbered_table(
     lines = []
     keys = ["experiment", "strategy", "model", "measure"]
     for key, line in rows.groupby(keys, sort=False):
-        by_count = {row.gpus: text_as_in_the_paper(row) for row in line.itertuples()}
+        by_count = {row.gpus: format_as_in_paper(row) for row in line.itertuples()}
         cells = {f"{n} workers": by_count.get(n, NO_CELL) for n in counts}
         place = dict(zip(keys, key, strict=True)) | {
             "measure": measures[str(key[0])][key[3]].heading
@@ -108,20 +108,17 @@ def numbered_table(
     return pd.DataFrame(lines, columns=columns)
 
 
-def text_as_in_the_paper(row: object) -> str:
-    """The text of a summary row.
-
-    A time limit as the paper prints it (`>3000`), and the audit's mark.
-    """
+def format_as_in_paper(row: object) -> str:
+    """Return the text of a summary row with the audit's mark; a time limit is as in the paper (`>3000`)."""
     text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
     return marked(text, row.flags)
 
 
-def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
-    """Return table 8: the results of each strategy on the most workers of each experiment.
+def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
+    """Return table 8: the results of each strategy on the largest number of workers of each experiment.
 
-    Columns: experiment, strategy, workers, property, text (the range over models), models, records (the cells
-    behind it), outcomes (of cells that did not finish).
+    Its columns are experiment, strategy, workers, property, text (the range over models), models, records
+    (the cells of the values), outcomes (of cells that did not finish) and flags (of the audit).
     """
     lines, measures = [], measures_by_experiment(cells)
     most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
@@ -154,18 +151,15 @@ def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_range(values: list[float], measure: Measure) -> str:
-    """Return the range of the medians over models with the unit.
-
-    A single number for one model.
-    """
+    """Return the range of values with the unit, or one number if its ends print alike."""
     if not values:
         return NO_CELL
     ends = [format_number(end, measure.decimals) for end in (min(values), max(values))]
     return f"{ends[0] if ends[0] == ends[1] else ' to '.join(ends)} {measure.unit}".rstrip()
 
 
-def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
-    """Return table 8 for readers: a row per strategy, a column per property and for outcomes."""
+def widen_table_8(long: pd.DataFrame) -> pd.DataFrame:
+    """Return table 8 with a row per strategy, and columns for each property and for outcomes."""
     lines = []
     for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
         texts = {row.property: marked(row.text, row.flags) for row in rows.itertuples()}
@@ -175,33 +169,33 @@ def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def paper_tables(
+def iter_paper_tables(
     cells: pd.DataFrame, summary: pd.DataFrame, table_8: pd.DataFrame
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield name and texts of each of tables 3 to 8, including empty ones.
+    """Yield the name and the texts of each of tables 3 to 8, including empty ones.
 
     Args:
         cells: Rows of cells.csv.
         summary: Rows of summary.csv.
-        table_8: Result of `qualities`.
+        table_8: Result of `make_table_8`.
     """
     bases = bases_by_strategy(cells)
     measures = measures_by_experiment(cells)
     for table in TABLES.values():
-        yield table.name, numbered_table(summary, bases, measures, table)
-    yield "table_8", qualities_wide(table_8)
+        yield table.name, make_numbered_table(summary, bases, measures, table)
+    yield "table_8", widen_table_8(table_8)
 
 
 def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
-    """Write the paper's tables 3 to 8 from these records, and the sources of table 8.
+    """Write tables 3 to 8 of the paper from our records, and the sources of table 8.
 
     Args:
         cells: Rows of cells.csv.
         summary: Rows of summary.csv.
         out_dir: Folder to write to.
     """
-    table_8 = qualities(cells, summary)
-    for name, table in paper_tables(cells, summary, table_8):
+    table_8 = make_table_8(cells, summary)
+    for name, table in iter_paper_tables(cells, summary, table_8):
         table = table if len(table) else pd.DataFrame([{"": NO_STRATEGIES}])
         caption = f"Table {name.removeprefix('table_')}. {TITLES[name]}. {workers_are(cells)}"
         write_table(table, caption, out_dir / name)

@@ -1,4 +1,4 @@
-"""The paper's published tables and claims, from workflow/reference/, in the form of a study's cells."""
+"""Reads the paper's tables and claims from workflow/reference/, and makes cells from its tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.installation import REFERENCE
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 
-#: The number of parameters at 1000 classes, as the paper gives it.
+#: The number of parameters of each model with 1000 classes, as the paper states it.
 PARAMETERS = {
     "vgg16": 138_357_544,
     "efficientnet_v2_l": 118_515_272,
@@ -20,38 +20,37 @@ PARAMETERS = {
 }
 
 
-def published_tables() -> pd.DataFrame:
+def read_published_tables() -> pd.DataFrame:
     """Return every published value: version, table, row, strategy, model, dataset, gpus, measure, value.
 
-    If the paper prints "above a time limit", the value is absent and `limit_s` has the limit.
+    Where the paper prints only that a time is above a limit, the value is NaN and `limit_s` has the limit.
     """
     return pd.read_csv(REFERENCE / "tables.csv")
 
 
-def published_claims() -> pd.DataFrame:
-    """Return the claims of the paper's text, reworded, each with its range of a metric."""
+def read_published_claims() -> pd.DataFrame:
+    """Return the claims of the paper's text in our words, each with a metric and the range that it claims."""
     return pd.read_csv(REFERENCE / "claims.csv")
 
 
-def explanations() -> pd.DataFrame:
-    """Return why records may disagree with a claim or a table: subject, audit rule, text."""
+def read_explanations() -> pd.DataFrame:
+    """Return why records may disagree with a claim or a table: about (claim or table), rule, explanation."""
     return pd.read_csv(REFERENCE / "explanations.csv", keep_default_na=False)
 
 
-def accuracy_floors() -> dict[str, float]:
-    """Accuracies (shares) that the simplest trained models reach, by data set; floors.csv has the sources."""
+def read_accuracy_floors() -> dict[str, float]:
+    """Return the accuracy (share) that the simplest models reach, by data set (sources: floors.csv)."""
     known = pd.read_csv(REFERENCE / "floors.csv")
     return dict(zip(known["dataset"], known["accuracy_percent"] / 100, strict=True))
 
 
-def cells_of_version(version: str) -> pd.DataFrame:
-    """Return the tables of one version as rows of cells.csv.
+def make_cells_of_version(version: str) -> pd.DataFrame:
+    """Return the tables of one version of the paper as rows of cells.csv.
 
-    Values that the paper does not state are absent.
-
-    A value that is printed in two tables is one cell; ValueError if the two disagree.
+    Values that the paper does not state are absent. A value that two tables print is one cell; raises
+    ValueError if the two disagree.
     """
-    tables = published_tables()
+    tables = read_published_tables()
     tables = tables[tables["version"] == version]
     setups = pd.read_csv(REFERENCE / "experiments.csv").set_index(["version", "dataset"])
     rows = []
@@ -66,7 +65,7 @@ def cells_of_version(version: str) -> pd.DataFrame:
         accuracy = values["value"].get("accuracy_percent")
         per_epoch = setup["train_samples"] // setup["global_batch"] * setup["global_batch"]
         samples = per_epoch * setup["epochs"]
-        # If the epochs are not stated, only ratios of throughputs mean something.
+        # Without stated epochs, throughputs are right only up to a factor, so only their ratios may be used.
         work = per_epoch if pd.isna(samples) else samples
         rows.append(
             {
@@ -103,13 +102,13 @@ def cells_of_version(version: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def is_counterpart(cells: pd.DataFrame) -> pd.Series:
-    """Return the mask of rows that match a cell of the paper: strategy, data set, model, count.
+def mask_counterparts(cells: pd.DataFrame) -> pd.Series:
+    """Return which rows match a published cell by strategy, model, data set and number of GPUs.
 
-    Excludes `single`, variants by another name or with other options, and cells slowed on purpose.
+    Excludes `single`, variants, other tasks than classification, CPU processes, and cells slowed on purpose.
     """
     place = ["strategy", "model", "dataset", "gpus"]
-    published = set(published_tables()[place].itertuples(index=False, name=None))
+    published = set(read_published_tables()[place].itertuples(index=False, name=None))
     is_published = [row in published for row in cells[place].itertuples(index=False, name=None)]
     plain = (cells["strategy"] == cells["strategy_base"]) & cells["slowdown"].isna()
     plain &= cells["task"].fillna("classification") == "classification"

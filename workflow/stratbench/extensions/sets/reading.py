@@ -106,11 +106,11 @@ def read_set(text: str, name: str | None = None, expected: Expected | None = Non
         if version not in VERSIONS:
             known = ", ".join(PAPER + v for v in VERSIONS)
             raise SetError(f"{quote_untrusted(text)} is no version of the paper; known: {known}")
-        cells = published.cells_of_version(version)
+        cells = published.make_cells_of_version(version)
         epochs = pd.DataFrame(columns=list(EPOCH_COLUMNS))
         study = f"paper-{version}"
         return ResultSet(
-            name or study, text, study, cells, epochs, floors=published.accuracy_floors()
+            name or study, text, study, cells, epochs, floors=published.read_accuracy_floors()
         )
     path = Path(text).expanduser()
     if path.is_dir():
