@@ -206,11 +206,11 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
         ),
         (
             {"activation_checkpointing": True, "models": ["vgg16"]},
-            ["activation_checkpointing = true: vgg16", "single layers", "set it to false"],
+            ["activation_checkpointing = true: vgg16", "a single layer", "set it to false"],
         ),
         (
             {"activation_checkpointing": "every-3", "models": ["vgg16"]},
-            ["activation_checkpointing = 'every-3': vgg16", "single layers"],
+            ["activation_checkpointing = 'every-3': vgg16", "a single layer"],
         ),
         (
             {"activation_checkpointing": "every-1"},

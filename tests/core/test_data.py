@@ -290,7 +290,7 @@ def test_a_download_is_verified_and_the_next_mirror_tried(
         ("mine", SPEC | {"colour": 1}, "unknown key 'colour'; allowed: source, train_samples"),
         ("mine", SPEC | {"size": 0}, "size is 0; it must be a whole number >= 1"),
         ("mine", SPEC | {"classes": True}, "classes is True"),
-        ("mnist", SPEC, "built-in"),
+        ("mnist", SPEC, "is built in"),
     ],
 )
 def test_a_wrong_request_names_the_key_and_what_is_allowed(

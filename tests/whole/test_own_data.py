@@ -134,7 +134,7 @@ def holding(value: float) -> np.ndarray:
 VALUES = images() | dict.fromkeys(("train_y", "test_y"), np.zeros(6, np.float32))
 TOKENS = np.arange(20)
 MISTAKES = {
-    "nothing": (None, None, "returned a NoneType; return (train_x, train_y, test_x, test_y) or"),
+    "nothing": (None, None, "returned a NoneType; return (train_x, train_y, test_x, test_y), (train"),
     "three": ((1, 2, 3), None, "returned a tuple of 3; return"),
     "keys": ({"x": 1}, None, "returned a mapping with the keys x; return"),
     "list": (images(train_y=[0, 1] * 3), None, "train_y is a list; it must be a NumPy array"),
@@ -144,14 +144,14 @@ MISTAKES = {
     "labels": (images(train_y=np.zeros(6)), None, "train_y is float64 [6]; labels must be integers"),
     "count": (images(test_y=np.zeros(5, int)), None, "test_x has 6 images, but test_y has 5 labels"),
     "shapes": (images(test_x=np.zeros((6, 4, 5), np.uint8)), None, "make them equal"),
-    "kinds": (images(test_x=holding(1)), None, "test images float32 [1, 4, 4]"),
+    "kinds": (images(test_x=holding(1)), None, "test images are float32 [1, 4, 4]"),
     "negative": (images(train_y=np.arange(6) - 1), None, "train_y has the label -1; labels must begin at 0"),
     "gap": (images(train_y=np.arange(6) + 1), None, "has labels up to 6, but not the label 0; labels"),
     "one class": (images(train_y=np.zeros(6, int)), None, "train_y has one class"),
     "unknown": (images(test_y=np.arange(6)), None, "has the label 5, but the labels of train_y end at 1"),
     "nan": (images(train_x=holding(np.nan), test_x=holding(1)), None, "train_x[3] has NaN or infinity"),
     "no value": (VALUES | {"train_y": holding(np.nan)[:, 0, 0]}, None, "train_y[3] has NaN or infi"),
-    "other values": (VALUES | {"test_y": np.zeros((6, 3), np.float32)}, None, "one of test_y float32 [3]"),
+    "other values": (VALUES | {"test_y": np.zeros((6, 3), np.float32)}, None, "one of test_y is float32 [3]"),
     "values and labels": (VALUES | {"test_y": np.arange(6)}, None, "but one of test_y is int64 []; make"),
     "sequence": (images(), 8, "returned images, which `sequence` is not for; remove this key"),
     "no sequence": ((TOKENS, TOKENS), None, "returned tokens; give `sequence`"),
@@ -252,7 +252,7 @@ def test_odd_image_folders_are_told_with_the_place(tmp_path):
     (tmp_path / "p/train").mkdir()
     for name in "ab":
         (tmp_path / "p" / name).rename(tmp_path / "p/train" / name)
-    told("has a class 'c', which")
+    told("has a class 'c', but the training")
     (tmp_path / "p/test/c").rename(tmp_path / "p/test/a")
     (tmp_path / "p/train/d").mkdir()
     told(f"the class folder {tmp_path / 'p/train/d'} has no image")
@@ -394,7 +394,7 @@ def test_what_a_config_says_wrongly_ends_in_one_message(tmp_path):
     text, folder = str(tmp_path / "t.txt"), str(tmp_path / "p")
     for spec, sentence in (
         ({"call": "my_data.f", "images": folder}, "it has call and images"),
-        ({"call": "my data"}, "call = 'my data' is not a module and a name in it"),
+        ({"call": "my data"}, "call = 'my data' is not a module and a name within it"),
         ({"call": "a.b", "kwargs": 3}, "datasets.mine.kwargs = 3: must be a mapping"),
         ({"call": "a.b", "kwargs": {"a b": 3}}, "kwargs: 'a b' is not a Python parameter name"),
         (

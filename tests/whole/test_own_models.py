@@ -278,8 +278,11 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"call": "Net"}, "config: models.mine.call = 'Net': is not a module and a name in it"),
-        ({"call": "a.b;c"}, "config: models.mine.call = 'a.b;c': is not a module and a name in it"),
+        ({"call": "Net"}, "config: models.mine.call = 'Net': is not a module and a name within it"),
+        (
+            {"call": "a.b;c"},
+            "config: models.mine.call = 'a.b;c': is not a module and a name within it",
+        ),
         (
             {"call": "a.B", "kwargs": {"a-b": 1}},
             "config: models.mine.kwargs: 'a-b' is not a Python parameter name",
