@@ -704,7 +704,7 @@ def test_the_papers_own_tables_give_an_answer_one_can_sign():
         decision = found["server", model]
         assert decision.choice is None
         assert "async-alone-unlike-sync" in dict(decision.excluded)["ps-async"]
-    (note,) = decide.notes_on_the_study(findings)
+    (note,) = decide.describe_study_findings(findings)
     assert "cannot rank one kind against the other" in note
 
 

@@ -464,7 +464,7 @@ class Strategy:
         raise NotImplementedError
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Train one step, and return the mean loss of the batch on the device, without synchronising.
+        """Train one step. Return the mean loss of the batch on the device, without synchronising.
 
         The mean of the returned losses over the workers is the loss of the global batch, also for a task that
         weights its targets.
@@ -472,7 +472,7 @@ class Strategy:
         raise NotImplementedError
 
     def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Compute the gradients of a batch without an update, and return those that this worker holds.
+        """Compute the gradients of a batch without an update. Return those that this worker holds.
 
         Parameters without a gradient have zeros. The list is empty if the strategy does not know its
         gradients; compiled code is then not checked.
@@ -544,7 +544,7 @@ class Collective(Strategy):
     chunked: ChunkedLoss | None = None
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
-        """Wrap a model in a module whose forward and backward synchronise the workers, and return it."""
+        """Wrap a model in a module whose forward and backward synchronise the workers. Return it."""
         raise NotImplementedError
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
@@ -810,7 +810,7 @@ class Collective(Strategy):
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
-        """Run forward and backward of one part of a batch, and return its share of the mean loss.
+        """Run forward and backward of one part of a batch. Return its share of the mean loss.
 
         Args:
             x: Inputs.
@@ -885,7 +885,7 @@ class Collective(Strategy):
 
 
 def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None) -> Tensor:
-    """Return the norm of a vector that workers hold in shards; all workers must call it.
+    """Return the norm of a vector that workers hold in shards. All workers must call it.
 
     Args:
         norm: Norm of this worker's shard.

@@ -132,7 +132,7 @@ class DDP(base.Collective):
 
     @classmethod
     def rigid_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
-        """Return why workers cannot join and leave with PowerSGD or fp16, or None if they can."""
+        """Return why workers cannot join and leave with PowerSGD or fp16. The result is None if they can."""
         if options.get("compress") == "powersgd":
             return (
                 "each worker keeps PowerSGD's compression error of its own gradients, which is lost with the "

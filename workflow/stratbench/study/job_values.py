@@ -26,7 +26,7 @@ CONFIGS = Path(".snakemake/configs")
 
 
 def keep_config(workflow: Any) -> None:
-    """Save a run's config to a file, and make its jobs read this file instead of config.yaml.
+    """Save a run's config to a file. Make its jobs read this file instead of config.yaml.
 
     Args:
         workflow: Snakemake's workflow, before its first job.

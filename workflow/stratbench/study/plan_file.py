@@ -30,7 +30,7 @@ class PlanFile:
             self.gpu, self.cells = None, {}
 
     def host_mem_mib(self, cell: Cell) -> int:
-        """Return the host memory in MiB that the cell needs on a node, or 0 if it is unknown."""
+        """Return the host memory in MiB that the cell needs on a node. The result is 0 if it is unknown."""
         return self._get_planned_needs(cell).get("host_mem_mib") or 0
 
     def servers_mem_mib(self, cell: Cell) -> int:

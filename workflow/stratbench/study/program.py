@@ -28,7 +28,7 @@ LOCK = ".lock"
 
 
 def main() -> int:
-    """Run the programs of the command line, and return the exit code of the last one that ran."""
+    """Run the programs of the command line. Return the exit code of the last one that ran."""
     own, *programs = split(insert_values(sys.argv[1:]))
     parser = argparse.ArgumentParser(prog="python -m stratbench.study.program", description=__doc__)
     parser.add_argument(

@@ -156,7 +156,7 @@ def node_count_of(gpus: int, cluster: Mapping[str, Any]) -> int:
 
 
 def workers_of_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """Return the number of workers per node of a cell; its last node may have fewer."""
+    """Return the number of workers per node of a cell. Its last node may have fewer."""
     return -(-cell.gpus // node_count(cell, cluster))
 
 

@@ -136,7 +136,7 @@ def mark_finished(workflow: Any, job: Any) -> None:
 
 
 def run_with(handler: logging.Handler) -> None:
-    """Run Snakemake on this process's arguments with a log handler, and exit with its exit code."""
+    """Run Snakemake on this process's arguments with a log handler. Exit with its exit code."""
     import snakemake.cli
 
     # Snakemake clears the handlers of its own logger, `snakemake.logging`.

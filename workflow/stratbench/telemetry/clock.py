@@ -31,7 +31,7 @@ _STEP = 0  # label of the stamp that ends a step; labels of named phases count f
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a device has completed all queued work; on a CPU there is nothing to wait for."""
+    """Wait until a device has completed all queued work. On a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -129,7 +129,7 @@ class StepClock:
         self._labels.append(self._label_of.get(phase) or self._add_label(phase))
 
     def end(self) -> None:
-        """Stop the clock of the epoch, after waiting for the device, and compute the times of its steps."""
+        """Stop the clock of the epoch, after waiting for the device. Compute the times of its steps."""
         if not self._running:
             raise RuntimeError("StepClock.end: no epoch has begun; call begin() first")
         if self._on_cuda and self._heartbeat is not None:
@@ -235,7 +235,7 @@ class StepClock:
         return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
 
     def _wait_for_each_step(self, heartbeat: Heartbeat) -> None:
-        """Wait for each queued step, and update the heartbeat, since the queue may take many steps' time."""
+        """Wait for each queued step. Update the heartbeat, since the queue may take many steps' time."""
         first = bisect_left(self._stamps, True, key=lambda event: not event.query())
         for event in self._stamps[first:]:
             event.synchronize()

@@ -48,7 +48,7 @@ class MemoryMeter:
         self._idle_bytes = _read_resident_bytes() if self.device.type == "cpu" else None
 
     def start(self) -> None:
-        """Forget earlier peaks, and use the present memory as the base; this waits for the device."""
+        """Forget earlier peaks. Use the present memory as the base; this waits for the device."""
         if self.device.type == "cuda":
             self._nvml = self._nvml or Nvml()
             torch.cuda.synchronize(self.device)
@@ -134,7 +134,7 @@ def _read_requested_bytes(device: torch.device) -> dict[str, int]:
 
 
 def cuda_uuid(device: torch.device) -> str | None:
-    """Return the UUID of a CUDA device (`GPU-...`), or None if torch does not report it."""
+    """Return the UUID of a CUDA device (`GPU-...`). The result is None if torch does not report it."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
         return None
@@ -212,7 +212,7 @@ def _read_peak_resident_bytes(method: str) -> int:
 
 
 def _read_status_bytes(field: str) -> int | None:
-    """Return a size field of /proc/self/status in bytes, or None if there is no such field."""
+    """Return a size field of /proc/self/status in bytes. The result is None if there is no such field."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -110,7 +110,7 @@ class Sampler:
             self._process.send_signal(_WAKE)
 
     def stop(self) -> bool:
-        """Make the sampler take a last sample and end; return whether it has done so within MAX_STOP_S."""
+        """Make the sampler take a last sample and end. Return whether it has done so within MAX_STOP_S."""
         self._pids_file.unlink(missing_ok=True)
         if self._process is None:
             return False

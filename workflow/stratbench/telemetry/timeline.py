@@ -106,7 +106,7 @@ class PhaseInterval(NamedTuple):
 
 
 def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[PhaseInterval]:
-    """Return the phases in some ranks' logs, sorted by start; a phase without an end ends at infinity.
+    """Return the phases in some ranks' logs, sorted by start. A phase without an end ends at infinity.
 
     A missing log has no phases. A line that a kill has truncated is left out.
     """

@@ -90,7 +90,7 @@ def _accepts_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
 
 
 def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
-    """Try a task with random outputs for targets of a shape, and return the kind of its loss.
+    """Try a task with random outputs for targets of a shape. Return the kind of its loss.
 
     It is tried in float32 as in training, and in float64 as in evaluation.
 

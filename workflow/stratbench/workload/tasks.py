@@ -203,7 +203,7 @@ def natural_task(shape: Sequence[int]) -> str:
 
 
 def fault_of_task(name: str, natural: str | None) -> str | None:
-    """Return why a task does not suit a data set, or None if it does, without importing anything.
+    """Return why a task does not suit a data set. It imports nothing, and returns None if it does.
 
     Args:
         name: Name of the task.
@@ -367,7 +367,7 @@ def facts_of_task(
 
 
 def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Call a task's loss; return the mean loss and None, or the sum and its weight as float64 scalar.
+    """Call a task's loss. Return the mean loss and None, or the sum and its weight as float64 scalar.
 
     Args:
         task: The task.

@@ -245,7 +245,7 @@ def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
 
 
 def callable_of(own: Called) -> Callable[..., Any]:
-    """Return the function or class that a call names; raise ModelError if it cannot be imported."""
+    """Return the function or class that a call names. Raise ModelError if it cannot be imported."""
     target = import_name(own, own.call)
     if not callable(target):
         raise ModelError(

@@ -131,7 +131,7 @@ _INPUTS = {
 
 
 def _count_labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
-    """Return the number of labels that the head scores per sample, or None if it scores tokens."""
+    """Return the number of labels that the head scores per sample. The result is None if it scores tokens."""
     return num_classes if vocab_size is None or "ForSequence" in cls.__name__ else None
 
 

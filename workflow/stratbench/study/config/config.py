@@ -112,7 +112,7 @@ class Study:
         )
 
     def why_refused(self, config: Mapping[str, Any], cell: Cell) -> str | None:
-        """Return why the config refuses a cell, or None if the study could have this cell.
+        """Return why the config refuses a cell. The result is None if the study could have this cell.
 
         The study need not have the cell.
 

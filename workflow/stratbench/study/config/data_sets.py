@@ -49,7 +49,7 @@ class DataSets:
         return describe(name, self.identity(name))
 
     def facts(self, name: str) -> Dataset:
-        """Return the metadata of a data set; that of a user's own is read from its prepared files."""
+        """Return the metadata of a data set. That of a user's own is read from its prepared files."""
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
             if is_own(spec):

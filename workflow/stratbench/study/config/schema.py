@@ -88,7 +88,7 @@ def typed(value: Any, rule: Mapping[str, Any]) -> Any:
 
 
 def parse_text_as(text: str, types: Iterable[str]) -> Any:
-    """Parse a text as one of the JSON types `types`; return it unchanged if that fails."""
+    """Parse a text as one of the JSON types `types`. Return it unchanged if that fails."""
     if "null" in types and text in ("null", "~"):
         return None
     if "boolean" in types and text.lower() in _TRUTH:

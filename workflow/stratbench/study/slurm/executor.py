@@ -195,7 +195,7 @@ class JobFollower(RemoteExecutor):
     # ------------------------------------------------------------ until it ends
 
     async def check_active_jobs(self, active_jobs: list[Any]) -> AsyncIterator[Any]:
-        """Report jobs that have ended, and yield all others; yield all while SLURM does not answer."""
+        """Report jobs that have ended. Yield all others; yield all while SLURM does not answer."""
         f = self.followed
         await asyncio.to_thread(self._submit_postponed)
         if not active_jobs and not f.postponed.jobs:

@@ -50,7 +50,7 @@ class JobState:
 
 
 def read_job_states(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState] | None:
-    """Return the states of a run's jobs by SLURM's id, or None if SLURM does not answer.
+    """Return the states of a run's jobs by SLURM's id. The result is None if SLURM does not answer.
 
     Args:
         run: SLURM's name of all jobs of the run.
@@ -85,6 +85,6 @@ def read_accounted_state(job: str) -> str | None:
 
 
 def has_live_jobs() -> bool | None:
-    """Return whether the user has any queued or running job, or None if SLURM does not answer."""
+    """Return whether the user has any queued or running job. The result is None if SLURM does not answer."""
     shown = printed_by(["squeue", "--me", "--noheader", "--format=%i"])
     return None if shown is None else bool(shown.strip())

@@ -52,7 +52,7 @@ def is_broker(pid: int) -> bool:
 
 
 def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
-    """Return whether a process does not belong to the cell, or None if this is unknown.
+    """Return whether a process does not belong to the cell. The result is None if this is unknown.
 
     It is unknown for a broker, and for a process that has just ended or has another number here.
 
@@ -85,7 +85,7 @@ class ForeignProcessWatch:
         self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
 
     def look(self, t_s: float) -> None:
-        """Ask NVML for the processes of each GPU, and write the file if there is a new foreign process.
+        """Ask NVML for the processes of each GPU. Write the file if there is a new foreign process.
 
         Args:
             t_s: Present time in seconds, as it is recorded.
@@ -108,7 +108,7 @@ class ForeignProcessWatch:
             self.write()
 
     def write(self) -> None:
-        """Write the foreign processes to the file, if there are any; print an error of the disk."""
+        """Write the foreign processes to the file, if there are any. Print an error of the disk."""
         try:
             if self._found:
                 write_atomic(self._out, json.dumps(list(self._found.values())))
@@ -119,7 +119,7 @@ class ForeignProcessWatch:
 def others_on(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Return who else uses the GPU of a worker that is out of memory, or None if nobody does.
+    """Return who else uses the GPU of a worker that is out of memory. The result is None if nobody does.
 
     Args:
         gpu: The GPU.

@@ -136,7 +136,7 @@ def list_class_folders(name: str, folder: Path, samples: Samples) -> tuple[ByCla
 
 
 def _list_files_by_class(name: str, folder: Path, samples: Samples) -> ByClass:
-    """Return the sorted files of each class folder; raise DataError if a class folder has none."""
+    """Return the sorted files of each class folder. Raise DataError if a class folder has none."""
     by_class = {}
     for place in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
         by_class[place.name] = sorted(_iter_files_below(place, samples))
@@ -350,7 +350,7 @@ def text_of(name: str, path: Path) -> str:
 
 
 def open_tokenizer(name: str, path: Path) -> Any:
-    """Return the tokenizer in a file; raise DataError if it is invalid or its package is missing."""
+    """Return the tokenizer in a file. Raise DataError if it is invalid or its package is missing."""
     try:
         from tokenizers import Tokenizer
     except ImportError:

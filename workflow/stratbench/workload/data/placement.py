@@ -145,7 +145,7 @@ class HostRows:
     def _gather_rows(
         self, slot: _BatchBuffers, sources: Sequence[torch.Tensor], indices: torch.Tensor
     ) -> None:
-        """Gather the rows of a batch into its buffers and start the copy; it runs in the thread."""
+        """Gather the rows of a batch into its buffers. Start the copy; it runs in the thread."""
         import torch
 
         if slot.copied is not None:

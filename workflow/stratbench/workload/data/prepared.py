@@ -51,7 +51,7 @@ def meta_name(spec: Mapping[str, Any] | None) -> str:
 
 
 def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset) -> dict:
-    """Write the arrays of a data set and their metadata to a folder, and return the metadata.
+    """Write the arrays of a data set and their metadata to a folder. Return the metadata.
 
     The metadata are `request`, the numbers of samples, the source files, and the arrays' SHA-256, size in
     bytes and modification time. For images and waveforms they include the mean and standard deviation of each
@@ -204,7 +204,7 @@ def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]
 
 
 def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Move a new data set to its folder in one step, and return the metadata of the folder afterwards.
+    """Move a new data set to its folder in one step. Return the metadata of the folder afterwards.
 
     If another process has prepared the same data set there, that one stays. A damaged or different data set
     is first moved next to `built`.

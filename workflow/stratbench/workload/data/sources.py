@@ -290,7 +290,7 @@ def cifar10(root: Path | None, scratch: Path | None) -> Source:
 
 
 def _unpack_cifar10(archive: bytes) -> dict[str, bytes]:
-    """Return the batch files in an archive; they are read in memory, so that no path is written to."""
+    """Return the batch files in an archive. They are read in memory, so that no path is written to."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
         return {
             name: member.read()

@@ -73,7 +73,7 @@ class ChunkedLoss:
 
 
 def find_head(model: nn.Module, tokens: Tensor) -> nn.Linear:
-    """Return the linear layer whose output is the model's output; raise Refused if there is none."""
+    """Return the linear layer whose output is the model's output. Raise Refused if there is none."""
     outputs: list[tuple[nn.Linear, Tensor]] = []
     hooks = [
         module.register_forward_hook(lambda layer, _, out: outputs.append((layer, out)))

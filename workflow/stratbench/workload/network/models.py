@@ -69,7 +69,7 @@ _SIDES = {"maxvit_t": 224}
 
 
 def spec_of(name: str, entries: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the specification of a model that is not built in, or None for a built-in model.
+    """Return the specification of a model that is not built in. The result is None for a built-in model.
 
     A name that `entries`, the config's `models`, does not have is that of a torchvision model.
     """

@@ -60,7 +60,7 @@ class Model:
 
     @property
     def batchnorm(self) -> bool | None:
-        """Whether it normalises over the batch, or None if this is unknown before it is built."""
+        """Whether it normalises over the batch. It is None if this is unknown before it is built."""
         return FAMILIES[self.family].batchnorm
 
     @property

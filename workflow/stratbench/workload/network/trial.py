@@ -130,7 +130,7 @@ def take_trial(
     groups: Sequence[tuple[str, list[nn.Module]]] = (),
     classes: int = 2,
 ) -> Trial:
-    """Run forward and backward of a batch and of similar batches, and return the properties of the model.
+    """Run forward and backward of a batch and of similar batches. Return the properties of the model.
 
     Afterwards the model and the random generators have their former state, and no gradient remains.
 
@@ -228,7 +228,7 @@ class _TrialRun:
         return scores
 
     def backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
-        """Run backward of a loss of the scores, and return the parameters that got a gradient."""
+        """Run backward of a loss of the scores. Return the parameters that got a gradient."""
         with _freeing_gradients(self.names) as reached:
             try:
                 # A user's own task is not called here, so that its errors are not taken for the model's.
@@ -456,7 +456,7 @@ class _Gradient:
 def _freeing_gradients(
     parameters: Iterable[nn.Parameter],
 ) -> Iterator[dict[nn.Parameter, _Gradient]]:
-    """Free each gradient as soon as it is accumulated, and yield the parameters that got a gradient."""
+    """Free each gradient as soon as it is accumulated. Yield the parameters that got a gradient."""
     reached: dict[nn.Parameter, _Gradient] = {}
 
     def drop(p: nn.Parameter) -> None:
@@ -577,7 +577,7 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 def _iter_read_parameters(
     result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a function reads; without a tensor as result, it reads metadata only."""
+    """Yield the parameters that a function reads. Without a tensor as result, it reads metadata only."""
     if isinstance(result, Tensor | tuple | list):
         yield from _iter_parameters_in([*args, *(kwargs or {}).values()])
 
