@@ -275,7 +275,9 @@ class Strategy:
 
     @classmethod
     def rigid_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
-        """Return why workers cannot join and leave with these options and values, or None if they can.
+        """Return why workers cannot join and leave with these options and values.
+
+        The result is None if they can.
 
         Args:
             options: All options of the strategy.
@@ -285,7 +287,9 @@ class Strategy:
 
     @classmethod
     def restart_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
-        """Return why a training restarts from step 0 with these options and values, or None if it does not.
+        """Return why a training restarts from step 0 with these options and values.
+
+        The result is None if it does not.
 
         Args:
             options: All options of the strategy.
@@ -361,7 +365,9 @@ class Strategy:
         return 1
 
     def bubble_share(self, gpus: int) -> float | None:
-        """Return the fraction of a step in which a worker waits for layers of others, or None if unknown.
+        """Return the fraction of a step in which a worker waits for layers of others.
+
+        The result is None if unknown.
 
         All layers count as equally slow, and transfers as free.
         """

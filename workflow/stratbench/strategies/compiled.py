@@ -72,7 +72,10 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
 
 
 def _relative_distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the norm of the difference relative to the expected norm, or 0 if that is 0 or not finite."""
+    """Return the norm of the difference relative to the expected norm.
+
+    The result is 0 if that is 0 or not finite.
+    """
     size = _total_norm(expected)
     if not size.isfinite() or size == 0:
         return torch.zeros_like(size)

@@ -34,11 +34,16 @@ class PlanFile:
         return self._get_planned_needs(cell).get("host_mem_mib") or 0
 
     def servers_mem_mib(self, cell: Cell) -> int:
-        """Return the host memory in MiB of all of the cell's servers together, or 0 if it is unknown."""
+        """Return the host memory in MiB of all of the cell's servers together.
+
+        The result is 0 if it is unknown.
+        """
         return self._get_planned_needs(cell).get("servers_mem_mib") or 0
 
     def longest_s(self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> float | None:
-        """Return the plan's upper estimate of the cell's time in seconds, or None if it is unknown.
+        """Return the plan's upper estimate of the cell's time in seconds.
+
+        The result is None if it is unknown.
 
         It is unknown also if the plan is for other settings or another GPU.
 

@@ -125,12 +125,17 @@ def _read_clocks(counts: Any) -> _ClockReading:
 
 
 def _read_waited_seconds(counts: Any) -> float:
-    """Return the seconds that this thread has waited for a core, or 0 if the kernel does not count them."""
+    """Return the seconds that this thread has waited for a core.
+
+    The result is 0 if the kernel does not count them.
+    """
     return 0.0 if counts is None else int(os.pread(counts.fileno(), 128, 0).split()[1]) / 1e9
 
 
 def _find_pause(before: _ClockReading, now: _ClockReading, shortest_s: float) -> Pause | None:
-    """Return the pause between two readings, or None if the time between them has other explanations.
+    """Return the pause between two readings.
+
+    The result is None if the time between them has other explanations.
 
     Those are the period of the readings and waits for a core.
     """

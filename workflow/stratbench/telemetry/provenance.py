@@ -125,7 +125,10 @@ def _list_torch_flags() -> dict[str, Any]:
 
 
 def _call_if_supported(ask: Callable[[], Any]) -> Any | None:
-    """Call `ask`; return its result, or None if this build of torch does not support it."""
+    """Call `ask`.
+
+    Return its result, or None if this build of torch does not support it.
+    """
     try:
         return ask()
     except (AttributeError, RuntimeError, ImportError):

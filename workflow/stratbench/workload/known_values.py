@@ -81,7 +81,10 @@ class KnownFakes(FakeTensorMode):
         )
 
     def _compute_real_result(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return an operator's result with real numbers, or None if operands are unknown or too large."""
+        """Return an operator's result with real numbers.
+
+        The result is None if operands are unknown or too large.
+        """
         recipe = self._build_recipe(op, args, kwargs, 1)
         if recipe is None or sum(r.numbers for r in _collect_recipes(recipe, set())) > MAX_NUMBERS:
             return None

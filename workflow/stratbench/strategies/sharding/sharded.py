@@ -53,7 +53,9 @@ class GroupCalls:
             self._heartbeat.forget_calls()
 
     def find_first_difference(self, device: torch.device) -> int | None:
-        """Return the first step in which two workers called different groups, or None if there is none.
+        """Return the first step in which two workers called different groups.
+
+        The result is None if there is none.
 
         Steps count from 1, beginning after the last use of this method. Calls after the last step count as
         one more step. All workers must call this method.

@@ -464,7 +464,9 @@ def _iter_model_faults(
 
 
 def _wrong_head_reason(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | None:
-    """Return a message if the head of a transformers class is for another task, else None.
+    """Return a message if the head of a transformers class is for another task.
+
+    Otherwise, the result is None.
 
     Args:
         call: The model's call.

@@ -23,7 +23,9 @@ class DataSets:
         self._facts: dict[str, Dataset] = {}
 
     def identity(self, name: str) -> dict[str, Any] | None:
-        """Return the identity of a data set (`data_spec` of the settings), or None if its name suffices.
+        """Return the identity of a data set (`data_spec` of the settings).
+
+        The result is None if its name suffices.
 
         The identity determines the samples. A user's files are hashed again if they have changed.
 

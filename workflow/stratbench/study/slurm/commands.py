@@ -45,6 +45,9 @@ def ask_slurm(
 
 
 def printed_by(command: list[str]) -> str | None:
-    """Run one of SLURM's commands; return its output, or None if it fails or does not answer."""
+    """Run one of SLURM's commands.
+
+    Return its output, or None if it fails or does not answer.
+    """
     done = ask_slurm(command)
     return done.stdout if done is not None and done.returncode == 0 else None

@@ -242,7 +242,10 @@ class JobFollower(RemoteExecutor):
         self.next_seconds_between_status_checks = pause_s
 
     def _failure_reason(self, info: Any, state: JobState | None) -> str | None:
-        """Return why a job has failed, an empty text if it succeeded, or None if it has not ended."""
+        """Return why a job has failed, an empty text if it succeeded.
+
+        The result is None if it has not ended.
+        """
         job, word = info.external_jobid, state.state if state else ""
         if state:
             self.followed.omitted_since_s.pop(job, None)

@@ -107,7 +107,10 @@ def gpu_types(gres: str) -> dict[str, int]:
 
 
 def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> str | None:
-    """Return a warning if a request names no GPU type although the nodes have several, else None."""
+    """Return a warning if a request names no GPU type although the nodes have several.
+
+    Otherwise, the result is None.
+    """
     if all(r.gpu_type is not None or not r.gpus for r in requests):
         return None
     nodes_of: dict[str, set[str]] = defaultdict(set)
@@ -124,7 +127,10 @@ def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> s
 
 
 def _parse_minutes(limit: str) -> int | None:
-    """Return the minutes of sinfo's time limit, such as `2-00:00:00` or `30:00`, or None for no limit."""
+    """Return the minutes of sinfo's time limit, such as `2-00:00:00` or `30:00`.
+
+    The result is None for no limit.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
     if match is None:
         return None
@@ -161,7 +167,9 @@ def refusal(
     nodes: Sequence[Node],
     in_profile: bool = False,
 ) -> str | None:
-    """Return a sentence if no partition has nodes that are large enough for a cell, else None.
+    """Return a sentence if no partition has nodes that are large enough for a cell.
+
+    Otherwise, the result is None.
 
     The sentence has the cell's request, the largest node, and the key of config.yaml to change.
 

@@ -47,7 +47,10 @@ def reason_of(printed: str) -> str:
 
 
 def kind_of_refusal(reason: str) -> Kind | None:
-    """Return `limit` or `silence` for a temporary reason of sbatch, or None for a permanent reason."""
+    """Return `limit` or `silence` for a temporary reason of sbatch.
+
+    The result is None for a permanent reason.
+    """
     if _LIMITS.search(reason):
         return "limit"
     return "silence" if _SILENCE.search(reason) else None

@@ -39,7 +39,10 @@ class CoreWaits:
 
 
 def read_waits_ns() -> dict[str, int]:
-    """Return the nanoseconds that each thread has waited for a core, or nothing if none are counted."""
+    """Return the nanoseconds that each thread has waited for a core.
+
+    The result is empty if the kernel counts none.
+    """
     waits = {}
     try:
         threads = os.listdir(TASKS)

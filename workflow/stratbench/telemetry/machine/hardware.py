@@ -39,7 +39,10 @@ class Datasheet:
     resident_threads: int
 
     def tflops(self, precision: str) -> float | None:
-        """Return the peak in TFLOP/s for a precision other than fp64, or None if the GPU lacks it."""
+        """Return the peak in TFLOP/s for a precision other than fp64.
+
+        The result is None if the GPU lacks it.
+        """
         precision = precision.removesuffix("-true")
         known = ("fp32", "tf32", "fp16", "bf16")
         if precision not in known:
@@ -112,7 +115,9 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
 
 
 def datasheet_of(device_name: str) -> Datasheet | None:
-    """Return the datasheet of the GPU that torch or NVML calls `device_name`, or None if it is unknown.
+    """Return the datasheet of the GPU that torch or NVML calls `device_name`.
+
+    The result is None if it is unknown.
 
     PCIe boards are listed with their PCIe link, although a bridge between two boards is faster.
     """

@@ -41,7 +41,10 @@ def _read_cpu_model() -> str:
 
 
 def _read_cpu_quota_cores() -> float | None:
-    """Return the container's CPU quota (cgroup v2) as a number of cores, or None without a quota."""
+    """Return the container's CPU quota (cgroup v2) as a number of cores.
+
+    The result is None without a quota.
+    """
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):

@@ -83,7 +83,9 @@ class Nvml:
         return None if divided else Gpu(self, self.ask("nvmlDeviceGetIndex", handle), handle)
 
     def uuid_named(self, name: str) -> str | None:
-        """Return the UUID that an entry of CUDA_VISIBLE_DEVICES names, or None if it is not unique.
+        """Return the UUID that an entry of CUDA_VISIBLE_DEVICES names.
+
+        The result is None if it is not unique.
 
         Args:
             name: Number in NVML's (PCI) order, or the beginning of a GPU's or MIG instance's UUID.
@@ -125,7 +127,10 @@ class Nvml:
         return pairs
 
     def ask(self, function: str, *arguments: Any) -> Any | None:
-        """Call a function of the library; return its result, or None if it is missing or fails."""
+        """Call a function of the library.
+
+        Return its result, or None if it is missing or fails.
+        """
         if self._library is None:
             return None
         try:
@@ -209,7 +214,9 @@ class Gpu:
         return getattr(self._read_memory_info(), "used", None)
 
     def read_process_used_bytes(self) -> int | None:
-        """Return the bytes that this process uses on the GPU, or None if NVML does not know its id.
+        """Return the bytes that this process uses on the GPU.
+
+        The result is None if NVML does not know its id.
 
         NVML does not know the process ids within a container.
         """

@@ -66,7 +66,9 @@ def describe(
 
 
 def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the identity of a built-in data set (`data_spec` of settings), or None if its name suffices.
+    """Return the identity of a built-in data set (`data_spec` of settings).
+
+    The result is None if its name suffices.
 
     The identity determines the samples: it is the source and all values of the specification. File paths are
     not part of it, since files are only read with their published MD5.

@@ -131,7 +131,10 @@ def _parse_spec(text: str) -> dict[str, Any] | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prepare a data set's arrays in a folder; return 0, or 1 with a message on stderr."""
+    """Prepare a data set's arrays in a folder.
+
+    Return 0, or 1 with a message on stderr.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.workload.data.prepare", description=main.__doc__
     )

@@ -194,7 +194,10 @@ def _hash_arrays(folder: Path) -> str:
 
 
 def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata of a folder if it has the requested data set undamaged, else None."""
+    """Return the metadata of a folder if it has the requested data set undamaged.
+
+    Otherwise, the result is None.
+    """
     try:
         meta = _read_meta_file(folder)
         same = all(meta[key] == value for key, value in request.items())

@@ -63,7 +63,10 @@ def effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
 
 
 def _describe_device_without_tf32(device: torch.device) -> str | None:
-    """Return a text on a device that does not have TensorFloat-32, or None if the device has it."""
+    """Return a text on a device that does not have TensorFloat-32.
+
+    The result is None if the device has it.
+    """
     import torch
 
     if device.type != "cuda":
