@@ -398,7 +398,7 @@ class Strategy:
         return before, -(-timed // period) * period
 
     def exchanges(self, steps: int) -> int:
-        """Return the number of steps, among the first `steps` of a training, in which workers communicate."""
+        """Return in how many of the first `steps` of a training workers communicate."""
         return steps
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
@@ -707,7 +707,7 @@ class Collective(Strategy):
         )
 
     def count_targets(self, y: Tensor) -> float:
-        """Return the number of targets of a worker's batch, its weight if each target weighs 1.
+        """Return the number of targets of a worker's batch: its weight without weighted targets.
 
         Args:
             y: Targets of any samples, which show the number of targets per sample.
@@ -743,7 +743,7 @@ class Collective(Strategy):
         return loss * factor.to(loss.dtype)
 
     def mean_weight(self, own: Tensor) -> Tensor:
-        """Return the mean weight of the replicas' batches, where `own` is that of this worker's batch."""
+        """Return the mean weight of the replicas' batches, `own` being that of this worker."""
         import torch.distributed as dist
 
         w = self.worker
@@ -913,7 +913,7 @@ def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def sparse_gradient(names: Sequence[str], reason: str) -> str:
-    """Return a sentence on why the sparse gradients of some parameters are unsupported, with the remedy."""
+    """Return a sentence on unsupported sparse gradients of some parameters, with the remedy."""
     return f"the gradient of {names_text(names)} is sparse, which {reason}; build the layer with sparse=False"
 
 
@@ -937,7 +937,7 @@ def refusals_of_parts(trial: Trial, as_parameters: bool = True) -> Iterator[str]
 
 
 def lost_hooks_reason(names: Sequence[str]) -> str:
-    """Return a sentence on why gradient hooks are lost if shards replace parameters, with the remedy."""
+    """Return a sentence on gradient hooks that are lost if shards replace parameters, with remedy."""
     return (
         f"{names_text(names)} has a gradient hook, which would stay on the whole parameter while its shards "
         "are trained; change the gradient in forward instead (torch.where, detach, an autograd function)"
@@ -962,7 +962,7 @@ def changed_class_reason(names: Sequence[str]) -> str:
 
 
 def changes_lost(names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward writes to, whose changes are lost, with the remedy."""
+    """Return a sentence on parameters that forward changes without effect, with the remedy."""
     return (
         f"forward writes to {names_text(names)}, and its changes are lost when the weights are gathered or "
         "pulled; store them in a buffer (register_buffer), or change how forward uses the parameter"
@@ -970,7 +970,7 @@ def changes_lost(names: Sequence[str]) -> str:
 
 
 def diverging_replicas_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward changes by its data, so that replicas would diverge."""
+    """Return a sentence on parameters that forward changes by its data. Replicas would diverge."""
     return (
         f"forward writes values to {names_text(names)} that depend on the batch, so the workers' replicas "
         "would diverge; store them in a buffer (register_buffer), or change how forward uses the parameter"

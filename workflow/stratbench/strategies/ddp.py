@@ -29,7 +29,7 @@ _UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 def no_gradient_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters that got no gradient, for which DDP waits, with the remedy."""
+    """Return a sentence on parameters without a gradient, for which DDP waits, with the remedy."""
     return (
         f"{names_text(names)} got no gradient in a step, and DDP waits for one from every parameter; use "
         "it in each forward, remove it, or freeze it with requires_grad_(False)"

@@ -47,7 +47,7 @@ def has_saved_config(workflow: Any) -> bool:
 
 
 def write_values(jobs: Iterable[Any]) -> None:
-    """Write the file of values of each of Snakemake's `jobs` whose command names such a file."""
+    """Write the file of values of each Snakemake job whose command names such a file."""
     for job in jobs:
         command = internals.get_command(job)
         if OPTION in command:

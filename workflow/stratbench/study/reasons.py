@@ -45,7 +45,7 @@ def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: floa
 
 
 def _read_failure_reason(log_dir: Path, since_s: float) -> str:
-    """Return the reason in a failed job's log folder, if the job wrote it after `since_s`."""
+    """Return the reason in a failed job's log folder, if written after `since_s`."""
     try:
         is_of_this_run = (log_dir / record.FAILURE_FILE).stat().st_mtime >= since_s
     except OSError:

@@ -59,7 +59,7 @@ def get_config(workflow: Any) -> dict[str, Any]:
 
 
 def set_job_config(workflow: Any, path: Path) -> None:
-    """Make jobs read the config from `path` alone, without the files and options of this run."""
+    """Make jobs read the config only from `path`, without files and options of this run."""
     settings = workflow.config_settings
     settings.configfiles, settings.config_args = [path.absolute()], []
 

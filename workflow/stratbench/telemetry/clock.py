@@ -179,7 +179,7 @@ class StepClock:
 
     @property
     def own_ms(self) -> list[float]:
-        """Time of each of the last steps in phases without waits for other workers, in ms."""
+        """Time of each of the last steps without waits for other workers, in ms."""
         return list(self._own_ms)
 
     @property

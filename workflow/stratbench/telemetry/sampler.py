@@ -403,7 +403,7 @@ def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> l
 
 
 def _wait_until_due(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
-    """Wait until the time `due_s`, or until `wake` is set or the parent process has ended.
+    """Wait until the time `due_s`, until `wake` is set or the parent process ended.
 
     Returns:
         False if `wake` has ended the wait, else True.

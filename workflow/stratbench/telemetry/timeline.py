@@ -181,7 +181,7 @@ def energy_within(
     sample_csvs: Iterable[str | os.PathLike[str]],
     intervals: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
 ) -> float | None:
-    """Return the total energy of some GPUs in joules, each within its own intervals of time.
+    """Return the total energy of some GPUs in joules, each within its own intervals.
 
     The energy is the difference of the GPU's energy counter, interpolated at both ends, if the counter only
     grows. Otherwise it is the integral of the power, by the trapezoidal rule.

@@ -74,7 +74,7 @@ class KnownFakes(FakeTensorMode):
     def _make_grouped_product(
         self, types: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **_named: Any
     ) -> Tensor:
-        """Return the fake result of a grouped matrix product, whose own fake rule supports bfloat16 only."""
+        """Return the fake result of a grouped matrix product. Its own rule supports bfloat16 only."""
         size = [compute_grouped_shape(a, b, offs)]
         return super().dispatch(
             aten.empty.memory_format, types, size, {"dtype": a.dtype, "device": a.device}
@@ -91,7 +91,7 @@ class KnownFakes(FakeTensorMode):
         return _compute_operand(recipe, {})
 
     def _store_recipe(self, op: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Store the recipe of an operator's result, if it is a tensor whose values are known."""
+        """Store the recipe of an operator's result, if it is a tensor of known values."""
         recipe = None
         if isinstance(out, Tensor) and out.layout is torch.strided:
             recipe = self._build_recipe(op, args, kwargs, out.numel())

@@ -144,7 +144,7 @@ class MaskedToken(NextToken):
     loss_kind = LossKind(weighs=True)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the hidden tokens' cross-entropies in nats, and the number of these tokens."""
+        """Return the sum of the hidden tokens' cross-entropies in nats, and their number."""
         from torch.nn.functional import cross_entropy
 
         pairs = outputs.flatten(0, -2), targets.flatten()
@@ -337,7 +337,7 @@ def facts_of_task(
     least_loss: float | None,
     kind: LossKind | None = None,
 ) -> Mapping[str, Any]:
-    """Return a record's entry on the task, with all names that tables, figures and decisions use.
+    """Return a record's entry on the task, with all names for tables, figures and decisions.
 
     Args:
         task: The task.

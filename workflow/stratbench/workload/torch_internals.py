@@ -67,7 +67,7 @@ PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
 def get_storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a unique key of a storage, also of a fake tensor's, which has no address."""
+    """Return a unique key of a storage, also of a fake tensor's without an address."""
     return storage._cdata
 
 
@@ -164,7 +164,7 @@ def compute_grouped_shape(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module within the block, where PyTorch has no option for it.
+    """Replace a module's attribute within the block, where PyTorch has no option for it.
 
     Args:
         module: The module.

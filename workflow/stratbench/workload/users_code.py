@@ -105,7 +105,7 @@ def _list_module_files(folder: Path, name: str, namespace: bool) -> list[Path]:
 
 
 def _list_imports(path: Path) -> list[str]:
-    """Return the top-level modules that a Python file imports, or none if the file is invalid."""
+    """Return the top-level modules that a Python file imports, or none if it is invalid."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -153,7 +153,7 @@ def digest_of(files: Mapping[str, Path]) -> str:
 
 
 def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
-    """Return why a call cannot be imported, or None, by reading its files without importing them.
+    """Return why a call cannot be imported, or None. It reads files without importing them.
 
     A package with several files is only located.
 

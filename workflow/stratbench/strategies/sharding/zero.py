@@ -208,7 +208,7 @@ class ZeRO1(base.Collective):
             gather(bucket.weights, bucket.own_weights)
 
     def _broadcast_buffers(self) -> None:
-        """Set the buffers of all workers to those of rank 0, by one broadcast per dtype."""
+        """Set all workers' buffers to those of rank 0, by one broadcast per dtype."""
         import torch
         import torch.distributed as dist
 

@@ -310,7 +310,7 @@ def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
 def strategies_of(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the name, the strategy and all options of each strategy and variant of an experiment."""
+    """Yield name, strategy and all options of each strategy and variant of an experiment."""
     for name in block["strategies"]:
         variant = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
         base, _ = variant.pop("strategy"), variant.pop("settings", None)

@@ -162,7 +162,7 @@ def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
 def collect_extension_values(
     place: str, block: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the values of extensions' keys in a block that differ from their defaults, by extension.
+    """Return the values of extensions' keys in a block that are no defaults, by extension.
 
     Args:
         place: Where the block is: `experiment`, or the name of a block of the top level.

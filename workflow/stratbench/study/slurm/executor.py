@@ -76,7 +76,7 @@ class JobFollower(RemoteExecutor):
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: Any, msg: str | None = None, **kwargs: Any) -> None:
-        """Report a failed job, or postpone it if SLURM has rejected it for a temporary reason."""
+        """Report a failed job, or postpone it if SLURM rejected it for a temporary reason."""
         f = self.followed
         if job_info.external_jobid is None and (
             reason := submission.parse_sbatch_refusal(msg or "")

@@ -20,7 +20,7 @@ POLL_S = 15
 
 
 def make_job_comment(rule: str, wildcards: list[str]) -> str:
-    """Return the comment that Snakemake's SLURM plugin sets on a job of a rule and wildcards."""
+    """Return the comment of Snakemake's SLURM plugin on a job of a rule and wildcards."""
     return f"rule_{rule}_wildcards_{'_'.join(wildcards).replace('/', '_')}"
 
 

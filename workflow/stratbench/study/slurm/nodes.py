@@ -139,7 +139,7 @@ def _parse_minutes(limit: str) -> int | None:
 
 
 def nodes_of_partition(nodes: Iterable[Node], partition: str | int | None) -> list[Node]:
-    """Return the nodes of the named partitions, or of the default partition if none is named.
+    """Return the nodes of the named partitions, or those of the default partition without names.
 
     Args:
         nodes: Nodes of the cluster.
@@ -155,7 +155,7 @@ def nodes_of_partition(nodes: Iterable[Node], partition: str | int | None) -> li
 
 
 def most_nodes(request: JobRequest, offered: Iterable[Node]) -> int:
-    """Return the largest number of nodes in one partition that are large enough for the request."""
+    """Return the largest number of nodes in one partition that suffice for the request."""
     able = Counter(node.partition for node in offered if not node.lacks(request))
     return max(able.values(), default=0)
 

@@ -13,7 +13,7 @@ from stratbench.telemetry.machine.nvml import Nvml
 
 
 def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
-    """Measure for `window_s` the load of processes other than this one, its ancestors and its descendants.
+    """Measure for `window_s` the load of processes except this one, its ancestors and descendants.
 
     It must be called before a cell starts, when the cell uses no GPU.
 

@@ -285,7 +285,7 @@ class DeviceData(ABC):
         return lambda: self.batch(indices, augmentation)
 
     def expect(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
-        """Announce the next batch, so that it is fetched from host memory during the training step.
+        """Announce the next batch, to fetch it from host memory during the training step.
 
         It must be called after `batch` has returned a batch, and before the training step on this batch.
         """

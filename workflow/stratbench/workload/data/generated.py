@@ -59,7 +59,7 @@ def synthetic(
     size: int,
     seed: int,
 ) -> Source:
-    """Return images [channels, size, size]: the sum of the class's prototype, of 4x4 patches, and noise.
+    """Return images [channels, size, size]: sums of the class's prototype, 4x4 patches and noise.
 
     The noise is as strong as the prototypes, so that a model has to learn, and can. Sample i has the class i
     modulo `classes`. Images are generated in chunks, so that a data set may be larger than memory.

@@ -34,7 +34,7 @@ _READERS = 8
 
 
 def files_of(places: Sequence[Path], samples: Samples) -> list[tuple[str, Path]]:
-    """Return a sorted pair (relative name, path) per file of some files and folders of samples.
+    """Return sorted pairs (relative name, path) of the files in files and folders of samples.
 
     Args:
         places: Files, and folders of samples.

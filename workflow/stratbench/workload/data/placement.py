@@ -126,7 +126,7 @@ class HostRows:
     def _allocate_buffers(
         self, slot: _BatchBuffers, sources: Sequence[torch.Tensor], samples: int
     ) -> None:
-        """Allocate buffers for batches of another size, which is rare: a training has one batch size."""
+        """Allocate buffers for batches of another size. This is rare: a training has one batch size."""
         import torch
 
         if self._coming is not None:

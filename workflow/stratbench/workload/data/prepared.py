@@ -273,7 +273,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def verified_meta(folder: Path) -> dict[str, Any]:
-    """Return the metadata of a prepared data set, after a check that its arrays are unchanged.
+    """Return the metadata of a prepared data set, after checking that its arrays are unchanged.
 
     The arrays are read only if a size or modification time differs, as after a copy or a change.
 

@@ -104,7 +104,7 @@ def _make_selective_contexts() -> tuple[AbstractContextManager, AbstractContextM
 
 
 def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
-    """Return a policy for one call of a block, which stores attention and every second product."""
+    """Return a policy for a block's call, which stores attention and every second product."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

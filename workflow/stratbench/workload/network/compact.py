@@ -122,7 +122,7 @@ def resnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def densenet(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return a small DenseNet-BC with growth rate 16, whose stem has no pooling, for small images."""
+    """Return a DenseNet-BC with growth rate 16, whose stem has no pooling, for small images."""
     model = DenseNet(16, (3, 4, 4), num_init_features=32, num_classes=classes)
     stem = nn.Conv2d(shape[0], 32, 3, stride=2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight)
@@ -132,7 +132,7 @@ def densenet(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def vit(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return a small vision transformer with four layers of width 64 on patches of 4x4 pixels."""
+    """Return a small vision transformer: four layers of width 64 on patches of 4x4 pixels."""
     channels, size, _ = shape
     model = VisionTransformer(size, 4, 4, 4, hidden_dim=64, mlp_dim=256, num_classes=classes)
     stem = nn.Conv2d(channels, 64, 4, stride=4)

@@ -93,12 +93,12 @@ def embed(model: GPT, tokens: Tensor) -> Tensor:
 
 
 def compact(classes: int, shape: tuple[int, ...]) -> GPT:
-    """Return a GPT of nanoGPT's size for characters on a CPU: four layers of width 128."""
+    """Return a GPT of nanoGPT's size for characters on CPUs: 4 layers, width 128."""
     return GPT(classes, *shape, layers=4, heads=4, width=128)
 
 
 def char(classes: int, shape: tuple[int, ...]) -> GPT:
-    """Return a GPT of nanoGPT's size for characters on a GPU: six layers of width 384."""
+    """Return a GPT of nanoGPT's size for characters on GPUs: 6 layers, width 384."""
     return GPT(classes, *shape, layers=6, heads=6, width=384)
 
 

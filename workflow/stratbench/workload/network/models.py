@@ -44,7 +44,7 @@ def model_of(s: Settings) -> str | Model:
 
 
 def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
-    """Return a model: the name of a built-in one, or a `Model` for a user's specification.
+    """Return a model: a built-in one's name, or a `Model` for a user's specification.
 
     Args:
         name: Name of the model.
@@ -362,7 +362,7 @@ def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -
 
 
 def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
-    """Return the shard groups of a model, as (label, modules) in forward order, each module once.
+    """Return a model's shard groups, as (label, modules) in forward order, each module once.
 
     `sharding` defines the groups of a user's model. Other models have the blocks of their family. In VGG, the
     convolutions between two poolings are a group, and so is each linear layer. Modules in no group (stem,

@@ -53,7 +53,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 
 
 def effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
-    """Return the number formats of weights and arithmetic that a device really uses, for the record."""
+    """Return the number formats of weights and arithmetic that a device really uses."""
     weights = str(weights_dtype(precision)).removeprefix("torch.")
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
     used = compute.get(precision, weights)

@@ -36,7 +36,7 @@ def rule_of(wrap_classes: Sequence[str] | None) -> str:
 
 
 def find_stated_classes(model: nn.Module) -> list[str]:
-    """Return the module classes that a model itself names to be sharded, as transformers' models do."""
+    """Return the module classes that a model itself names for sharding, as transformers' models do."""
     names = {type(m).__name__ for m in model.modules()}
     return sorted(names.intersection(getattr(model, "_no_split_modules", None) or ()))
 

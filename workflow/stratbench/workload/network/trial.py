@@ -384,7 +384,7 @@ def _recording_calls(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _names_in_some(reached: Sequence[set[str]]) -> tuple[str, ...]:
-    """Return names in some but not all sets, without those of submodules of other such names."""
+    """Return names in some but not all sets, without submodules of other such names."""
     some = set.union(*reached) - set.intersection(*reached)
     return tuple(sorted(n for n in some if not any(n.startswith(f"{other}.") for other in some)))
 
