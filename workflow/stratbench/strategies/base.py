@@ -335,7 +335,7 @@ class Strategy:
         return nullcontext()
 
     def forget_batch(self) -> None:
-        """Free everything that depends on the batch size, so that the next step may have another one."""
+        """Free everything that depends on the batch size. The next step may have another one."""
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
@@ -411,7 +411,7 @@ class Strategy:
 
     @property
     def adds_again(self) -> bool:
-        """Whether backward adds to a gradient several times, so that it is complete only at the end."""
+        """Whether backward adds to a gradient several times. It is complete only at the end."""
         return bool(self.worker.trial and self.worker.trial.again)
 
     def frozen_written(self) -> list[Tensor]:

@@ -65,6 +65,6 @@ class Mesh:
         return (at.stage * self.replicas + at.replica) * self.tensor + at.tensor
 
     def speaks(self, rank: int) -> bool:
-        """Return whether a worker reports for its replica, as the first worker of its last stage does."""
+        """Return whether a worker reports for its replica: the first worker of its last stage."""
         at = self.place(rank)
         return at.tensor == 0 and at.stage == self.stages - 1

@@ -56,7 +56,7 @@ def add_question(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:
-    """Return the options of a question that are set, as texts, without its model and data set."""
+    """Return a question's set options as texts, without its model and data set."""
     names = [f.name for f in fields(Question) if f.name not in ("model", "dataset")]
     return {f"--{n}": str(v) for n in names if (v := getattr(args, n)) is not None}
 

@@ -96,7 +96,7 @@ def job_request(
     time_limit_s: float | None,
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
-    """Return the request of a cell: that of an extension which replaces it, or the plain one."""
+    """Return the request of a cell: an extension's if one replaces it, or the plain one."""
     for _, make_request in at("request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request

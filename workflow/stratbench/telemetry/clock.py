@@ -242,7 +242,7 @@ class StepClock:
             heartbeat.alive()
 
     def _compute_oldest_steps(self) -> None:
-        """Compute the times of up to two of the oldest steps, if the device has completed them."""
+        """Compute the times of at most two of the oldest steps that the device has completed."""
         for _ in range(2):
             length = self._labels.index(_STEP) + 1
             if length < len(self._labels) and self._stamps[length].query():

@@ -66,7 +66,7 @@ class Heartbeat:
         _CALLS.pack_into(self._map, _FORM.size, 0)
 
     def alive(self) -> None:
-        """Store progress other than a training step, such as a phase or a batch of an evaluation."""
+        """Store progress other than a training step: a phase, or a batch of an evaluation."""
         now_ns = monotonic_ns()
         self._longest_pause_ns = max(self._longest_pause_ns, now_ns - self._last_ns)
         self._last_ns = now_ns

@@ -116,7 +116,7 @@ class PauseWatch:
 
 
 def _read_clocks(counts: Any) -> _ClockReading:
-    """Read both clocks and the waiting time, again if the thread has lost its core in between."""
+    """Read both clocks and the waiting time, again if the thread lost its core meanwhile."""
     while True:
         waited_s = _read_waited_seconds(counts)
         moment = _ClockReading(time.monotonic(), time.clock_gettime(_WITH_SLEEP), waited_s)

@@ -74,7 +74,7 @@ def tried_task(
 
 
 def _accepts_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
-    """Return whether a task takes outputs for targets of a shape, as fake tensors without memory."""
+    """Return whether a task takes outputs for targets of a shape, as fake tensors."""
     import torch
 
     from stratbench.workload.known_values import KnownFakes

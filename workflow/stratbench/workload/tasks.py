@@ -250,7 +250,7 @@ def takes_values(task: Task) -> bool:
 
 
 def wrong_targets(values: bool) -> str:
-    """Return a message on a task that does not suit the data set's targets, with the remedy.
+    """Return a message on a task that does not suit the targets, with the remedy.
 
     Args:
         values: Whether the targets are values instead of class numbers.

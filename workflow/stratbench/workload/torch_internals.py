@@ -181,7 +181,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def skipping_truncated_normals() -> Iterator[None]:
-    """Skip the drawing of truncated normal numbers in the block, since it would read values of fakes."""
+    """Skip the drawing of truncated normal numbers in the block. It would read values of fakes."""
     with replaced(init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
         yield
 

@@ -71,7 +71,7 @@ def code_folders() -> list[Path]:
 
 
 def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
-    """Return the files of a call's module or package, and of its imports, in the user's folders.
+    """Return the files of a call's module or package and its imports, in the user's folders.
 
     Args:
         call: The call.

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from stratbench.extensions.splitting.pieces import Piece
 
 
-def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
-    """Return a model's declaration under `key`, or None.
+def _get_declaration(network: str | Model, key: str, built: nn.Module) -> Any:
+    """Return a model's declaration for a key, such as `tensor_plan`, or None.
 
-    A user may name, as `module:NAME`, the declaration, or a function of the model that returns it.
+    A user may give it as `module:NAME`, the name of a declaration or of a function of the model.
     """
     model = facts_of(network)
     if model.own is None:
@@ -32,29 +32,32 @@ def _statement(network: str | Model, key: str, built: nn.Module) -> Any:
     return declared(built) if callable(declared) else declared
 
 
-def _states(network: str | Model, key: str) -> bool:
-    """Return whether it has a declaration; nothing is imported."""
+def _has_declaration(network: str | Model, key: str) -> bool:
+    """Return whether a model has a declaration for a key, without importing anything."""
     model = facts_of(network)
     return getattr(model.own or FAMILIES[model.family], key) is not None
 
 
 def has_tensor_plan(network: str | Model) -> bool:
     """Return whether the model has a tensor plan."""
-    return _states(network, "tensor_plan")
+    return _has_declaration(network, "tensor_plan")
 
 
 def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
-    """Return how workers divide the layers of `model`, by module path (`*`: any name).
+    """Return how workers divide the layers of a model, by module path, in which `*` is any name.
 
-    ValueError if it has no plan.
+    Raises:
+        ValueError: If the model has no such plan.
     """
-    return _statement(network, "tensor_plan", model)
+    return _get_declaration(network, "tensor_plan", model)
 
 
 def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
-    """Return the number of attention heads, or 0 without any, which any number divides.
+    """Return the number of attention heads that workers must divide, or 0 without attention.
 
-    A `built` model may declare it itself.
+    Args:
+        network: Name or description of the model.
+        built: The built model, which may have an attribute with this number. None: not built.
     """
     model = facts_of(network)
     declared = model.own.num_heads if model.own else model.num_heads
@@ -63,11 +66,11 @@ def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
 
 def has_pieces(network: str | Model) -> bool:
     """Return whether the model declares its forward as a chain of pieces."""
-    return _states(network, "pipeline_modules")
+    return _has_declaration(network, "pipeline_modules")
 
 
 def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
-    """Return the model's forward as a chain of pieces. ValueError if it has no such piece."""
+    """Return a model's forward as a chain of pieces. Raise ValueError if a declared piece is missing."""
     from stratbench.extensions.splitting import pieces
 
-    return pieces.pieces_of(model, _statement(network, "pipeline_modules", model))
+    return pieces.pieces_of(model, _get_declaration(network, "pipeline_modules", model))

@@ -84,7 +84,7 @@ def _make_module_call(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
 def units_of(
     model: nn.Module, pieces: list[Piece], groups: list[tuple[str, list[nn.Module]]]
 ) -> list[list[Piece]]:
-    """Return the units into which a model may be cut, each a list of consecutive pieces.
+    """Return the units of a model's cuts, each a list of consecutive pieces.
 
     A unit begins with the first module of a shard group. The part after the last group is a unit, too, if it
     has parameters.

@@ -272,7 +272,7 @@ class Study:
 
 
 def compute_cell_seed(study_seed: int, model: str, repeat: int) -> int:
-    """Return the random seed of a cell, which is the same for every strategy and worker count.
+    """Return the random seed of a cell. It is equal for all strategies and worker counts.
 
     Args:
         study_seed: Seed of the study.

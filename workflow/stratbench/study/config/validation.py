@@ -102,7 +102,7 @@ def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _normalise_folder(key: str, path: str) -> str:
-    """Return a folder's path as all rules write it: without `~`, `./`, `//` and a final slash.
+    """Return a folder's path as all rules write it: without `~`, `./`, `//`, final slash.
 
     Raises:
         ConfigError: For a path that Snakemake or a command line would misread.

@@ -34,7 +34,7 @@ def check_syntax(path: str | Path) -> None:
 
 
 def check_duplicate_keys(path: str | Path) -> None:
-    """Raise ConfigError if a YAML file has a key twice: YAML readers silently use the last one."""
+    """Raise ConfigError if a YAML file has a key twice. YAML readers silently use the last one."""
     import yaml
 
     def walk(node: yaml.Node, where: str) -> None:

@@ -47,7 +47,7 @@ class JobFollower(RemoteExecutor):
     # ------------------------------------------------------------ submission
 
     def run_job(self, job: Any) -> None:
-        """Submit a job, or postpone it if SLURM has just rejected another job for a temporary reason."""
+        """Submit a job, or postpone it after SLURM rejected another job for a temporary reason."""
         now, f = time.monotonic(), self.followed
         if f.is_ending.is_set():
             return

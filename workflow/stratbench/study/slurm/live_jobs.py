@@ -25,7 +25,7 @@ def make_job_comment(rule: str, wildcards: list[str]) -> str:
 
 
 def live_jobs(directory: Path) -> dict[str, str] | None:
-    """Return the comments of the user's queued and running SLURM jobs of a directory, by job id.
+    """Return the comments of a user's queued and running jobs of a directory, by job id.
 
     Return an empty mapping on a machine without SLURM, and None if SLURM does not answer.
     """

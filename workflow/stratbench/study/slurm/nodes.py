@@ -45,7 +45,7 @@ class Node:
     gpu_types: Mapping[str, int] = field(default_factory=dict)
 
     def gpus_of(self, gpu_type: str | None) -> int:
-        """Return the number of the node's GPUs of a type, or of all its GPUs for None."""
+        """Return the number of the node's GPUs of a type. None stands for all types."""
         return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
     def lacks(self, request: JobRequest) -> list[str]:

@@ -68,7 +68,7 @@ def packed_bytes(data: Dataset, augment: bool) -> int:
 
 
 def make_generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
-    """Return a CPU generator whose random numbers are the same on every worker and kind of device.
+    """Return a CPU generator whose random numbers are equal on all workers and kinds of device.
 
     Args:
         purpose: Name of the random numbers' use; each use has its own stream.

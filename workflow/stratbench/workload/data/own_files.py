@@ -154,7 +154,7 @@ def divided(
     test_share: float,
     seed: int,
 ) -> tuple[Labelled, Labelled, int]:
-    """Return the training and the test set as samples with class numbers, and the number of classes.
+    """Return the training and test sets as samples with class numbers, and the number of classes.
 
     Classes are numbered in the order of their names. Without a test set, the training set is divided: the
     share `test_share` of each class, but at least one sample, becomes the test set.

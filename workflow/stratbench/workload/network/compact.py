@@ -80,7 +80,7 @@ def efficientnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return a small ConvNeXt with a 2x2 stem, and blocks that learn from the first step."""
+    """Return a small ConvNeXt with a 2x2 stem. Its blocks learn from the first step."""
     model = ConvNeXt(
         [CNBlockConfig(24, 48, 1), CNBlockConfig(48, 96, 1), CNBlockConfig(96, None, 2)],
         # With the published 1e-6 the blocks would have no effect for longer than such a model is trained.

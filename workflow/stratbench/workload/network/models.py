@@ -142,7 +142,7 @@ def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224
 
 
 def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Build a model of fake tensors in the active fake mode, which takes neither memory nor time.
+    """Build a model of fake tensors in the active fake mode. It takes neither memory nor time.
 
     Plain tensors that its code creates are fake, too. A user's model whose code reads a tensor's values is
     first built on the CPU.
@@ -168,7 +168,7 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
 
 @contextmanager
 def _skipping_draws() -> Iterator[None]:
-    """Skip the drawing of random weights within the block, since unwritten memory takes no space or time."""
+    """Skip the drawing of random weights within the block. Unwritten memory takes no space or time."""
     from torch.overrides import TorchFunctionMode
 
     from stratbench.workload.torch_internals import skipping_truncated_normals
@@ -245,7 +245,7 @@ def _list_formats(model: nn.Module) -> tuple[str, ...]:
 
 
 def changed_formats(model: nn.Module) -> str | None:
-    """Return a sentence if a model's code creates parameters in other formats than it is trained in.
+    """Return a sentence if a model's code creates parameters in formats other than training's.
 
     Return None for the usual float32, which the user's code need not have chosen.
     """
@@ -416,7 +416,7 @@ def _group_vgg_layers(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 def facts_of_own(
     model: Model, built: nn.Module, classes: int, shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return a record's entry on a user's model: the arguments of its call, and its sharding rule.
+    """Return a record's entry on a user's model: its call's arguments and its sharding rule.
 
     Args:
         model: The model.

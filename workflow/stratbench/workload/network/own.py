@@ -127,7 +127,7 @@ def fill_data_values(value: Any, facts: Mapping[str, Any]) -> Any:
 
 
 def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments of the call: those of the config, and values of the data set.
+    """Return the arguments of the call: the config's, and values of the data set.
 
     The call gets values of the data set for parameters with their names. A function with `**kwargs` gets
     `num_classes`, and the arguments that its library adds.

@@ -21,7 +21,7 @@ def weights_dtype(precision: str) -> torch.dtype:
 
 
 def scores_for_loss(outputs: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return a model's outputs in the format for the loss: float32 if the weights are in bfloat16."""
+    """Return a model's outputs in the loss's format: float32 with weights in bfloat16."""
     return outputs.float() if precision == PURE_BF16 else outputs
 
 
