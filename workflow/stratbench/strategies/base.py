@@ -672,7 +672,7 @@ class Collective(Strategy):
             return self.mean_loss(x, y)
 
     def mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a part of the batch, computed by the compiled or wrapped model."""
+        """Return the mean loss of a part of the batch, by the compiled or wrapped model."""
         if self.chunked is None:
             return self.loss_of(self.compiled(x), y)
         with self.chunked.against(y):

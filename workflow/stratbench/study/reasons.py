@@ -17,7 +17,7 @@ MAX_LINES = 12
 
 
 def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: float) -> Iterator[str]:
-    """Yield the lines of a summary of what failed in a run of Snakemake, or nothing.
+    """Yield a summary's lines of what failed in a run of Snakemake, or nothing.
 
     Args:
         failed: Cell or block of each failed job, and the job's log.

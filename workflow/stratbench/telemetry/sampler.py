@@ -381,7 +381,7 @@ def find_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
 
 
 def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list[dict[str, Any]]:
-    """Return a row of the timeline per GPU, with the time at which its energy was read.
+    """Return a row of the timeline per GPU, with the time of its energy reading.
 
     Snapshots of PCIe, which block the sampler, are taken after the energy of all GPUs was read.
 

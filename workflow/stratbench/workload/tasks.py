@@ -221,7 +221,7 @@ def fault_of_task(name: str, natural: str | None) -> str | None:
 
 
 def name_of_task(s: Settings, shape: Sequence[int]) -> str:
-    """Return the name of a cell's task, which for a user's own task is its class."""
+    """Return the name of a cell's task: its class for a user's own task."""
     return s.own_task["call"] if s.own_task else s.task or natural_task(shape)
 
 

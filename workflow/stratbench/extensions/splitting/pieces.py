@@ -30,7 +30,7 @@ class Piece:
     paths: tuple[str, ...]
 
     def parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        """Yield the parameters of a model that the piece reads, each as often as it is read."""
+        """Yield the parameters of a model that the piece reads, as often as read."""
         for path in self.paths:
             part = attrgetter(path)(model)
             yield from part.parameters() if isinstance(part, nn.Module) else (part,)

@@ -61,12 +61,12 @@ class Node:
 
 
 def cluster_nodes() -> list[Node]:
-    """Return the nodes of the cluster, or none without SLURM or if it does not answer."""
+    """Return the nodes of the cluster, or none without an answer of SLURM."""
     return parse_sinfo(printed_by(["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]) or "")
 
 
 def parse_sinfo(text: str) -> list[Node]:
-    """Return the nodes in sinfo's output, or none if the line of a node cannot be parsed.
+    """Return the nodes in sinfo's output, or none if a node's line cannot be parsed.
 
     A node that cannot be parsed may be large enough for a cell. Lines without numbers (`n/a`) are left out.
     """

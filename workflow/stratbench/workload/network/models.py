@@ -196,7 +196,7 @@ def for_training(
     build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build,
     checkpointing: bool | str = False,
 ) -> nn.Module:
-    """Build a model on a device in training mode, as every strategy and the plan use it.
+    """Build a model on a device in training mode, for strategies and the plan.
 
     The initial weights depend on `seed` alone: they are drawn on the CPU in float32. Parameters and buffers
     stay the objects that the model's code has created.
