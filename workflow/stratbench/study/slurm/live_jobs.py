@@ -53,7 +53,7 @@ def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
 
 
 def wait_for_live_jobs(cells: Mapping[str, str], directory: Path) -> bool:
-    """Wait until no job of an earlier run that makes one of `cells` is queued or running.
+    """Wait until no earlier run's job that makes one of `cells` is queued or running.
 
     If SLURM does not answer at first, the user gets a message. During the wait SLURM is asked again.
 

@@ -262,7 +262,7 @@ def _parse_idx(content: bytes, name: str) -> np.ndarray:
 
 
 def cifar10(root: Path | None, scratch: Path | None) -> Source:
-    """Return CIFAR-10 from batch files or the archive in a folder, or else from its home page.
+    """Return CIFAR-10 from a folder's batch files or archive, or else from its home page.
 
     Args:
         root: Folder with the batch files or the archive, if any.
