@@ -43,7 +43,7 @@ def divided_variants(node: int) -> dict[str, dict[str, Any]]:
         switches = [key for key, tried in tried_values(strategy) if tried is True]
         is_pipeline = MICROBATCHES in option_defaults(strategy)
         for size, switch in product(sizes[-1:] if is_pipeline else sizes, (None, *switches)):
-            variant = {"strategy": strategy, option: size}
+            variant: dict[str, Any] = {"strategy": strategy, option: size}
             if is_pipeline:
                 variant[MICROBATCHES] = MICROBATCHES_A_STAGE * size
             name = f"{strategy}-{size}"
