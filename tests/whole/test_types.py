@@ -28,7 +28,7 @@ MAXIMUM = {
     "extensions/plan": 160,
     "extensions/projection": 28,
     "extensions/queue": 11,
-    "extensions/servers": 101,
+    "extensions/servers": 102,
     "extensions/sets": 22,
     "extensions/splitting": 58,
     "extensions/verdict": 22,

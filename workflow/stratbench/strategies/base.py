@@ -232,6 +232,8 @@ class Strategy:
     Options: ClassVar[type[Options]] = Options
     #: Model that was given to `setup`.
     model: nn.Module
+    #: Worker that was given to `setup`.
+    worker: Worker
     #: Optimizer of this worker's weights after `setup`, or None if there is none.
     optimizer: torch.optim.Optimizer | None = None
 
