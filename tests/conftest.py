@@ -34,7 +34,7 @@ from launching import FOLDERS, TINY, WORKFLOW, LaunchedCell, sharing
 from process_server import start_with_imports
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
-from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.cores import list_usable_cores
 from stratbench.train import forkserver
 from stratbench.workload.data.prepare import prepare
 
@@ -69,7 +69,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
     Quick tests compute, and each process imports PyTorch first.
     """
-    cores = len(usable_cores())
+    cores = len(list_usable_cores())
     return cores if "not slow" in config.option.markexpr else 2 * cores + 1
 
 

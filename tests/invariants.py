@@ -19,11 +19,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stratbench.analysis.records.derived import value_at
-from stratbench.analysis.records.facts import Facts, longest_pauses_s
+from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.facts import Facts, sum_longest_pauses_s
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.telemetry.flops import TRAINING_FLOPS
-from stratbench.telemetry.machine.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import find_datasheet
 
 Record = dict[str, Any]
 #: Figures that are rounded in a record, and clocks of several processes (a share, seconds).
@@ -163,7 +163,7 @@ def end(told: Told) -> None:
         return
     evaluated = not told("settings.steps")
     # The tests' software GPU computes nothing: none of its answers counts.
-    drivers = (value_at(w["provenance"], "driver.driver_version") for w in told.workers)
+    drivers = (get_by_path(w["provenance"], "driver.driver_version") for w in told.workers)
     if not any("software GPU" in str(driver) for driver in drivers):
         told.given("score.final", told("score.final"), is_ok and evaluated, reason)
     # The losses of a worker that was lost are not known.
@@ -192,7 +192,7 @@ def span(told: Told) -> None:
     if begun and ended:
         between = datetime.fromisoformat(ended) - datetime.fromisoformat(begun)
         # The record's clock stands still while the machine sleeps.
-        asleep_s = longest_pauses_s(told, lambda pause: pause["asleep_s"])
+        asleep_s = sum_longest_pauses_s(told, lambda pause: pause["asleep_s"])
         ran_s = between.total_seconds() - (told("restarts.between_s") or 0.0) - asleep_s
         told.same("time.total_s and from start to finish", total_s, ran_s, 0.01, DATES_S)
     if told.status == "timeout":
@@ -287,7 +287,7 @@ def settings(told: Told) -> None:
     told.alike("strategy.details.weights_dtype and that of the precision", kept, wanted)
     threads = told("provenance.threads_per_worker")
     for worker in told.workers:
-        own = value_at(worker["provenance"], "host.threads")
+        own = get_by_path(worker["provenance"], "host.threads")
         told.alike(f"threads of rank {worker['rank']} and the cell's", own, threads)
 
 
@@ -416,16 +416,17 @@ def operations(told: Told) -> None:
     if peak and made is not None:
         told.same("compute.mfu and made / peak", told("compute.mfu"), made / peak)
         told.most("compute.mfu, at most all", told("compute.mfu"), 1.0)
-    names = [value_at(worker["provenance"], "gpu.name") for worker in told.workers]
+    names = [get_by_path(worker["provenance"], "gpu.name") for worker in told.workers]
     if told.whole and None not in names and told("settings.precision") != "fp64":
         sheets = [
-            sheet and sheet.tflops(told("settings.precision")) for sheet in map(datasheet_of, names)
+            sheet and sheet.tflops(told("settings.precision"))
+            for sheet in map(find_datasheet, names)
         ]
         if None not in sheets:
             known = 1e12 * sum(sheets)
             told.same("compute.peak_flops_per_s and the datasheets'", peak, known)
     if told("provenance.device") == "cpu":
-        cores = [value_at(w["provenance"], "host.cores_logical") or 0 for w in told.workers]
+        cores = [get_by_path(w["provenance"], "host.cores_logical") or 0 for w in told.workers]
         able = max(cores, default=0) * (told("provenance.nodes") or 1) * CORE_FLOPS
         told.most("achieved_flops_per_s, at most all cores'", made, able or None)
 
@@ -463,7 +464,7 @@ def steps(told: Told) -> None:
             ("issue_ms", (w.get("issue_ms") or 0.0) / 1e3 * len(told("time.epoch_times_s"))),
         ):
             told.most(f"{of}: {what}, at most its time", took_s, its_s, ROUNDED, CLOCKS_S)
-        if value_at(w["provenance"], "device") == "cpu":
+        if get_by_path(w["provenance"], "device") == "cpu":
             reason = "although on a CPU host and device are one"
             told.given(f"{of}: issue_ms", w.get("issue_ms"), False, reason)
 
@@ -549,7 +550,7 @@ def scores(told: Told) -> None:
 def memory(told: Told) -> None:
     """Peaks are those of the workers, and hold the model's states."""
     peak, method = told("memory.peak_bytes"), told("memory.method")
-    peaks = [value_at(worker, "memory.peak_bytes") for worker in told.workers]
+    peaks = [get_by_path(worker, "memory.peak_bytes") for worker in told.workers]
     if peaks and None not in peaks:
         told.same("memory.peak_bytes and the most of workers", peak, max(peaks))
         worst = told.workers[peaks.index(max(peaks))]["memory"]
@@ -572,7 +573,7 @@ def memory(told: Told) -> None:
     for worker in told.workers:
         of, own, place = f"rank {worker['rank']}", worker["memory"] or {}, worker["provenance"]
         told.alike(f"{of}: method and memory.method", own.get("method"), method)
-        gpu, host = (value_at(place, f"{it}.memory_bytes") for it in ("gpu", "host"))
+        gpu, host = (get_by_path(place, f"{it}.memory_bytes") for it in ("gpu", "host"))
         device = gpu if on_cuda else host
         held = [own.get(f"{name}_bytes") for name in ORDER_OF_BYTES]
         told.rising(f"{of}: {', '.join(ORDER_OF_BYTES)}", held)
@@ -653,7 +654,7 @@ def energy(told: Told) -> None:
     if told("provenance.device") == "cpu":
         told.wrong(f"energy.train_joules is {joules:.6g}, although the workers had no GPUs")
     elif time_s:
-        limits = [value_at(w["provenance"], "gpu.power_limit_w") or 2000 for w in told.workers]
+        limits = [get_by_path(w["provenance"], "gpu.power_limit_w") or 2000 for w in told.workers]
         most = sum(limits) * time_s
         told.most("energy.train_joules, at most the limits'", joules, most, CLOCKS)
         least = 5.0 * sum(w["train_time_s"] or 0.0 for w in told.workers)

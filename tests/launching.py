@@ -19,7 +19,7 @@ import invariants
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
 from stratbench.strategies.needs import faults
 from stratbench.train import forkserver
 
@@ -100,7 +100,7 @@ def settings(strategy: str = "ddp", **changes: Any) -> Settings:
         slowdown=None, data_spec=TINY,
     )  # fmt: skip
     if "options" not in changes:
-        changes["options"] = option_defaults(strategy)
+        changes["options"] = get_option_defaults(strategy)
     cls = strategy_class(strategy)
     if cls.policy and cls.Options(**changes["options"]).refusal("sgd"):
         changes = ADAMW | changes

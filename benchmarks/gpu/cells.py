@@ -10,7 +10,7 @@ from typing import Any
 from stage import Stage, median
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
-from stratbench.telemetry.machine.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import find_datasheet
 from stratbench.train.forkserver import shared_server
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.sources import DataError
@@ -128,7 +128,7 @@ def of_the_gpu(
         stage.check(f"{name}: energy of the training", bool(joules), f"{joules} J")
     else:
         stage.skip(f"{name}: UUID and energy", "NVML does not answer (nvidia-ml-py)")
-    peak = datasheet_of(gpu.get("name", ""))
+    peak = find_datasheet(gpu.get("name", ""))
     if peak is None or peak.tflops(precision) is None:
         stage.skip(f"{name}: MFU", f"no datasheet peak of {gpu.get('name')} in {precision}")
     else:

@@ -88,15 +88,15 @@ def main(argv: list[str] | None = None) -> int:
         import stratbench.workload.with_torch  # noqa: I001
         import stratbench.train.worker  # noqa: F401
         from stratbench.cell import software_gpu
-        from stratbench.telemetry.git import git_state
+        from stratbench.telemetry.git import read_git_state
         from stratbench.train import agent
     except ImportError as e:
         evidence |= {"outcome": "failed", "reason": f"the worker cannot be imported: {e}"}
         write(args.out, evidence)
         print(f"gpu-check: {evidence['reason']} ({args.out})")
         return 1
-    evidence["git"] = git_state(REPOSITORY)
-    if software_gpu.is_here():
+    evidence["git"] = read_git_state(REPOSITORY)
+    if software_gpu.is_installed():
         evidence["unproven"].insert(
             0, "all figures and times: this is the software GPU of the tests"
         )

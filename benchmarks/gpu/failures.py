@@ -15,7 +15,7 @@ import torch
 
 from stage import Stage, in_child
 from stratbench.cell import record
-from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 from subject import job_of, launch_command, prepared, set_up, settings
@@ -76,7 +76,7 @@ def killed_and_late(stage: Stage, data_dir: Path) -> None:
     late, late_folder = start(stage, "late", data_dir, LIMIT_S)
     time.sleep(2)  # it asks for the GPU meanwhile
     pids = run_folder.pids(0).read_text(encoding="utf-8").split("\n")
-    (pid,) = (int(line.split()[1]) for line in pids if line.startswith(f"{worker_name(0)} "))
+    (pid,) = (int(line.split()[1]) for line in pids if line.startswith(f"{format_worker_name(0)} "))
     os.kill(pid, signal.SIGKILL)
     killed_at = time.time()
     output, _ = killed.communicate(timeout=max(stage.left_s - 1, 1))
@@ -92,7 +92,7 @@ def killed_and_late(stage: Stage, data_dir: Path) -> None:
     print(output)
     path = late_folder / "record.json"
     if not path.exists():  # of a host so slow that it took no step
-        told = record.failure_reason(late_folder / "logs") or "no evidence"
+        told = record.read_failure_reason(late_folder / "logs") or "no evidence"
         slow = told.startswith("no step within the cell's limit")
         stage.check("a time limit is a result", slow, told[:200])
         return

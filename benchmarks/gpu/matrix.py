@@ -16,7 +16,7 @@ from stratbench.train import loop
 from stratbench.train import worker as worker_process
 from stratbench.train.beside.profile import record_profile
 from stratbench.train.job import Job
-from stratbench.workload.data.device_data import epoch_order
+from stratbench.workload.data.device_data import draw_epoch_order
 from subject import (
     VARIANTS,
     Trainee,
@@ -99,7 +99,7 @@ def run(stage: Stage) -> None:
 def train(t: Trainee, job: Job, profiled: bool) -> Trained:
     """Warm up, then one epoch of `STEPS` steps; a collective's must not synchronise the device."""
     strategy, data, worker = t.strategy, t.data, t.worker
-    order = epoch_order(data.train_samples, worker.settings.seed, 0).to(worker.device)
+    order = draw_epoch_order(data.train_samples, worker.settings.seed, 0).to(worker.device)
     loop.warm_up(strategy, data, worker)
     before = weights_of(strategy)
     layouts = count_layouts(strategy)

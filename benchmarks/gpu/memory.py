@@ -24,7 +24,7 @@ from stratbench.extensions.plan.footprint.fake import replaced
 from stratbench.extensions.plan.footprint.footprint import Footprint, make_footprint
 from stratbench.extensions.plan.footprint.request import Request, data_bytes
 from stratbench.study.config.schema import schema
-from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.cores import list_usable_cores
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 from stratbench.workload.data.dataset import Dataset
@@ -88,7 +88,7 @@ class planned:
     """The footprints of all jobs, made by other cores meanwhile: a future for each case."""
 
     def __init__(self, stage: Stage, jobs: dict[Case, Job]) -> None:
-        workers = max(1, len(usable_cores()) - 1)
+        workers = max(1, len(list_usable_cores()) - 1)
         self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"))
         self._jobs, self._on_cuda = jobs, stage.on_cuda
 

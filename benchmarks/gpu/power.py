@@ -11,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stage import Stage, in_child
-from stratbench.telemetry.machine.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import find_datasheet
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
-from stratbench.telemetry.memory import cuda_uuid
+from stratbench.telemetry.memory import get_cuda_uuid
 from stratbench.train import efficiency
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
@@ -83,7 +83,7 @@ def achieved(job: Job) -> dict[str, Any]:
 def loaded() -> dict[str, Any]:
     """Large products in bf16 for some seconds, with NVML's counters meanwhile."""
     device = torch.device("cuda", 0)
-    name, uuid = torch.cuda.get_device_name(device), cuda_uuid(device)
+    name, uuid = torch.cuda.get_device_name(device), get_cuda_uuid(device)
     nvml = Nvml()
     gpu, reason, by_index = nvml.gpu_of(uuid), nvml.reason, None
     if gpu is not None and gpu.index is None:
@@ -110,7 +110,7 @@ def loaded() -> dict[str, Any]:
     done.set()
     sampler.join()
     tflops = 2 * PRODUCT**3 * products / seconds / 1e12
-    peak = datasheet_of(name)
+    peak = find_datasheet(name)
     datasheet = peak.tflops("bf16") if peak else None
     return {
         "gpu": name,

@@ -10,8 +10,8 @@ import torch
 
 from stage import Stage, in_child
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.memory import cuda_uuid
-from stratbench.telemetry.provenance import host_facts
+from stratbench.telemetry.memory import get_cuda_uuid
+from stratbench.telemetry.provenance import collect_host_facts
 from stratbench.train.gpu_locks import DEVICE_FILES
 
 TORCH, PYTHON = (2, 11), (3, 11)
@@ -66,7 +66,7 @@ def compute(device: str) -> float:
 
 def describe() -> dict[str, object]:
     """The host, and the GPU as CUDA, its libraries and NVML see it."""
-    found: dict[str, object] = {"host": host_facts(), "cuda": torch.cuda.is_available()}
+    found: dict[str, object] = {"host": collect_host_facts(), "cuda": torch.cuda.is_available()}
     found["visible"] = os.environ.get("CUDA_VISIBLE_DEVICES")
     nvml = Nvml()
     found |= {"driver": nvml.driver(), "nvml": None, "nvml_reason": nvml.reason}
@@ -74,14 +74,14 @@ def describe() -> dict[str, object]:
         return found
     properties = torch.cuda.get_device_properties(0)
     free_bytes, total_bytes = torch.cuda.mem_get_info(0)
-    gpu = nvml.gpu_of(cuda_uuid(torch.device("cuda", 0)))
+    gpu = nvml.gpu_of(get_cuda_uuid(torch.device("cuda", 0)))
     return found | {
         "gpu": properties.name,
         "gpus": torch.cuda.device_count(),
         "capability": [properties.major, properties.minor],
         "memory_bytes": total_bytes,
         "free_bytes": free_bytes,
-        "uuid": cuda_uuid(torch.device("cuda", 0)),
+        "uuid": get_cuda_uuid(torch.device("cuda", 0)),
         "nvml": gpu.static() if gpu else None,
         "cuda_runtime": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),

@@ -17,7 +17,7 @@ from stratbench.telemetry.clock import synchronise
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
-from stratbench.workload.data.device_data import epoch_order
+from stratbench.workload.data.device_data import draw_epoch_order
 from subject import (
     Trainee,
     differ,
@@ -92,7 +92,7 @@ def pushed(job: Job) -> dict[str, Any]:
             strategy.channel.arm = lambda *args, **kwargs: None
         synchronise(worker.device)
         began = time.perf_counter()
-        order = epoch_order(data.train_samples, worker.settings.seed, epoch).to(worker.device)
+        order = draw_epoch_order(data.train_samples, worker.settings.seed, epoch).to(worker.device)
         strategy.step(*data.batch(order[where]))
         synchronise(worker.device)
         if epoch in TURNS:
@@ -121,7 +121,7 @@ def alone(job: Job) -> list[torch.Tensor]:
     own = settings("single", job.settings.device)
     t = set_up(replace(job, settings=replace(job.settings, strategy="single", options=own.options)))
     loop.warm_up(t.strategy, t.data, t.worker)
-    order = epoch_order(t.data.train_samples, t.worker.settings.seed, 0).to(t.worker.device)
+    order = draw_epoch_order(t.data.train_samples, t.worker.settings.seed, 0).to(t.worker.device)
     for indices in t.strategy.batches(order, 0):
         t.strategy.step(*t.data.batch(indices))
     return weights_of(t.strategy)
@@ -217,7 +217,7 @@ def overflowed(job: Job) -> tuple[int, int, float]:
     strategy.scale.value = 2.0**60
     steps = 0
     for epoch, where in strategy.tickets():
-        order = epoch_order(data.train_samples, worker.settings.seed, epoch).to(worker.device)
+        order = draw_epoch_order(data.train_samples, worker.settings.seed, epoch).to(worker.device)
         strategy.step(*data.batch(order[where]))
         steps += 1
     strategy.load_epoch(0)

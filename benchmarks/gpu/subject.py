@@ -24,9 +24,9 @@ from stratbench.extensions.servers.node import servers_of
 from stratbench.extensions.servers.process import serve_parameters
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
-from stratbench.strategies import option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
-from stratbench.telemetry.shards import whole_tensor
+from stratbench.telemetry.shards import gather_full_tensor
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
@@ -51,7 +51,7 @@ def settings(variant: str, stage_device: str, **changes: Any) -> Settings:
     """Settings of one worker with batches of 8; `changes` replace any of them."""
     strategy, options = VARIANTS.get(variant, (variant, {}))
     base = Settings(
-        strategy=strategy, options=option_defaults(strategy) | options, model="vgg-compact",
+        strategy=strategy, options=get_option_defaults(strategy) | options, model="vgg-compact",
         dataset="synthetic", gpus=1, seed=7, epochs=1, global_batch=8, per_worker_batch=8, lr=0.01,
         momentum=0.9, weight_decay=1e-4, nesterov=False, precision="fp32", augment=False,
         warmup_steps=3, device=stage_device, threads=1, slowdown=None,
@@ -125,7 +125,9 @@ def set_up(
     dtype = weights_dtype(s.precision)
     memory_format = batch_format(s.precision, device.type)
     data = data or DeviceData.load(job.data_dir, device, shape, dtype, memory_format)
-    model = models.for_training(s.model, data.meta["classes"], shape, s.seed, device, dtype, build)
+    model = models.build_for_training(
+        s.model, data.meta["classes"], shape, s.seed, device, dtype, build
+    )
     groups = models.wrap_groups(s.model, model)
     cls = strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
@@ -139,7 +141,9 @@ def set_up(
 def weights_of(strategy: Strategy) -> list[torch.Tensor]:
     """Whole copies of the model's parameters, in double precision on the CPU."""
     with torch.no_grad():
-        return [whole_tensor(p).detach().double().cpu().clone() for p in _parameters(strategy)]
+        return [
+            gather_full_tensor(p).detach().double().cpu().clone() for p in _parameters(strategy)
+        ]
 
 
 def _parameters(strategy: Strategy) -> list[torch.nn.Parameter]:

@@ -42,15 +42,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 
-from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.cell.settings import Settings
-from stratbench.strategies import option_defaults
+from stratbench.strategies import get_option_defaults
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train.loop import timed_steps
-from stratbench.workload.data.device_data import DeviceData, epoch_order
+from stratbench.workload.data.device_data import DeviceData, draw_epoch_order
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.network import models
 from stratbench.workload.tasks import Classification, NextToken
@@ -119,7 +119,7 @@ class Setting(NamedTuple):
 
     def batches(self) -> Iterator[Tensor]:
         """As `Collective.batches` hands them out."""
-        order = epoch_order(self.data.train_samples, 0, 0)
+        order = draw_epoch_order(self.data.train_samples, 0, 0)
         yield from order.view(self.workload.steps, self.world, self.workload.batch)[:, self.rank]
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
@@ -157,7 +157,7 @@ def bare(at: Setting) -> Block:
 def ours(at: Setting) -> Block:
     """The loop of a cell: the ddp strategy, the step clock with phase marks, DDP's own times."""
     s = Settings(
-        strategy="ddp", options=option_defaults("ddp"), model="vgg-compact", dataset="synthetic",
+        strategy="ddp", options=get_option_defaults("ddp"), model="vgg-compact", dataset="synthetic",
         gpus=at.world, seed=0, epochs=1, global_batch=at.world * at.workload.batch,
         per_worker_batch=at.workload.batch, **at.workload.optimizer, weight_decay=0.0,
         nesterov=False, precision="fp32", augment=False, warmup_steps=3, device="cpu", threads=1,
@@ -373,7 +373,7 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
         try:
             for rank, process in enumerate(processes):
                 process.start()
-                sampler.watch(worker_name(rank), process.pid)
+                sampler.watch(format_worker_name(rank), process.pid)
             for process in processes:
                 process.join()
         finally:

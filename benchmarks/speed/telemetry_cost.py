@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from stratbench.cell.run_folder import worker_name
+from stratbench.cell.run_folder import format_worker_name
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.sampler import Sampler
@@ -41,7 +41,7 @@ def sampler_cost(seconds: float, period_s: float, ranks: int) -> dict[str, float
         sampler = Sampler(out, Path(folder, "pids"), time.time(), period_s)
         try:
             for rank, process in enumerate(sleepers):
-                sampler.watch(worker_name(rank), process.pid)
+                sampler.watch(format_worker_name(rank), process.pid)
             watched = psutil.Process(sampler.pid)
             time.sleep(2)  # its start is not what a long cell pays
             before_s, begun_s = _cpu_s(watched), time.monotonic()

@@ -154,7 +154,7 @@ class _Run:
         )
         self.server_free_s = 0.0
         self._order = itertools.count()  # equal times: first come, first served
-        self._queue: list[tuple] = []
+        self._queue_frame: list[tuple] = []
         self._changes = sorted(changes)
 
     def run(self) -> Trace:
@@ -164,8 +164,8 @@ class _Run:
         for time_s, number, what in self._changes:
             action = {"leave": self._lose, "join": self._join}[what]
             self._at(time_s, action, self.workers[number], None)
-        while self._queue:
-            now_s, _, action, worker, incarnation, shard = heapq.heappop(self._queue)
+        while self._queue_frame:
+            now_s, _, action, worker, incarnation, shard = heapq.heappop(self._queue_frame)
             if shard is None:
                 action(worker, now_s)
             elif incarnation == worker.incarnation:
@@ -178,7 +178,7 @@ class _Run:
 
     def _at(self, time_s: float, action: Callable, worker: _Worker, shard: int | None) -> None:
         event = (time_s, next(self._order), action, worker, worker.incarnation, shard)
-        heapq.heappush(self._queue, event)
+        heapq.heappush(self._queue_frame, event)
 
     # ---- a worker's round: read, take a ticket, compute, push, wait
 

@@ -26,7 +26,7 @@ from typing import Any
 from stratbench.cell import coordinates
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
-from stratbench.strategies import option_defaults, strategy_class, traits_of
+from stratbench.strategies import get_option_defaults, get_traits, strategy_class
 from stratbench.strategies.base import Traits
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
@@ -287,8 +287,8 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
     if cell.gpus == 1:  # nothing is stale
         accuracy = STRATEGIES["ps-sync" if cell.strategy.startswith("ps-") else "single"][2]
     strategy, given = BASES.get(cell.strategy, (cell.strategy, {}))
-    options = option_defaults(strategy) | given
-    traits = traits_of(strategy, options, cell.gpus)
+    options = get_option_defaults(strategy) | given
+    traits = get_traits(strategy, options, cell.gpus)
     noise = random_of(cell)
     server = strategy_class(strategy).kind == "server"
     epoch_time_s = epoch_s * factor * ((1 - serial) / cell.gpus + serial * math.sqrt(cell.gpus))

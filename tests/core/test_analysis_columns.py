@@ -75,7 +75,7 @@ def test_groups_of_repeats_have_one_order_and_findings_name_all_of_it():
     assert list(groups.Group._fields) == groups.GROUP
     assert set(groups.GROUP) < set(AUDIT_COLUMNS)
     frame = pd.DataFrame([("e", "ddp", "m", 2)] * 2, columns=groups.GROUP)
-    ((group, rows),) = groups.rows_by_group(frame).items()
+    ((group, rows),) = groups.group_rows(frame).items()
     assert (group.experiment, group.strategy, group.model, group.gpus) == ("e", "ddp", "m", 2)
     assert len(rows) == 2
     assert group.with_gpus(4).with_strategy("fsdp") == ("e", "fsdp", "m", 4)

@@ -10,7 +10,7 @@ from stratbench.statistics import moderated
 from stratbench.statistics.intervals import (
     IntervalEstimate,
     compute_median_and_spread,
-    paired_ratios,
+    compute_paired_ratios,
 )
 
 #: The numeric check of the procedure: ten variances of 2 degrees of freedom each.
@@ -20,7 +20,7 @@ VARIANCES = np.array([0.5, 1, 1, 2, 2, 3, 4, 6, 9, 30]) * 1e-4
 def intervals(numerators, denominators):
     """The ends of the intervals of ratios, shape [ratios, 2], from two arrays of shape [ratios, repeats]."""
     pairs = list(np.stack([numerators, denominators], axis=1))
-    return np.array([ratio[1:] for ratio in paired_ratios(pairs, [False] * len(pairs))])
+    return np.array([ratio[1:] for ratio in compute_paired_ratios(pairs, [False] * len(pairs))])
 
 
 def test_few_values_have_a_range_and_more_have_quartiles():
@@ -34,11 +34,15 @@ def test_moderated_t_of_the_worked_example():
     prior = moderated.estimate_variance_prior(VARIANCES, np.full(10, 2), np.full(10, True))
     assert np.isinf(prior.dof)
     assert prior.variance == pytest.approx(5.1245e-4, rel=1e-4)
-    variance, dof = moderated.moderated_variances(found, np.zeros(10, dtype=bool))
+    variance, dof = moderated.moderate_variances(found, np.zeros(10, dtype=bool))
     assert dof[0] == 10
     assert variance[0] == pytest.approx(4.1996e-4, rel=1e-4)
-    assert scipy.stats.t.isf(moderated.tail_of(14), 10) == pytest.approx(4.2896, abs=5e-5)
-    half = moderated.half_widths(variance, dof, found.repeats, moderated.tail_of(14))
+    assert scipy.stats.t.isf(moderated.compute_alternatives_tail(14), 10) == pytest.approx(
+        4.2896, abs=5e-5
+    )
+    half = moderated.compute_half_widths(
+        variance, dof, found.repeats, moderated.compute_alternatives_tail(14)
+    )
     assert half[0] == pytest.approx(0.05075, abs=5e-6)
 
 
@@ -57,16 +61,16 @@ def test_variances_that_scatter_more_than_chance_are_drawn_together_less():
 @pytest.mark.parametrize(("count", "dof"), [(5, 2.0), (9, 4.0), (10, 10.0)])
 def test_few_variances_lend_little(count, dof):
     found = moderated.Differences(np.zeros(count), VARIANCES[:count], np.full(count, 3))
-    assert moderated.moderated_variances(found, np.zeros(count, dtype=bool))[1][0] == dof
+    assert moderated.moderate_variances(found, np.zeros(count, dtype=bool))[1][0] == dof
 
 
 def test_servers_scatter_by_themselves_where_there_are_enough_of_them():
     variances = np.concatenate([np.full(12, 1e-4), np.full(12, 9e-4), np.full(3, 9e-4)])
     found = moderated.Differences(np.zeros(27), variances, np.full(27, 3))
     served = np.repeat([False, True], [12, 15])
-    apart, _ = moderated.moderated_variances(found, served)
+    apart, _ = moderated.moderate_variances(found, served)
     assert apart[12] > 5 * apart[0]
-    few, _ = moderated.moderated_variances(
+    few, _ = moderated.moderate_variances(
         moderated.Differences(*(part[:15] for part in found)), np.repeat([False, True], [12, 3])
     )
     assert few[12] < apart[12]  # three servers borrow from all
@@ -74,7 +78,7 @@ def test_servers_scatter_by_themselves_where_there_are_enough_of_them():
 
 def test_one_repeat_has_no_interval():
     pairs = [np.array([[2.0], [1.0]]), np.array([[3.0], [1.0]])]
-    assert paired_ratios(pairs, [False, True]) == [
+    assert compute_paired_ratios(pairs, [False, True]) == [
         IntervalEstimate(2.0),
         IntervalEstimate(pytest.approx(3.0)),
     ]
@@ -118,22 +122,22 @@ def test_ratios_of_unlike_repeats_share_their_variances_and_one_repeat_has_no_in
     rng = np.random.default_rng(1)
     noise = np.exp(0.02 * rng.normal(size=(8, 2, 4)))
     pairs = [*noise, noise[0, :, :2], np.array([[3.0], [2.0]])]
-    *_, short, single = paired_ratios(pairs, [False] * 10)
+    *_, short, single = compute_paired_ratios(pairs, [False] * 10)
     assert single == IntervalEstimate(1.5)
     padded = np.full((10, 2, 4), np.nan)
     for row, pair in zip(padded, pairs, strict=True):
         row[:, : pair.shape[1]] = pair
-    found = moderated.paired_differences(*np.log(padded).swapaxes(0, 1))
-    half = moderated.half_widths(
-        *moderated.moderated_variances(found, np.zeros(10, dtype=bool)), found.repeats, 0.025
+    found = moderated.compute_paired_differences(*np.log(padded).swapaxes(0, 1))
+    half = moderated.compute_half_widths(
+        *moderated.moderate_variances(found, np.zeros(10, dtype=bool)), found.repeats, 0.025
     )
     assert short[1:] == pytest.approx(tuple(np.exp(found.mean[8] + np.array([-1, 1]) * half[8])))
-    alone = paired_ratios([pairs[8]], [False])[0]
+    alone = compute_paired_ratios([pairs[8]], [False])[0]
     assert alone.value == short.value
     assert alone.high - alone.low > short.high - short.low, "the others tell of the noise, too"
-    wider = paired_ratios(pairs, [False] * 10, together=10)[8]
+    wider = compute_paired_ratios(pairs, [False] * 10, together=10)[8]
     assert wider.low < short.low < short.high < wider.high
-    assert paired_ratios([], []) == []
+    assert compute_paired_ratios([], []) == []
 
 
 def test_an_estimate_is_written_with_its_interval_if_it_has_one():

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.strategies import option_defaults
+from stratbench.strategies import get_option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.counted import Counted
 from stratbench.strategies.ddp import DDP, SAMPLE_INTERVAL, read_sampled_times
@@ -82,7 +82,7 @@ def set_up(
     **options,
 ) -> Collective:
     name = NAMES[cls]
-    given = option_defaults(name) | options
+    given = get_option_defaults(name) | options
     s = settings(
         name,
         gpus=world,

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from stratbench.cell import record
-from stratbench.cell.extensions import keys_of
+from stratbench.cell.extensions import iter_keys
 from stratbench.cell.settings import GIVEN, Settings
-from stratbench.strategies import option_defaults
+from stratbench.strategies import get_option_defaults
 from stratbench.study.config import config, messages, schema, validation, yaml_traps
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.removed_keys import REMOVED_KEYS
@@ -569,7 +569,7 @@ def test_settings_are_resolved():
     found["studies"]["demo"]["experiments"]["first"]["strategies"] = ["z2"]
     (s,) = settings_of(config.load_config(found)[1], model="vgg-compact", gpus=4)
     assert s.strategy == "fsdp"
-    assert s.options == option_defaults("fsdp") | {"reshard_after_forward": "never"}
+    assert s.options == get_option_defaults("fsdp") | {"reshard_after_forward": "never"}
     assert (s.global_batch, s.per_worker_batch) == (64, 16)
     assert (s.momentum, s.weight_decay, s.precision, s.warmup_steps) == (0.9, 0.0, "fp32", 3)
     assert s.slowdown is None
@@ -581,7 +581,7 @@ def test_what_is_declared_of_a_setting_is_said_nowhere_else():
     by_hand = json.loads(schema.SCHEMA_PATH.read_text())["$defs"]["experiment"]["properties"]
     assert by_hand.keys() & set(GIVEN) == set()
     known = schema.schema()["$defs"]["experiment"]
-    declared = [f for _, keys in keys_of("experiment") for f in fields(keys)]
+    declared = [f for _, keys in iter_keys("experiment") for f in fields(keys)]
     of_extensions = [f.name for f in declared if f.metadata["given"]]
     assert list(known["properties"]) == [*by_hand, *GIVEN, *of_extensions]
     assert "lr" in known["required"]

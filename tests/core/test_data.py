@@ -400,18 +400,18 @@ def test_an_intact_result_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -
 def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> None:
     out, copy = tmp_path / "out", tmp_path / "copy"
     meta = prepare("mine", out, spec=SPEC)
-    assert prepared.verified_meta(out) == meta
+    assert prepared.read_verified_meta(out) == meta
     shutil.copytree(out, copy, copy_function=shutil.copyfile)  # other times of change
-    assert prepared.verified_meta(copy)["sha256"] == meta["sha256"]
+    assert prepared.read_verified_meta(copy)["sha256"] == meta["sha256"]
     labels = out / "test_targets.npy"
     whole = labels.read_bytes()
     labels.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(
         DataError, match=r"test_targets have changed since the data set was prepared\); delete it"
     ):
-        prepared.verified_meta(out)
+        prepared.read_verified_meta(out)
     labels.write_bytes(whole)
-    assert prepared.verified_meta(out) == meta
+    assert prepared.read_verified_meta(out) == meta
 
 
 @pytest.mark.timeout(300)
@@ -419,7 +419,9 @@ def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> N
 def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str) -> None:
     out = tmp_path / "out"
     meta = prepare("mine", out, spec=SPEC)
-    array = out / (prepared.meta_name(meta["spec"]) if odd == "no JSON" else "train_inputs.npy")
+    array = out / (
+        prepared.name_meta_file(meta["spec"]) if odd == "no JSON" else "train_inputs.npy"
+    )
     array.unlink()
     if odd == "fifo":
         os.mkfifo(array)
@@ -429,7 +431,7 @@ def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str)
         array.symlink_to("/dev/zero")
     elif odd == "no JSON":
         array.write_text("{" * 100_000)
-    for read in (prepared.verified_meta, prepared.read):
+    for read in (prepared.read_verified_meta, prepared.read):
         with pytest.raises(DataError, match="is not a complete prepared data set"):
             read(out)
     assert prepared.read_intact_meta(out, {"sha256": meta["sha256"]}) is None

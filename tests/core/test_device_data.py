@@ -14,9 +14,9 @@ from stratbench.workload.data.datasets import DATASETS, describe
 from stratbench.workload.data.device_data import (
     Augmentation,
     DeviceData,
-    epoch_order,
+    compute_packed_bytes,
+    draw_epoch_order,
     fit,
-    packed_bytes,
 )
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.sources import DataError
@@ -89,7 +89,7 @@ def test_augmentation_uses_all_positions_evenly_and_flips_half(coloured: Path) -
 
 def test_augmentation_does_not_depend_on_how_samples_are_split(coloured: Path) -> None:
     whole = DeviceData.load(coloured)
-    order = epoch_order(whole.train_samples, seed=3, epoch=1)[:64]
+    order = draw_epoch_order(whole.train_samples, seed=3, epoch=1)[:64]
     expected, _ = whole.batch(order, drawn(whole, 3, 1))
     for workers in (2, 4):
         for rank in range(workers):
@@ -101,19 +101,19 @@ def test_augmentation_does_not_depend_on_how_samples_are_split(coloured: Path) -
 
 def test_each_epoch_and_seed_has_its_own_order_and_augmentation(coloured: Path) -> None:
     data = DeviceData.load(coloured)
-    assert sorted(epoch_order(300, 0, 0).tolist()) == list(range(300))
-    assert torch.equal(epoch_order(300, 0, 0), epoch_order(300, 0, 0))
+    assert sorted(draw_epoch_order(300, 0, 0).tolist()) == list(range(300))
+    assert torch.equal(draw_epoch_order(300, 0, 0), draw_epoch_order(300, 0, 0))
     for seed, epoch in ((0, 1), (1, 0), (1, 1)):
-        assert not torch.equal(epoch_order(300, 0, 0), epoch_order(300, seed, epoch))
+        assert not torch.equal(draw_epoch_order(300, 0, 0), draw_epoch_order(300, seed, epoch))
         assert not torch.equal(drawn(data, 0, 0).top, drawn(data, seed, epoch).top)
-    assert not torch.equal(epoch_order(300, 0, 1), epoch_order(300, 1, 0))
+    assert not torch.equal(draw_epoch_order(300, 0, 1), draw_epoch_order(300, 1, 0))
 
 
 def test_drawing_an_epoch_leaves_the_global_generator_alone(coloured: Path) -> None:
     data = DeviceData.load(coloured)
     state = torch.get_rng_state()
     drawn(data, 0, 0)
-    epoch_order(300, 0, 0)
+    draw_epoch_order(300, 0, 0)
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -186,13 +186,13 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, digits_dir: Path)
 def test_packed_tables_are_the_same_tables(digits_dir):
     data = DeviceData.load(digits_dir)
     tables = data.tables(seed=1, epoch=2, augment=True)
-    assert torch.equal(tables.order, epoch_order(data.train_samples, 1, 2))
+    assert torch.equal(tables.order, draw_epoch_order(data.train_samples, 1, 2))
     packed = tables.packed()
     facts = describe("digits")
     kept_bytes = sum(t.nbytes for t in (packed.order, *packed.augmentation))
-    assert kept_bytes == packed_bytes(facts, augment=True) == 7 * data.train_samples
+    assert kept_bytes == compute_packed_bytes(facts, augment=True) == 7 * data.train_samples
     plain = data.tables(seed=1, epoch=2, augment=False).packed()
-    assert plain.order.nbytes == packed_bytes(facts, augment=False)
+    assert plain.order.nbytes == compute_packed_bytes(facts, augment=False)
     back = packed.on(torch.device("cpu"))
     for mine, theirs in zip(
         (back.order, *back.augmentation), (tables.order, *tables.augmentation), strict=True

@@ -16,8 +16,8 @@ from fake_nvml import INSTANCES, UUIDS, FakeNvml
 from launching import settings
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class
-from stratbench.study.resources import job_request
+from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
+from stratbench.study.resources import build_job_request
 from stratbench.telemetry.machine import nvml
 from stratbench.train import agent, gpu_locks
 from stratbench.train.gpu_locks import hold_devices
@@ -337,10 +337,10 @@ def test_workers_have_equal_threads_under_every_strategy(monkeypatch, request_gp
         if cls.max_workers == 1:
             continue
         for given in ({}, {"server_placement": "colocated"}) if cls.kind == "server" else ({},):
-            options = cls.resolve(option_defaults(name) | given, 4)
+            options = cls.resolve(get_option_defaults(name) | given, 4)
             s = settings(name, threads=None, gpus=4, options=options, device="auto")
             cell = Cell("s", "e", name, "m", "d", 4, 0)
-            request = job_request(cell, s, cluster, None)
+            request = build_job_request(cell, s, cluster, None)
             cores = request.cpus if in_job else 64
             monkeypatch.setattr(gpu_locks, "usable_cores", lambda cores=cores: set(range(cores)))
             asked.add(request.cpus)

@@ -54,11 +54,12 @@ def test_what_sinfo_prints_is_read():
 )
 def test_a_job_runs_in_the_partition_named_or_in_the_default_one(partition, expected):
     assert [
-        n.name for n in nodes.nodes_of_partition(nodes.parse_sinfo(LARGER), partition)
+        n.name for n in nodes.select_partition_nodes(nodes.parse_sinfo(LARGER), partition)
     ] == expected
-    assert len(nodes.nodes_of_partition(nodes.parse_sinfo(LARGER), "*")) == 5
+    assert len(nodes.select_partition_nodes(nodes.parse_sinfo(LARGER), "*")) == 5
     assert (
-        len(nodes.nodes_of_partition(nodes.parse_sinfo(LARGER.replace("gpu|", "1080|")), 1080)) == 2
+        len(nodes.select_partition_nodes(nodes.parse_sinfo(LARGER.replace("gpu|", "1080|")), 1080))
+        == 2
     )
 
 
@@ -82,7 +83,7 @@ def request(strategy: str, gpus: int, planned_mib: int = 0, **given):
     cell = Cell("s", "e", strategy, "vgg-compact", "digits", gpus, 0)
     settings = study.settings(cell)
     needs = resources.PlannedNeeds(host_mem_mib=planned_mib)
-    asked = resources.job_request(
+    asked = resources.build_job_request(
         cell, settings, configuration["cluster"], study.time_limit_s(cell), needs
     )
     return cell, settings, asked
@@ -112,7 +113,7 @@ def test_a_type_of_gpu_is_asked_for_and_looked_for_on_the_nodes():
     assert asked.gres == "gpu:a100:4"
     assert "--gres=gpu:a100:4" in asked.sbatch
     assert request("ddp", 4, cluster=a100)[2].gres == ""  # on CPUs
-    here = nodes.nodes_of_partition(nodes.parse_sinfo(LARGER), "gpu")
+    here = nodes.select_partition_nodes(nodes.parse_sinfo(LARGER), "gpu")
     assert nodes.refusal(cell, settings, asked, here) is None
     (mixed,) = (node for node in here if node.name == "g2")
     assert nodes.refusal(cell, settings, replace(asked, gpu_type=None), [mixed]) is None
@@ -135,14 +136,17 @@ def test_the_type_in_a_profile_is_read(gres, gpu_type):
 def test_several_types_of_gpus_are_named_where_none_is_chosen():
     asked = request("ddp", 2, device="cuda")[2]
     offered = nodes.parse_sinfo(LARGER)
-    told = nodes.describe_types(nodes.nodes_of_partition(offered, "gpu"), [asked])
+    told = nodes.describe_mixed_gpu_types(nodes.select_partition_nodes(offered, "gpu"), [asked])
     assert "a100 (2 nodes), v100 (1 node)" in told
     assert "cluster.gpu_type" in told
     typed = replace(asked, gpu_type="a100")
-    assert nodes.describe_types(offered, [typed]) is None
-    assert nodes.describe_types(offered, [request("ddp", 2)[2]]) is None  # on CPUs
-    assert nodes.describe_types(nodes.nodes_of_partition(offered, "short"), [asked]) is None
-    assert nodes.describe_types(nodes.parse_sinfo(TESTS), [asked]) is None
+    assert nodes.describe_mixed_gpu_types(offered, [typed]) is None
+    assert nodes.describe_mixed_gpu_types(offered, [request("ddp", 2)[2]]) is None  # on CPUs
+    assert (
+        nodes.describe_mixed_gpu_types(nodes.select_partition_nodes(offered, "short"), [asked])
+        is None
+    )
+    assert nodes.describe_mixed_gpu_types(nodes.parse_sinfo(TESTS), [asked]) is None
 
 
 #: A GPU's share on the tests' nodes.
@@ -185,15 +189,16 @@ def test_what_no_node_can_hold_is_one_sentence_with_the_key_to_change(strategy, 
 def test_the_time_limit_of_a_partition_counts():
     cell, settings, asked = request("ddp", 4, device="auto", time_limit_s=4 * 3600)
     larger = nodes.parse_sinfo(LARGER)
-    assert nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, "gpu")) is None
-    sentence = nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, "short"))
+    assert nodes.refusal(cell, settings, asked, nodes.select_partition_nodes(larger, "gpu")) is None
+    sentence = nodes.refusal(cell, settings, asked, nodes.select_partition_nodes(larger, "short"))
     assert "and 250 minutes, but the largest node of partition short has" in sentence
     assert "and 30 minutes: lower studies.s.experiments.e.time_limit_s" in sentence
     # One partition that can hold it is enough.
     assert (
-        nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, "short,gpu")) is None
+        nodes.refusal(cell, settings, asked, nodes.select_partition_nodes(larger, "short,gpu"))
+        is None
     )
-    on_cpus = nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, None))
+    on_cpus = nodes.refusal(cell, settings, asked, nodes.select_partition_nodes(larger, None))
     assert "set cluster.request_gpus to false, or studies.s.experiments.e.device to cpu" in on_cpus
     assert nodes.refusal(cell, settings, asked, []) is None  # nothing is known
 
@@ -202,9 +207,9 @@ def test_cells_with_the_same_reason_are_told_once():
     cell, settings, asked = request("ddp", 4, threads=8)
     sentence = nodes.refusal(cell, settings, asked, nodes.parse_sinfo(TESTS))
     cells = [replace(cell, repeat=i) for i in range(3)]
-    told = nodes.lines_of_refusals({c: sentence.replace(str(cell), str(c)) for c in cells})
+    told = nodes.format_refusals({c: sentence.replace(str(cell), str(c)) for c in cells})
     assert told == [sentence + " (and 2 more cells)"]
-    assert nodes.lines_of_refusals({}) == []
+    assert nodes.format_refusals({}) == []
 
 
 def snakemake_job(cell: Cell, **given) -> SimpleNamespace:
@@ -233,4 +238,4 @@ def test_a_silent_slurm_stops_nothing(monkeypatch):
         raise commands.subprocess.TimeoutExpired("sinfo", 60)
 
     monkeypatch.setattr(commands.subprocess, "run", fail)
-    assert nodes.cluster_nodes() == []
+    assert nodes.read_cluster_nodes() == []

@@ -66,7 +66,7 @@ from stratbench.train.nodes import srun as srun_module
 from stratbench.train.running.runner import Runner, runner_of
 from stratbench.train.standing import Standing
 from stratbench.workload.data.prepare import prepare
-from stratbench.workload.data.prepared import verified_meta
+from stratbench.workload.data.prepared import read_verified_meta
 from stratbench.workload.data.sources import DataError
 
 pytestmark = pytest.mark.timeout(300)
@@ -932,7 +932,7 @@ def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
     tmp_path, tiny_data, monkeypatch
 ):
     """git may take seconds on a slow disk: they are in no figure."""
-    meta = verified_meta(tiny_data)
+    meta = read_verified_meta(tiny_data)
     job = replace(job_with(tmp_path, [None, None]), data_dir=tiny_data, data=meta)
     now_s = 100.0
 

@@ -70,14 +70,16 @@ def test_families_are_told_apart_by_their_hues_whoever_looks(eyes, theme):
 
 def test_the_members_of_a_family_differ_in_black_and_white():
     """And families by their shapes: no colour is needed to know a strategy."""
-    looks = marks.marks_by_strategy((name, name) for name in REGISTRY)
+    looks = marks.assign_marks_by_strategy((name, name) for name in REGISTRY)
     assert len({(m.shape, m.fill, m.dash) for m in looks.values()}) == len(looks)
     assert len({hue.shape for hue in FAMILIES.values()}) == len(FAMILIES)
 
 
 def test_no_dash_is_needed_on_the_page_of_all_cells():
     """Nor for a ninth member of a family, as the paper's study has one."""
-    looks = marks.marks_by_strategy([*((n, n) for n in REGISTRY), ("async-scaled", "ps-async")])
+    looks = marks.assign_marks_by_strategy(
+        [*((n, n) for n in REGISTRY), ("async-scaled", "ps-async")]
+    )
     assert len({m.alone for m in looks.values()}) == len(looks)
     assert {m.alone.split()[1] for m in looks.values()} <= set(marks.FILLS)
     assert len(set(marks.FILLS.values())) == len(marks.FILLS)
@@ -88,7 +90,9 @@ def test_every_strategys_family_has_a_hue():
 
 
 def test_a_variant_is_a_further_member_of_its_family():
-    looks = marks.marks_by_strategy([("ddp-slow", "ddp"), ("ddp", "ddp"), ("theirs", "gone")])
+    looks = marks.assign_marks_by_strategy(
+        [("ddp-slow", "ddp"), ("ddp", "ddp"), ("theirs", "gone")]
+    )
     assert looks["ddp-slow"].family == looks["ddp"].family
     assert looks["ddp-slow"] != looks["ddp"]
     assert looks["theirs"].family == "other"
@@ -107,10 +111,10 @@ def test_a_shape_is_drawn_around_its_place(shape):
 
 @pytest.mark.parametrize("extension", [n for n, e in installed().items() if e.strategies])
 def test_a_deleted_extension_leaves_the_marks_of_all_others(monkeypatch, extension):
-    before = marks.marks_by_strategy((name, name) for name in REGISTRY)
+    before = marks.assign_marks_by_strategy((name, name) for name in REGISTRY)
     gone = installed()[extension].strategies
     left = {name: cls for name, cls in REGISTRY.items() if name not in gone}
     monkeypatch.setattr(marks, "REGISTRY", left)
     monkeypatch.setattr(marks, "number_family_members", marks.number_family_members.__wrapped__)
-    after = marks.marks_by_strategy((name, name) for name in left)
+    after = marks.assign_marks_by_strategy((name, name) for name in left)
     assert after == {name: before[name] for name in left}

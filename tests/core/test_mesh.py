@@ -9,7 +9,7 @@ import torch
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.strategies import REGISTRY, mesh_of, option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_mesh, get_option_defaults, strategy_class
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 
@@ -90,4 +90,4 @@ def test_replicas_divide_each_batch_and_their_workers_share_it(mesh):
 def test_who_divides_no_layers_has_a_replica_a_worker(name):
     """Whether whole or sharded: each computes on samples of its own."""
     for gpus in (1, 2, 4)[: strategy_class(name).max_workers]:
-        assert mesh_of(name, option_defaults(name), gpus) == Mesh(gpus)
+        assert get_mesh(name, get_option_defaults(name), gpus) == Mesh(gpus)

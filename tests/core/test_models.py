@@ -19,7 +19,7 @@ from stratbench.workload.network.gpt import GPT
 from stratbench.workload.network.models import (
     MODELS,
     build,
-    for_training,
+    build_for_training,
     has_batchnorm,
     has_dropout,
     input_shape,
@@ -171,7 +171,7 @@ def test_a_token_is_predicted_from_those_before_it() -> None:
 
 
 def test_a_head_that_shares_the_embeddings_weights_still_does_when_placed() -> None:
-    model = for_training("gpt-compact", 65, (64,), 0, torch.device("cpu"), torch.float64)
+    model = build_for_training("gpt-compact", 65, (64,), 0, torch.device("cpu"), torch.float64)
     assert model.head.weight is model.embedding.weight
     assert model.head.weight.dtype is torch.float64
     assert parameters(model) == MODELS["gpt-compact"].parameters
@@ -312,7 +312,7 @@ def trained_by_two_steps(
                 )
         return model
 
-    model = models.for_training(
+    model = models.build_for_training(
         name, 10, shape, 0, device, torch.float64, build, checkpointing=checkpointing
     )
     x = torch.randint(10, (4, *shape)) if text else torch.randn(4, *shape, dtype=torch.float64)

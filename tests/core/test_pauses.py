@@ -24,7 +24,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry import pauses
 from stratbench.telemetry.heartbeat import Heartbeat
-from stratbench.telemetry.pauses import Pause, pauses_of_workers
+from stratbench.telemetry.pauses import Pause, iter_worker_pauses
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS, PhaseLog
 from stratbench.train import agent, forkserver, standing
 from stratbench.train.agent import Exits
@@ -53,7 +53,7 @@ def telling(before, now, shortest_s):
 pauses._find_pause = telling
 watch = pauses.PauseWatch()
 watch.look()
-print(watch._thread.native_id, flush=True)
+print(watch._start_thread.native_id, flush=True)
 sys.stdin.read()
 watch.stop()
 print(json.dumps(watch.pauses))
@@ -136,7 +136,7 @@ def test_a_pause_of_the_agent_alone_is_none_of_the_workers(tmp_path, cpu_s, kept
     path = tmp_path / "node.csv"
     path.write_text("\n".join([",".join(SAMPLE_COLUMNS), *lines]) + "\n")
     pause = Pause(110.0, 10.0, 0.0)
-    assert list(pauses_of_workers([pause], path, 100.0)) == [pause] * kept
+    assert list(iter_worker_pauses([pause], path, 100.0)) == [pause] * kept
 
 
 @contextmanager

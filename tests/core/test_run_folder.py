@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratbench.cell.run_folder import RunFolder, rank_of, server_name, worker_name
+from stratbench.cell.run_folder import RunFolder, format_server_name, format_worker_name, parse_rank
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,8 +87,8 @@ def test_of_a_cell_on_several_nodes_each_keeps_what_no_other_reads(tmp_path):
 
 @pytest.mark.parametrize("number", [0, 3, 12])
 def test_a_workers_name_gives_its_rank(number):
-    assert rank_of(worker_name(number)) == number
-    assert rank_of(server_name(number)) is None
+    assert parse_rank(format_worker_name(number)) == number
+    assert parse_rank(format_server_name(number)) is None
 
 
 def names(in_package: bool) -> Iterator[str]:
@@ -98,8 +98,8 @@ def names(in_package: bool) -> Iterator[str]:
     """
     folder = RunFolder(Path("of-a-cell"))
     with_number = (
-        folder.log(worker_name(7)), folder.log(server_name(7)), folder.phases(7), folder.samples(7),
-        folder.pids(7), folder.server_statistics(7), folder._worker(7), Path("busy7.json"),
+        folder.log(format_worker_name(7)), folder.log(format_server_name(7)), folder.phases(7),
+        folder.samples(7), folder.pids(7), folder.server_statistics(7), folder._worker(7), Path("busy7.json"),
     )  # fmt: skip
     for path in with_number:
         yield r"[\"'/]" + re.escape(path.name).replace("7", r"(\d+|\*|\{[^}\n]*\})") + r"[\"'/]"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stratbench.cell.learning_rate import share_of_lr
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.strategies import option_defaults
+from stratbench.strategies import get_option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.sharding.fsdp import FSDP
@@ -234,7 +234,7 @@ def set_up(
     cls, options = mutant if name == "mutant" else STRATEGIES[name]
     base = next(known for known, kind in BASES.items() if issubclass(cls, kind))
     s = Settings(
-        strategy=base, options=option_defaults(base) | options | changed, model="test", dataset="test",
+        strategy=base, options=get_option_defaults(base) | options | changed, model="test", dataset="test",
         gpus=world, seed=0, epochs=1, global_batch=GLOBAL_BATCH,
         per_worker_batch=GLOBAL_BATCH // world, lr=0.1, momentum=0.9, weight_decay=1e-3,
         nesterov=True, precision=precision, augment=False, warmup_steps=3, device="cpu", threads=1,
@@ -532,7 +532,7 @@ def layouts(rank: int, world: int, as_view: bool) -> dict[str, Any]:
     for name, memory_format in (
         ("plain", torch.contiguous_format), ("last", torch.channels_last)
     ):  # fmt: skip
-        model = models.for_training(
+        model = models.build_for_training(
             "resnet-compact", CLASSES, (3, 32, 32), 0, torch.device("cpu"), torch.float64
         )
         strategy = set_up("ddp", rank, world, model=model, gradient_as_bucket_view=as_view)

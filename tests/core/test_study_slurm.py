@@ -30,7 +30,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def job(tmp_path: Path, *wildcards: str) -> SimpleNamespace:
-    """What `hold_until_ended` uses of a Snakemake job."""
+    """What `wait_for_earlier_jobs` uses of a Snakemake job."""
     return SimpleNamespace(
         rule=SimpleNamespace(name="train_cell"),
         wildcards=list(wildcards),
@@ -51,7 +51,7 @@ def snakemake(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_machine_without_slurm_has_no_live_jobs(fake, snakemake, tmp_path, capfd):
-    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a", "1")])
+    live_jobs.wait_for_earlier_jobs(snakemake, [job(tmp_path, "a", "1")])
     assert snakemake.log == []
     assert capfd.readouterr() == ("", "")
 
@@ -66,7 +66,7 @@ def test_only_live_jobs_of_this_folder_and_of_planned_cells_are_waited_for(
         echo '8|{tmp_path}|rule_train_cell_wildcards_b_1'
         echo '9|{tmp_path}|(null)'""",
     )
-    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a", "1")])
+    live_jobs.wait_for_earlier_jobs(snakemake, [job(tmp_path, "a", "1")])
     assert snakemake.log == []
     assert capfd.readouterr().err == ""
 
@@ -81,7 +81,7 @@ def test_a_live_cell_is_named_waited_for_and_planned_anew(fake, snakemake, tmp_p
         3) exit 1;;
         esac""",
     )
-    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "demo", "a/b", "1")])
+    live_jobs.wait_for_earlier_jobs(snakemake, [job(tmp_path, "demo", "a/b", "1")])
     assert (tmp_path / "calls").read_text() == "x\n" * 4
     assert snakemake.log == ["unlock", ["-m", "snakemake"]]
     told = capfd.readouterr().err
@@ -91,7 +91,7 @@ def test_a_live_cell_is_named_waited_for_and_planned_anew(fake, snakemake, tmp_p
 
 def test_a_slurm_that_does_not_answer_is_told(fake, snakemake, tmp_path, capfd):
     fake("squeue", "exit 1")
-    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a")])
+    live_jobs.wait_for_earlier_jobs(snakemake, [job(tmp_path, "a")])
     assert snakemake.log == []
     assert "squeue does not answer" in capfd.readouterr().err
 

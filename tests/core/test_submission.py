@@ -56,7 +56,7 @@ def test_the_plugin_reports_a_refusal_in_these_words():
     ],
 )  # fmt: skip
 def test_refusals_that_pass_are_told_from_those_that_stay(printed, kind):
-    assert submission.kind_of_refusal(printed) == kind
+    assert submission.classify_refusal(printed) == kind
 
 
 def test_pauses_grow_while_slurm_refuses_and_end_with_the_next_success():

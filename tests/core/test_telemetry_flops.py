@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from stratbench.telemetry.flops import counted_flops
+from stratbench.telemetry.flops import count_flops
 from stratbench.workload.known_values import KnownFakes
 from stratbench.workload.network import models
-from stratbench.workload.torch_internals import count_uncounted
+from stratbench.workload.torch_internals import make_flop_formulas
 
 #: torchvision's own figures: billions of multiply-adds, and the image size they are for.
 PUBLISHED = {
@@ -41,7 +41,7 @@ def test_published_networks(name):
     weights, size = PUBLISHED[name]
     multiply_adds = 1e9 * getattr(torchvision.models, weights).DEFAULT.meta["_ops"]
     build = partial(models.build_without_memory, name, 1000, (3, 224, 224))
-    counted = counted_flops(build, (3, size, size))["forward_flops_per_sample"]
+    counted = count_flops(build, (3, size, size))["forward_flops_per_sample"]
     assert counted == pytest.approx(2 * multiply_adds, rel=0.01)
 
 
@@ -55,7 +55,7 @@ def test_a_sum_by_hand():
         )
 
     forward = 2 * (4 * 25 * 9 * 1 + 100 * 3)
-    assert counted_flops(build, (2, 5, 5)) == {
+    assert count_flops(build, (2, 5, 5)) == {
         "forward_flops_per_sample": forward,
         "training_flops_per_sample": 3 * forward,
     }
@@ -70,7 +70,7 @@ class Attends(nn.Module):
 
 
 def test_fused_attention_is_counted_whole():
-    made = counted_flops(Attends, (5, 16))
+    made = count_flops(Attends, (5, 16))
     assert made["forward_flops_per_sample"] == 2 * 2 * 2 * 5 * 5 * 8
 
 
@@ -83,7 +83,7 @@ def test_frozen_parameters_have_no_gradients_to_count():
     first, second, third = 2 * 10 * 20, 2 * 20 * 20, 2 * 20 * 5
     # Of `between` only the gradient of its input; of `after` only its weight's, since nothing before
     # it is trained.
-    assert counted_flops(build, (1, 10))["training_flops_per_sample"] == (
+    assert count_flops(build, (1, 10))["training_flops_per_sample"] == (
         first + second + third + third + second
     )
 
@@ -98,7 +98,7 @@ def test_a_grouped_convolution_before_something_frozen_counts_its_two_gradients(
         )
 
     first, second, third, last = (2 * 25 * n for n in (4 * 9 * 2, 4 * 9 * 2, 4 * 9 * 3, 4 * 6))
-    assert counted_flops(build, (2, 5, 5)) == {
+    assert count_flops(build, (2, 5, 5)) == {
         "forward_flops_per_sample": first + second + third + last,
         "training_flops_per_sample": first + 2 * second + 3 * third + 2 * last,
     }
@@ -115,12 +115,12 @@ class Masks(nn.Linear):
 
 
 def test_what_asks_for_no_values_of_fakes_is_counted():
-    assert counted_flops(lambda: Masks(10, 5), (10,))["forward_flops_per_sample"] == 2 * 10 * 5
+    assert count_flops(lambda: Masks(10, 5), (10,))["forward_flops_per_sample"] == 2 * 10 * 5
 
 
 def test_counting_draws_no_random_number():
     before = torch.get_rng_state()
-    counted_flops(lambda: models.build("vgg-compact", 10, (1, 32, 32)), (1, 28, 28))
+    count_flops(lambda: models.build("vgg-compact", 10, (1, 32, 32)), (1, 28, 28))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -138,10 +138,10 @@ class Experts(nn.Module):
 
 def test_grouped_products_of_any_format_are_followed_and_counted():
     """PyTorch's rule for tensors without memory takes bfloat16 alone, and it counts none of them."""
-    assert counted_flops(Experts, (8, 16))["forward_flops_per_sample"] == 2 * 8 * 16 * 32
+    assert count_flops(Experts, (8, 16))["forward_flops_per_sample"] == 2 * 8 * 16 * 32
     shapes = []
     for mode in (contextlib.nullcontext(), KnownFakes()):
-        with mode, FlopCounterMode(display=False, custom_mapping=count_uncounted()) as counter:
+        with mode, FlopCounterMode(display=False, custom_mapping=make_flop_formulas()) as counter:
             model, x = Experts(), torch.randn(8, 16, requires_grad=True)
             made = model(x)
             made.square().sum().backward()

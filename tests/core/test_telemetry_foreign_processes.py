@@ -16,7 +16,11 @@ import pytest
 from fake_nvml import UUIDS, FakeNvml
 
 from stratbench.telemetry.machine import foreign_processes
-from stratbench.telemetry.machine.foreign_processes import ForeignProcessWatch, gpu_place, others_on
+from stratbench.telemetry.machine.foreign_processes import (
+    ForeignProcessWatch,
+    find_other_gpu_users,
+    locate_gpu,
+)
 from stratbench.telemetry.machine.nvml import Nvml
 
 GIB = 2**30
@@ -113,7 +117,7 @@ def test_who_else_uses_the_gpu_of_a_worker_out_of_memory(
     held = {worker if p == "worker" else p: int(n * GIB) for p, n in computing.items()}
     nvml = nvml_with(held, nvmlDeviceGetMemoryInfo=memory(used))
     own_bytes = None if allocated is None else int(allocated * GIB)
-    found = others_on(nvml.gpus()[0], os.getpid(), worker, own_bytes)
+    found = find_other_gpu_users(nvml.gpus()[0], os.getpid(), worker, own_bytes)
     if pids is None:
         assert found is None
         return
@@ -124,7 +128,7 @@ def test_who_else_uses_the_gpu_of_a_worker_out_of_memory(
 def test_places_by_number_and_uuid():
     nvml = Nvml(FakeNvml(gpus=2))
     here = {"index": 1, "uuid": UUIDS[1]}
-    assert gpu_place(nvml, "1") == gpu_place(nvml, UUIDS[1]) == here
+    assert locate_gpu(nvml, "1") == locate_gpu(nvml, UUIDS[1]) == here
     assert nvml.find_named_gpu("7") is None
-    assert gpu_place(nvml, "7") == {"name": "7"}
-    assert gpu_place(Nvml(SimpleNamespace()), "0") == {"name": "0"}
+    assert locate_gpu(nvml, "7") == {"name": "7"}
+    assert locate_gpu(Nvml(SimpleNamespace()), "0") == {"name": "0"}

@@ -9,7 +9,7 @@ import pytest
 
 from stratbench.cell.installation import PACKAGE
 from stratbench.telemetry.machine import hardware
-from stratbench.telemetry.machine.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import find_datasheet
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ from stratbench.telemetry.machine.hardware import datasheet_of
     ],
 )
 def test_reported_names_are_found(device_name, bf16_tflops, memory_gib):
-    peak = datasheet_of(device_name)
+    peak = find_datasheet(device_name)
     assert peak.tflops("bf16") == bf16_tflops
     assert peak.memory_gib == memory_gib
 
@@ -60,7 +60,7 @@ def test_reported_names_are_found(device_name, bf16_tflops, memory_gib):
     ],
 )
 def test_other_devices_with_similar_names_are_not(device_name):
-    assert datasheet_of(device_name) is None
+    assert find_datasheet(device_name) is None
 
 
 def test_figures_are_consistent():
@@ -75,7 +75,7 @@ def test_figures_are_consistent():
 
 def test_an_unknown_precision_is_refused():
     with pytest.raises(ValueError, match="int8"):
-        datasheet_of("NVIDIA L4").tflops("int8")
+        find_datasheet("NVIDIA L4").tflops("int8")
 
 
 def test_modules_that_must_not_import_torch_do_not():

@@ -16,7 +16,7 @@ from fake_nvml import UUIDS, FakeNvml
 from torch import nn
 
 from stratbench.telemetry import provenance
-from stratbench.telemetry.git import git_state
+from stratbench.telemetry.git import read_git_state
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
 
@@ -148,39 +148,39 @@ def checkout(tmp_path):
     git("init", "-q")
     (tmp_path / "code.py").write_text("one")
     git("add", "code.py")
-    git_state.cache_clear()
+    read_git_state.cache_clear()
     yield tmp_path, git
-    git_state.cache_clear()
+    read_git_state.cache_clear()
 
 
 def test_git_state_knows_clean_changed_and_untracked_code(checkout):
     root, git = checkout
-    assert git_state(root) is None  # no commit yet
+    assert read_git_state(root) is None  # no commit yet
     git("commit", "-q", "-m", "first")
-    git_state.cache_clear()
-    state = git_state(root)
+    read_git_state.cache_clear()
+    state = read_git_state(root)
     assert len(state["revision"]) == 40
     assert state["dirty"] is False
     (root / "results.txt").write_text("untracked, but no code")
-    git_state.cache_clear()
-    assert git_state(root)["dirty"] is False
+    read_git_state.cache_clear()
+    assert read_git_state(root)["dirty"] is False
     (root / "new.py").write_text("untracked code")
-    git_state.cache_clear()
-    assert git_state(root)["dirty"] is True
+    read_git_state.cache_clear()
+    assert read_git_state(root)["dirty"] is True
     (root / "new.py").unlink()
     (root / "code.py").write_text("two")
-    git_state.cache_clear()
-    assert git_state(root)["dirty"] is True
+    read_git_state.cache_clear()
+    assert read_git_state(root)["dirty"] is True
 
 
 def test_git_state_is_none_without_a_checkout_or_git(tmp_path, monkeypatch):
-    git_state.cache_clear()
+    read_git_state.cache_clear()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert git_state(tmp_path) is None
-    git_state.cache_clear()
+    assert read_git_state(tmp_path) is None
+    read_git_state.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_state(tmp_path) is None
-    git_state.cache_clear()
+    assert read_git_state(tmp_path) is None
+    read_git_state.cache_clear()
 
 
 def weights() -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from fake_nvml import INSTANCES, UUIDS, FakeNvml, GpuIsLost
 from launching import LIMIT_S, assert_gone, until
 from stratbench.telemetry import sampler as sampler_module
 from stratbench.telemetry.machine import busy
-from stratbench.telemetry.machine.busy import busy_check
+from stratbench.telemetry.machine.busy import measure_other_load
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
 from stratbench.telemetry.sampler import (
     CellProcesses,
@@ -392,7 +392,7 @@ def test_it_keeps_off_the_cores_of_the_watched(tmp_path):
 @pytest.mark.slow
 def test_busy_check_tells_our_processes_from_others():
     with burning() as child:
-        ours = busy_check(window_s=0.6, nvml=Nvml(FakeNvml()))
+        ours = measure_other_load(window_s=0.6, nvml=Nvml(FakeNvml()))
         assert child.pid not in {p["pid"] for p in ours["other_processes"]}
 
 
@@ -400,10 +400,10 @@ def test_every_process_on_a_gpu_before_the_cell_starts_is_another():
     """In a container NVML's numbers are the host's: one that equals ours says nothing."""
     running = [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in (os.getpid(), 4242)]
     library = FakeNvml(answers={"nvmlDeviceGetComputeRunningProcesses": running})
-    facts = busy_check(window_s=0.001, nvml=Nvml(library))
+    facts = measure_other_load(window_s=0.001, nvml=Nvml(library))
     assert facts["other_gpu_processes"] == {0: [os.getpid(), 4242]}
     idle = FakeNvml(answers={"nvmlDeviceGetComputeRunningProcesses": []})
-    assert "other_gpu_processes" not in busy_check(window_s=0.001, nvml=Nvml(idle))
+    assert "other_gpu_processes" not in measure_other_load(window_s=0.001, nvml=Nvml(idle))
 
 
 def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
@@ -420,7 +420,7 @@ def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
     monkeypatch.setattr(busy, "time", clock)
     monkeypatch.setattr(busy, "_read_cpu_times", lambda: next(by_process))
     monkeypatch.setattr(busy, "_read_busy_seconds", lambda: next(busy_s))
-    facts = busy_check(window_s=2.0)
+    facts = measure_other_load(window_s=2.0)
     # 2.5 s busy, of which 1.5 s ours: the rest counts although only 0.4 s of it is visible.
     assert facts["other_cpu_cores"] == 0.5
     assert facts["other_processes"] == [{"pid": foreign, "name": "?", "cores": 0.2}]
@@ -447,7 +447,7 @@ def test_busy_check_sees_a_stranger(tmp_path, monkeypatch):
         facts = {}
 
         def seen() -> bool:
-            facts.update(busy_check(window_s=0.8))
+            facts.update(measure_other_load(window_s=0.8))
             named = [process["pid"] for process in facts["other_processes"]]
             return named == [pid] and facts["other_cpu_cores"] > 0.1
 

@@ -14,7 +14,7 @@ from stratbench.telemetry import timeline as timeline_module
 from stratbench.telemetry.timeline import (
     SAMPLE_COLUMNS,
     PhaseLog,
-    energy_within,
+    compute_energy_joules,
     merge_timeline,
     read_phases,
     read_samples,
@@ -126,7 +126,7 @@ def test_a_row_cut_short_is_left_out(tmp_path):
 
 def joules(timeline: Path, t0_s: float, t1_s: float, *gpus: tuple[str, str]) -> float | None:
     """Energy of `gpus` (node, id), by default the first of node n0, between two times."""
-    return energy_within([timeline], {gpu: [(t0_s, t1_s)] for gpu in gpus or [("n0", "0")]})
+    return compute_energy_joules([timeline], {gpu: [(t0_s, t1_s)] for gpu in gpus or [("n0", "0")]})
 
 
 def test_energy_from_a_counter_is_interpolated_at_both_ends(tmp_path):
@@ -168,4 +168,4 @@ def test_energy_is_by_gpu_and_absent_where_samples_do_not_reach(tmp_path):
     assert joules(timeline, 0, 4, ("n0", "0"), ("n0", "1")) is None  # GPU 1 is seen from 2 s on
     assert joules(timeline, 2, 4, ("n0", "2")) is None
     assert joules(timeline, 2, 5) is None
-    assert energy_within([timeline], {}) is None
+    assert compute_energy_joules([timeline], {}) is None

@@ -21,7 +21,7 @@ from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
 from stratbench.workload.data.prepare import prepare
 
-if not software_gpu.is_here():
+if not software_gpu.is_installed():
     raise pytest.UsageError(
         f"{sys.prefix} has no software GPU (tests/software_gpu/README.md): run make test-gpu-path"
     )

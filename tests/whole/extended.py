@@ -81,7 +81,7 @@ def trained(
     meta = prepare(dataset, folder / "data", root=folder)
     shape = models.input_shape(model, tuple(meta["shape"]))
     data = DeviceData.load(folder / "data", CPU, shape, torch.float32)
-    net = models.for_training(model, meta["classes"], shape, s.seed, CPU, torch.float32)
+    net = models.build_for_training(model, meta["classes"], shape, s.seed, CPU, torch.float32)
     run_folder = RunFolder(folder)
     worker = Worker(s, 0, 1, 1, CPU, run_folder, models.wrap_groups(model, net))
     store = dist.FileStore(str(folder / "store"), 1)
@@ -146,13 +146,13 @@ def a_policy(folder: Path) -> None:
     from stratbench.extensions.servers.policies.policies import make_policy
     from stratbench.extensions.servers.policies.policy import Hyper
     from stratbench.extensions.servers.ps.tickets import TicketPlan
-    from stratbench.strategies import strategy_class, traits_of
+    from stratbench.strategies import get_traits, strategy_class
     from virtual_clock import Timing, simulate
 
     _, study = load_study(folder, strategies=["ps-clipped"], gpus=[2])
     assert study.settings(study.cells[0]).options["clip"] == 1.0
     assert strategy_class("ps-clipped").kind == "server"
-    assert not traits_of("ps-clipped", {}, 1).synchronous_alone
+    assert not get_traits("ps-clipped", {}, 1).synchronous_alone
     hyper = Hyper(lr=0.1, workers=2)
     policy = make_policy("ps-clipped", torch.zeros(4), hyper, {"clip": 2.0})
     gradient = lambda ticket, part, weights: torch.full_like(weights, 50.0)  # noqa: E731
@@ -206,7 +206,9 @@ def a_setting(folder: Path) -> None:
     assert result.status == "ok"
     settings = strategy.worker.settings
     assert settings.clip_value == 1e-6
-    first = models.for_training("vgg-compact", 10, (1, 8, 8), settings.seed, CPU, torch.float32)
+    first = models.build_for_training(
+        "vgg-compact", 10, (1, 8, 8), settings.seed, CPU, torch.float32
+    )
     last = (getattr(p, "full_tensor", lambda p=p: p)() for p in strategy.model.parameters())
     moved = [(p - q).abs().max() for p, q in zip(first.parameters(), last, strict=True)]
     # An epoch's steps, each of which may move ten times as far with momentum.

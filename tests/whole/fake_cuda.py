@@ -29,7 +29,7 @@ from stratbench.extensions.plan.footprint import fake
 from stratbench.extensions.servers.ps import client, device, flat
 from stratbench.extensions.servers.ps.tickets import Ticket
 from stratbench.extensions.servers.strategy import ParameterServer
-from stratbench.strategies import ddp, option_defaults, slowdown
+from stratbench.strategies import ddp, get_option_defaults, slowdown
 from stratbench.strategies.base import Worker
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.timeline import PhaseLog
@@ -185,7 +185,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
     """Set up, warm up, train an epoch, evaluate and restore; the layouts of the layers' outputs."""
     workers = 1 if strategy == "single" else WORKERS
     s = settings(
-        strategy, options=option_defaults(strategy) | options, model=model, gpus=workers,
+        strategy, options=get_option_defaults(strategy) | options, model=model, gpus=workers,
         global_batch=BATCH * workers, per_worker_batch=BATCH, precision=precision, augment=True,
         weight_decay=1e-4, warmup_steps=1, device="cuda",
     )  # fmt: skip
@@ -199,7 +199,9 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         stack.enter_context(fake.surroundings(request))
         dtype = weights_dtype(precision)
         data = data_on_device(shape, precision)
-        net = models.for_training(model, CLASSES, shape, s.seed, DEVICE, dtype, build=fake.blank)
+        net = models.build_for_training(
+            model, CLASSES, shape, s.seed, DEVICE, dtype, build=fake.blank
+        )
         groups = models.wrap_groups(model, net)
         made = fake.strategy_on_fakes(request)
         if request.served:

@@ -20,7 +20,7 @@ from stratbench.extensions.paper import published
 from stratbench.extensions.projection.shown.evidence import ProjectionEvidence
 from stratbench.extensions.projection.shown.projected import read_projection
 from stratbench.extensions.projection.table import Row, write_csv
-from stratbench.strategies import option_defaults, strategy_class, traits_of
+from stratbench.strategies import get_option_defaults, get_traits, strategy_class
 from stratbench.study.config.messages import ConfigError
 
 MIB = 2**20
@@ -28,7 +28,7 @@ MIB = 2**20
 
 def cell(strategy, time_s, gpus=4, repeat=0, **other):
     """A row of cells.csv; `other` replaces any of its columns."""
-    said = traits_of(strategy, option_defaults(strategy), gpus)
+    said = get_traits(strategy, get_option_defaults(strategy), gpus)
     return (
         dict.fromkeys(COLUMNS)
         | {"study": "s", "experiment": "e", "strategy": strategy, "model": "vgg16"}

@@ -319,7 +319,7 @@ def test_however_many_strategies_each_is_named():
         curves.Curve(f"s{i}", [1.0, 2.0], [1.0, 1.0 + i / 99], chosen=i == 5) for i in range(60)
     ]
     shown = curves.CurveChart(
-        lines, {c.strategy: marks.mark_of("other", 0) for c in lines}, "workers"
+        lines, {c.strategy: marks.create_mark("other", 0) for c in lines}, "workers"
     )
     with plt.rc_context(sheet.RC):
         figure = curves.draw_curves(shown)
@@ -369,7 +369,7 @@ def test_names_from_records_are_no_formulas(tmp_path, draw):
     data = plots.FigureData(epochs=data.epochs, marks={name: data.marks["ddp"]}, **changed)
     figure = draw(data, "training_time").figure
     with plt.rc_context(sheet.RC):
-        assert r"\frac{$" in sheet.svg_of(figure)
+        assert r"\frac{$" in sheet.render_svg(figure)
 
 
 #: Figures of constructed records of `ddp` alone: none of servers, of `single` or of samplers.
@@ -412,7 +412,7 @@ def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
     own = rows.FigureRow(
         "ddp", [rows.Point(2.0, workers_text=count, chosen=True), rows.Point(9.0, workers_text="1")]
     )
-    shown = rows.Rows([own], {"ddp": marks.mark_of("replicas", 0)})
+    shown = rows.Rows([own], {"ddp": marks.create_mark("replicas", 0)})
     with plt.rc_context(sheet.RC):
         figure = rows.draw_rows(shown)
         at = figure.axes[0].transData.transform
@@ -441,7 +441,7 @@ def test_one_svg_serves_both_themes(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     for name, count in all_figures(data):
         with plt.rc_context(sheet.RC):
-            svg = sheet.svg_of(draw(data, name, count).figure)
+            svg = sheet.render_svg(draw(data, name, count).figure)
         style, body = re.search(r"<style>(.*?)</style>(.*)", svg, re.DOTALL).groups()
         assert not re.search(r"#[0-9a-f]{6}", body), name
         light, dark = style.split("@media")

@@ -265,7 +265,7 @@ def test_on_cuda_copies_wait_for_the_step_and_the_step_for_the_copy(monkeypatch)
         assert x[:, 1].tolist() == [2 * i + 1, 2 * i + 3]
         assert x.data_ptr() != rows._slots[0].staged[0].data_ptr()
         rows.fetch(torch.tensor([i + 1, i + 2]), None)
-    rows._thread.shutdown()
+    rows._start_thread.shutdown()
     one_fetch = [("record", "current"), ("wait", "copies"), ("record", "copies")]
     again = [one_fetch[0], ("host waits", "event"), *one_fetch[1:]]
     taken = ("wait", "current")

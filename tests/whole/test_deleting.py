@@ -25,7 +25,7 @@ from stratbench.cell.extensions import installed  # noqa: E402
 from stratbench.cell.run_folder import RunFolder  # noqa: E402
 from stratbench.cell.settings import Settings  # noqa: E402
 from stratbench.train.job import Job  # noqa: E402
-from stratbench.workload.data.prepared import verified_meta  # noqa: E402
+from stratbench.workload.data.prepared import read_verified_meta  # noqa: E402
 
 
 def all_imports() -> dict[str, set[str]]:
@@ -281,7 +281,7 @@ def test_the_record_of_a_plain_cell_is_the_same_without_extensions(start_cell, t
     trained["provenance"]["git"] = {}
     job = Job(
         cell=launched.cell, settings=Settings.of_record(trained["settings"]), data_dir=tiny_data,
-        data=verified_meta(tiny_data), folder=RunFolder.of_logs(launched.logs),
+        data=read_verified_meta(tiny_data), folder=RunFolder.of_logs(launched.logs),
         workers_per_node=2, use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=0.0,
         time_limit_s=None,
     )  # fmt: skip

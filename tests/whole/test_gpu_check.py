@@ -22,7 +22,7 @@ import torch
 from test_worker import BARE
 
 from launching import LIMIT_S
-from stratbench.telemetry.machine.hardware import all_datasheets
+from stratbench.telemetry.machine.hardware import list_datasheets
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 pytestmark = pytest.mark.timeout(300)
@@ -332,4 +332,6 @@ def test_a_batch_too_large_is_so_for_want_of_memory(part):
             module.register_forward_hook(lambda m, x, out: sizes.append(out.numel() // len(out)))
     net(torch.empty(2, 3, 32, 32, device="meta"))
     assert max(sizes) * failures.TOO_LARGE < 2**31
-    assert 4 * sum(sizes) * failures.TOO_LARGE > max(p.memory_gib for p in all_datasheets()) * 2**30
+    assert (
+        4 * sum(sizes) * failures.TOO_LARGE > max(p.memory_gib for p in list_datasheets()) * 2**30
+    )

@@ -20,7 +20,7 @@ from stratbench.extensions.plan.check import try_footprint
 from stratbench.extensions.plan.needs import subject_of
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.telemetry.flops import counted_flops
+from stratbench.telemetry.flops import count_flops
 from stratbench.workload import tasks, users_code
 from stratbench.workload.network import models, own, sharding
 from stratbench.workload.network.own import OwnModel
@@ -126,9 +126,9 @@ def trained_as(
 ) -> nn.Module:
     said = {"call": call, "kwargs": {}, "wrap_classes": None} | spec
     model = models.named_model("mine", said)
-    net = models.for_training(model, classes, shape, 0, CPU, torch.float32)
+    net = models.build_for_training(model, classes, shape, 0, CPU, torch.float32)
     groups = models.wrap_groups(model, net)
-    models.trial_of(model, net, classes, shape, groups, TASK, torch.float32)
+    models.take_model_trial(model, net, classes, shape, groups, TASK, torch.float32)
     return net
 
 
@@ -156,7 +156,7 @@ def test_the_network_of_torchvision_has_three_channels_by_name_and_by_call():
     for call in ("torchvision.models.resnet18", "torchvision.models:resnet18"):
         model = models.named_model("r", {"call": call, "kwargs": {}, "wrap_classes": None})
         assert models.input_shape(model, (1, 8, 8)) == (3, 32, 32)
-    net = models.for_training(model, 7, (3, 32, 32), 0, CPU, torch.float32)
+    net = models.build_for_training(model, 7, (3, 32, 32), 0, CPU, torch.float32)
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
     with pytest.raises(ValueError, match="r takes images, but the data set has texts"):
         models.input_shape(model, (64,))
@@ -165,11 +165,12 @@ def test_the_network_of_torchvision_has_three_channels_by_name_and_by_call():
 def test_a_scan_finds_torchvisions_classification_networks_and_imports_nothing():
     from torchvision import models as theirs
 
-    assert own.torchvision_names() == set(theirs.list_models(module=theirs))
+    assert own.list_torchvision_names() == set(theirs.list_models(module=theirs))
     code = (
         "import sys; from stratbench.study.config.config import load_config; "
         "from stratbench.workload.network import own; "
-        "assert 'swin_t' in own.torchvision_names(); assert not {'torch', 'torchvision'} & set(sys.modules)"
+        "assert 'swin_t' in own.list_torchvision_names(); assert not {'torch', 'torchvision'} & "
+        "set(sys.modules)"
     )
     env = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=env)
@@ -191,7 +192,7 @@ def test_a_network_of_torchvision_works_by_its_name_alone(name):
     with FakeTensorMode(allow_non_fake_inputs=True):
         net = models.build_without_memory(model, 10, shape).train()
         groups = models.wrap_groups(model, net)
-        found = models.trial_of(model, net, 10, shape, groups, TASK, torch.float32)
+        found = models.take_model_trial(model, net, 10, shape, groups, TASK, torch.float32)
     assert found.uncalled == found.late == ()
     # Of some, all outputs but one are for training at other sizes.
     assert found.unused == (), found.unused
@@ -396,9 +397,9 @@ def test_a_network_that_reads_values_while_it_is_built_is_planned_all_the_same(n
     config, study = study_of({"call": f"{nets}.Depths"}, tmp_path)
     footprint = try_footprint(subject_of(config, study, study.cells[0]).request)
     assert footprint.model_states_bytes["parameters_bytes"] == 4 * 650
-    model = models.model_of(study.settings(study.cells[0]))
+    model = models.get_model(study.settings(study.cells[0]))
     build = lambda: models.build_without_memory(model, 10, (1, 8, 8))  # noqa: E731
-    assert counted_flops(build, (1, 8, 8))["forward_flops_per_sample"] == 2 * 64 * 10
+    assert count_flops(build, (1, 8, 8))["forward_flops_per_sample"] == 2 * 64 * 10
 
 
 def test_trying_a_network_leaves_no_trace_in_it(nets):

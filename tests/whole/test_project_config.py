@@ -85,7 +85,7 @@ def test_the_demo_fits_on_small_nodes():
     configuration, study = config.load_config(raw | {"study": "demo"})
     for cell in study.cells:
         settings = study.settings(cell)
-        asked = resources.job_request(
+        asked = resources.build_job_request(
             cell, settings, configuration["cluster"], study.time_limit_s(cell)
         )
         assert nodes.refusal(cell, settings, asked, nodes.parse_sinfo(SMALL_NODES)) is None

@@ -21,11 +21,11 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.strategy import server_configs
 from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
-from stratbench.strategies import option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.saved import SavedState
 from stratbench.strategies.single import Single
-from stratbench.telemetry.memory import optimizer_state
+from stratbench.telemetry.memory import get_optimizer_state
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,7 +43,7 @@ def group(tmp_path_factory) -> Iterator[None]:
 
 def settings_of(name: str, precision: str):
     return settings(
-        name, options=option_defaults(name), gpus=1, global_batch=BATCH, per_worker_batch=BATCH,
+        name, options=get_option_defaults(name), gpus=1, global_batch=BATCH, per_worker_batch=BATCH,
         precision=precision, momentum=0.9, lr=0.05, weight_decay=1e-3,
     )  # fmt: skip
 
@@ -289,7 +289,7 @@ def test_any_optimizers_state_comes_back_wherever_it_was(kind):
     step()
     saved = SavedState(weights, optimizer, [])
     expected = step()
-    for spoil in (step, optimizer_state(optimizer).clear, lambda: None):
+    for spoil in (step, get_optimizer_state(optimizer).clear, lambda: None):
         spoil()
         saved.put_back(weights, optimizer, [])
         assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))

@@ -56,9 +56,9 @@ def test_a_record_says_itself_that_it_is_no_measurement(status):
 
 def test_an_environment_has_it_where_its_libraries_are(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.prefix", str(tmp_path))
-    assert not software_gpu.is_here()
+    assert not software_gpu.is_installed()
     (tmp_path / software_gpu.FOLDER).mkdir()
-    assert software_gpu.is_here()
+    assert software_gpu.is_installed()
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_batches_add_up_to_the_score_of_the_whole_test_set(name, parts):
     torch.manual_seed(0)
     outputs, targets = torch.randn(*shape, 6), torch.randint(0, 6, shape)
     sums = sum(
-        tasks.sums_of_batch(task, x, y)
+        tasks.compute_batch_sums(task, x, y)
         for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
     )
     loss, score, error, left_out = tasks.evaluated(sums.tolist())
@@ -246,9 +246,9 @@ def checked(call: str) -> tasks.Task:
 
 def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
     task = checked(f"{own_tasks}:Top3")
-    sums = tasks.sums_of_batch(task, torch.eye(5), torch.arange(5))
+    sums = tasks.compute_batch_sums(task, torch.eye(5), torch.arange(5))
     assert tasks.evaluated(sums.tolist())[1:] == (1.0, 0.0, 0)
-    facts = tasks.facts_of_task(task, "mine", 10, (1, 8, 8), 1.2)
+    facts = tasks.describe_task(task, "mine", 10, (1, 8, 8), 1.2)
     assert (facts["score"], facts["guess"], facts["least_loss"]) == ("top-3 accuracy", None, None)
 
 
@@ -296,7 +296,7 @@ def test_a_loss_that_is_no_mean_over_its_parts_is_known(own_tasks, name, kind):
     task = tasks.own_task(f"{own_tasks}:{name}")
     for classes in (10, 7, 12):
         assert task_trial.check_task(task, tasks.OwnTask(name), classes, [2]) == kind
-    facts = tasks.facts_of_task(task, name, 10, (1, 8, 8), None, tasks.LossKind(*kind))
+    facts = tasks.describe_task(task, name, 10, (1, 8, 8), None, tasks.LossKind(*kind))
     assert (facts["loss_weighs"], facts["loss_adds_up"]) == kind
 
 
@@ -361,7 +361,7 @@ def test_what_does_not_count_is_in_no_loss_and_no_score(parts):
     outputs, targets = torch.randn(6, 4, 5), torch.randint(1, 5, (6, 4))
     targets[1], targets[3, 1:], targets[5, :2] = 0, 0, 0
     sums = sum(
-        tasks.sums_of_batch(Some(), x, y)
+        tasks.compute_batch_sums(Some(), x, y)
         for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
     )
     found = tasks.evaluated(sums.tolist())
@@ -385,29 +385,29 @@ def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):
     for name, shape in (("Regression", [2, 3]), ("Spread", [2, 3, 2])):
         call = f"{own_tasks}:{name}"
         task = tasks.own_task(call)
-        assert tasks.outputs_of(task, [2, 3], 3) == shape
+        assert tasks.compute_output_shape(task, [2, 3], 3) == shape
         task_trial.check_task(task, tasks.OwnTask(call), 3, [2, 3])
-        sums = tasks.sums_of_batch(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3))
+        sums = tasks.compute_batch_sums(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3))
         found = tasks.evaluated(sums.tolist())
         assert found.score == 1.0
         assert found.loss > 0
     with pytest.raises(
         ModelError, match=r"outputs for targets \[2, 3\] are \[\]; return the shape"
     ):
-        tasks.outputs_of(tasks.own_task(f"{own_tasks}:Empty"), [2, 3], 3)
+        tasks.compute_output_shape(tasks.own_task(f"{own_tasks}:Empty"), [2, 3], 3)
     with pytest.raises(ModelError, match=r":Raises': its outputs of \[2, 3\] raised IndexError"):
-        tasks.outputs_of(tasks.own_task(f"{own_tasks}:Raises"), [2, 3], 3)
+        tasks.compute_output_shape(tasks.own_task(f"{own_tasks}:Raises"), [2, 3], 3)
 
 
 @pytest.mark.parametrize("name", [None, "Top3", "Regression"])
 def test_data_and_a_task_that_do_not_go_together_are_told_in_one_sentence(own_tasks, name):
     s = settings("ddp", own_task=name and {"call": f"{own_tasks}:{name}"})
     fits = name == "Regression"
-    tasks.task_of(s, (1, 8, 8), fits)
+    tasks.get_task(s, (1, 8, 8), fits)
     with pytest.raises(
         ModelError, match="it learns values" if fits else "it learns class numbers"
     ) as e:
-        tasks.task_of(s, (1, 8, 8), not fits)
+        tasks.get_task(s, (1, 8, 8), not fits)
     assert "\n" not in str(e.value)
 
 
@@ -512,7 +512,7 @@ def test_a_built_in_task_by_name_is_the_data_sets_own_and_retrains_nothing(tmp_p
 def test_a_plan_of_steps_ends_within_its_last_epoch():
     plan = TicketPlan(3, 4, 2, steps=9)
     assert len(plan) == 18
-    assert [plan.tickets_of(epoch) for epoch in range(3)] == [8, 8, 2]
+    assert [plan.count_epoch_tickets(epoch) for epoch in range(3)] == [8, 8, 2]
     assert plan.ticket(17)[1:] == (2, 0, 1)
     log = EpochLog(plan, None)
     store = type("Store", (), {"shards": {}, "buffers": None})

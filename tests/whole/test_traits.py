@@ -28,7 +28,7 @@ from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.extensions.servers.ps.tickets import TicketPlan
 from stratbench.extensions.servers.strategy import class_of_policy, server_configs
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
+from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
 from stratbench.strategies.base import Collective, Traits
 from virtual_clock import Timing, WorkerLost, simulate
 
@@ -102,7 +102,7 @@ def test_a_new_strategy_is_judged_by_what_it_says_and_carefully_where_it_is_sile
     assert dict(leaving.excluded)["silent"].endswith("the job stops when a worker is lost")
     (change,) = [c for c in decided(times).changes if c.startswith("Workers of unequal speed")]
     assert "free should be faster" in change
-    assert traits_of("silent", {}, 1) == Traits()
+    assert get_traits("silent", {}, 1) == Traits()
     assert not any((Traits().synchronous_alone, Traits().equals_ddp, Traits().shards_states))
 
 
@@ -123,7 +123,7 @@ def test_a_policy_waits_for_the_slowest_and_survives_a_loss_as_it_says(name):
         timing = Timing(1.0, slowdown=(1.0, 1.0, 1.0, 20.0))
         return simulate(policies, plan, lambda t, p, w: torch.ones_like(w), timing, **how)
 
-    said = traits_of(name, option_defaults(name), workers)
+    said = get_traits(name, get_option_defaults(name), workers)
     trace = run()
     shares = trace.pushes[3] / sum(trace.pushes)
     assert said.waits_for_slowest == (shares > 0.15)
@@ -140,7 +140,7 @@ def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
     plan = TicketPlan(1, 12, workers)
     policy = make_policy(name, torch.zeros(2), hyper_of(name, lr=0.01, workers=workers))
     simulate([policy], plan, lambda t, p, w: torch.ones_like(w), Timing(1.0, compute_spread=0.3))
-    said = traits_of(name, option_defaults(name), workers).updates_per_step
+    said = get_traits(name, get_option_defaults(name), workers).updates_per_step
     # A ticket of the plan is a batch of a worker, in as many pushes as the policy makes of it.
     assert said is None or policy.version == 12 * said
 
@@ -182,7 +182,7 @@ def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
     ],
 )
 def test_traits_follow_options_and_the_number_of_workers(name, options, gpus, expected):
-    said = asdict(traits_of(name, option_defaults(name) | options, gpus))
+    said = asdict(get_traits(name, get_option_defaults(name) | options, gpus))
     assert {key: said[key] for key in expected} == expected
 
 
@@ -201,8 +201,8 @@ def test_traits_follow_options_and_the_number_of_workers(name, options, gpus, ex
 def test_a_loss_that_does_not_add_up_trains_alike_in_equal_parts_only(
     name, options, gpus, equals, alone
 ):
-    given = (name, option_defaults(name) | options, gpus)
-    said, usual = traits_of(*given, adds_up=False), traits_of(*given)
+    given = (name, get_option_defaults(name) | options, gpus)
+    said, usual = get_traits(*given, adds_up=False), get_traits(*given)
     assert (said.equals_ddp, said.synchronous_alone) == (equals, alone)
     assert usual.equals_ddp
 
@@ -213,7 +213,7 @@ class Renamed(class_of_policy("ps-ssp")):
 
 def test_a_policy_goes_by_its_own_name_and_not_by_the_strategys(monkeypatch):
     monkeypatch.setitem(REGISTRY, "my-servers", f"{__name__}:Renamed")
-    given = option_defaults("my-servers") | {"staleness_bound": 5}
+    given = get_option_defaults("my-servers") | {"staleness_bound": 5}
     s = settings("my-servers", options=given, gpus=2, per_worker_batch=8)
     [config] = server_configs(s, 64, RunFolder(Path()), None)
     assert config.policy == "ps-ssp"

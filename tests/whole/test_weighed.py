@@ -30,10 +30,10 @@ from stratbench.extensions.servers.ps import server
 from stratbench.extensions.servers.ps.server_run import ServerRun
 from stratbench.extensions.servers.strategy import server_configs
 from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
-from stratbench.strategies import make_strategy, option_defaults
+from stratbench.strategies import get_option_defaults, make_strategy
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ddp import DDP
-from stratbench.telemetry.shards import whole_tensor
+from stratbench.telemetry.shards import gather_full_tensor
 from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT
 from stratbench.workload.tasks import NextToken
@@ -145,7 +145,7 @@ def network() -> torch.nn.Module:
 
 
 def settings_of(name: str, options: dict[str, Any], parts: int, world: int) -> Settings:
-    options = option_defaults(name) | options
+    options = get_option_defaults(name) | options
     s = settings(name, gpus=world, model="gpt-compact", options=options)
     replicas = make_strategy(name, options).mesh(world).replicas
     return replace(
@@ -189,7 +189,9 @@ def trajectory(
         losses.zero_()
     if world > 1:
         dist.all_reduce(losses)
-    weights = {n: whole_tensor(p.detach()).clone() for n, p in strategy.model.named_parameters()}
+    weights = {
+        n: gather_full_tensor(p.detach()).clone() for n, p in strategy.model.named_parameters()
+    }
     if worker.mesh.stages > 1:  # each of its own layers
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratbench.cell.text.words import counted, joined_with_and, names_text, worker_noun
+from stratbench.cell.text.words import counted, format_names, join_with_and, worker_noun
 
 
 @pytest.mark.parametrize(
@@ -45,5 +45,5 @@ def test_workers_are_called_by_what_they_run_on(kinds, noun):
     ],
 )
 def test_of_many_names_the_first_are_told_and_the_others_counted(names, listed, joined):
-    assert names_text(list(names), 3) == listed
-    assert joined_with_and(names) == joined
+    assert format_names(list(names), 3) == listed
+    assert join_with_and(names) == joined

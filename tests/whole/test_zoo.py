@@ -39,7 +39,7 @@ from stratbench.extensions.plan.remarks import iter_remarks
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.strategy import server_configs
 from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
-from stratbench.strategies import acceptance, make_strategy, option_defaults, strategy_class
+from stratbench.strategies import acceptance, get_option_defaults, make_strategy, strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.strategies.sharding.zero import ZeRO1
 from stratbench.telemetry.clock import Phases
@@ -99,7 +99,7 @@ def data_of() -> Images:
 def settings_of(name: str, way: str) -> Settings:
     strategy, options, workers = WAYS[way]
     return settings(
-        strategy, options=option_defaults(strategy) | options, model=name, dataset="made",
+        strategy, options=get_option_defaults(strategy) | options, model=name, dataset="made",
         own_model={"call": f"zoo.{name}", "kwargs": {}, "wrap_classes": None}, gpus=workers, seed=SEED,
         epochs=EPOCHS, global_batch=BATCH, per_worker_batch=BATCH // workers, precision="fp64",
         **HYPER,
@@ -134,7 +134,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
         except users_code.ModelError as e:
             return {"unsupported": str(e)}
         except Exception as e:  # whatever a network makes of a strategy
-            return {"failed": users_code.error_text(e)}
+            return {"failed": users_code.format_error(e)}
         log = PhaseLog(folder / f"phases{rank}", rank, time.monotonic())
         taking = resolve(strategy.loop) if strategy.loop else loop.train
         try:
@@ -142,7 +142,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
                 strategy, data, ready.worker, Phases(device, log), log, MemoryMeter(device),
                 loop.Progress(None),
             )  # fmt: skip
-            found["zeros"] = acceptance.moves_by_zeros(strategy, ready.built.trial, s)
+            found["zeros"] = acceptance.changes_without_gradient(strategy, ready.built.trial, s)
             found["dropout"] = ready.built.facts["dropout"]
             found["losses"] = [(e["train_loss"], e["test_loss"]) for e in result.progress.per_epoch]
             steps = [result.losses[e].values() for e in sorted(result.losses)]
@@ -150,7 +150,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
         except users_code.ModelError as e:
             return {"unsupported": str(e)}
         except Exception as e:  # whatever a network makes of a strategy
-            return {"failed": users_code.error_text(e)}
+            return {"failed": users_code.format_error(e)}
         finally:
             if strategy.kind != "server" or found:
                 strategy.close()

@@ -22,9 +22,9 @@ from stratbench.study.config.config import load_config
 from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import constraints_of
+from stratbench.study.config.schema import collect_constraints
 from stratbench.study.slurm import live_jobs
-from stratbench.workload.data.prepared import meta_name
+from stratbench.workload.data.prepared import name_meta_file
 
 
 @dataclass
@@ -152,7 +152,7 @@ def as_trained(wildcards, input):
 
 def constraints(wildcards):
     """What `decide` ranks under."""
-    return json.dumps(constraints_of(CONFIG))
+    return json.dumps(collect_constraints(CONFIG))
 
 
 def description(wildcards):
@@ -172,14 +172,14 @@ def data_spec(dataset):
 
 def prepared_data(dataset):
     """The file that is there once the data set, as the config has it, is prepared."""
-    return f"{RESULTS}/data/{dataset}/{meta_name(data_spec(dataset))}"
+    return f"{RESULTS}/data/{dataset}/{name_meta_file(data_spec(dataset))}"
 
 
 def data_of_cell(wildcards):
     """The data that a cell is trained on. A record of other data is made anew."""
     cell = cell_of(wildcards)
     settings = JOBS.settings_of(cell)
-    resume.forget_other_data(workflow, cell.record_path(RESULTS), settings)
+    resume.replace_results_of_other_data(workflow, cell.record_path(RESULTS), settings)
     return prepared_data(cell.dataset)
 
 

@@ -1,6 +1,6 @@
 # Result sets: the records of a study as one file, and sets beside each other. Nothing here trains, and
 # nothing has an output that Snakemake knows of, so that it always runs.
-from stratbench.extensions.sets.keys import existing_sets
+from stratbench.extensions.sets.keys import list_existing_sets
 
 
 # `snakemake bundle`: records, timelines, resolved config and environment in results/<study>/<study>.stratbench.zip.
@@ -40,7 +40,7 @@ rule compare:
     conda:
         ENV
     params:
-        sets=lambda w: json.dumps(or_workflow_error(existing_sets, CONFIG)),
+        sets=lambda w: json.dumps(or_workflow_error(list_existing_sets, CONFIG)),
         compare=lambda w: json.dumps(CONFIG["compare"]),
         constraints=constraints,
         out=f"{RESULTS}/compare",

@@ -1,7 +1,7 @@
 import signal
 
 from stratbench.study import job_values, order, resume
-from stratbench.study.slurm.job_requests import Submission, submit_what_fits
+from stratbench.study.slurm.job_requests import Submission, check_and_follow_submissions
 from stratbench.train import forkserver
 
 TRAINED_BY["train_cell"] = cell_of
@@ -35,15 +35,15 @@ onstart:
     if lacking := missing_needs(trained):
         raise WorkflowError("\n".join(lacking))
     if internals.is_on_slurm(workflow) and (
-        unheld := submit_what_fits(workflow, submissions)
+        unheld := check_and_follow_submissions(workflow, submissions)
     ):
         raise WorkflowError("\n".join(unheld))
     if not internals.is_local(workflow):
         # Snakemake does not know its SLURM jobs again after it was killed.
-        live_jobs.hold_until_ended(workflow, planned)
-    resume.keep_finished(workflow, training)
+        live_jobs.wait_for_earlier_jobs(workflow, planned)
+    resume.note_finished_jobs(workflow, training)
     order.start_by_priority(workflow)
-    job_values.keep_config(workflow)
+    job_values.save_config_for_jobs(workflow)
     job_values.write_values(internals.iter_planned(workflow))
     if internals.is_local(workflow) and submissions:
         forkserver.share_until_exit()
@@ -84,7 +84,7 @@ rule train_cell:
             " (jobs of their own)" if JOBS.request_of(cell_of(w)).workers else ""
         ),
         # The record says how many repeats were planned; more of them retrain none.
-        repeats=lambda w: STUDY.experiments[w.experiment].matrix["repeats"],
+        repeats=lambda w: STUDY.experiments[w.experiment].expand_arguments["repeats"],
         gpu_slots=1,
     params:
         **setting_parameters(),
@@ -122,7 +122,7 @@ rule list_cells:
     conda:
         ENV
     params:
-        matrices=json.dumps([e.matrix for e in STUDY.experiments.values()]),
+        matrices=json.dumps([e.expand_arguments for e in STUDY.experiments.values()]),
     message:
         "list the cells of the study {wildcards.study}"
     shell:

@@ -27,7 +27,7 @@ rule run_block:
         server_cpus=lambda w: block_request(w).server_cpus,
         mem_mb=lambda w: block_request(w).mem_mib,
         runtime=lambda w: block_request(w).runtime_min,
-        time_limit_s=lambda w: int(ROUND.limit_s(block_of(w)) or 0),
+        time_limit_s=lambda w: int(ROUND.compute_segment_time_limit_s(block_of(w)) or 0),
         gpu_slots=1,
     params:
         # Other settings than those of a block that is there make it stale: it is measured again.

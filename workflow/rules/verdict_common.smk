@@ -9,9 +9,9 @@ ROUND = Round(
 )
 
 
-def block_of(wildcards):
+def get_block_plan(wildcards):
     """The block of a verdict's round that a job's wildcards name."""
-    return or_workflow_error(ROUND.block_of, wildcards)
+    return or_workflow_error(ROUND.get_block_plan, wildcards)
 
 
 def block_request(wildcards):
@@ -23,7 +23,7 @@ def data_of_block(wildcards):
     """The data that all cells of a block are trained on. A block of other data is made anew."""
     plan = block_of(wildcards)
     settings = JOBS.settings_of(plan.cell(plan.order[0]))
-    resume.forget_other_data(workflow, plan.folder(RESULTS) / BLOCK_FILE, settings)
+    resume.replace_results_of_other_data(workflow, plan.folder(RESULTS) / BLOCK_FILE, settings)
     return prepared_data(plan.dataset)
 
 
@@ -44,7 +44,7 @@ def block_jobs():
 def begin_round():
     """Once the jobs are planned: keep the round for those of its jobs that run elsewhere."""
     if internals.get_jobs(workflow, rules.verdict):
-        ROUND.keep()
+        ROUND.write_round_file()
 
 
 def end_round():
@@ -53,7 +53,7 @@ def end_round():
         internals.get_jobs(workflow, rules.verdict)
         and CONFIG["verdict"]["rounds"] == "all"
     ):
-        if not ROUND.content["done"] and or_workflow_error(ROUND.goes_on):
+        if not ROUND.content["done"] and or_workflow_error(ROUND.is_followed_by_round):
             internals.restart(workflow)
 
 

@@ -17,7 +17,7 @@ from stratbench.analysis.records.columns import COLUMNS, build_record_row
 from stratbench.cell import record as record_module
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.audit.rule import AuditData
-from stratbench.strategies import option_defaults, traits_of
+from stratbench.strategies import get_option_defaults, get_traits
 
 Record = dict[str, Any]
 #: experiment, strategy, workers, repeat
@@ -71,14 +71,14 @@ def study(records: Records, device: str) -> AuditData:
 
 def by_command(record: Record) -> None:
     """Make a sound record of workers that step together one of a command of the user's, as sound."""
-    options = option_defaults("command") | {"command": ["torchrun", "train.py"]}
+    options = get_option_defaults("command") | {"command": ["torchrun", "train.py"]}
     gpus, worker, times = record["cell"]["gpus"], record["workers"][0], record["time"]
     record["settings"] |= {"strategy": "command", "options": options}
     record["strategy"] |= {
         "name": "command",
         "kind": "own",
         "options": options,
-        "traits": asdict(traits_of("command", options, gpus)),
+        "traits": asdict(get_traits("command", options, gpus)),
         "wrap_groups": [],
         "details": {"engine": "command"},
     }

@@ -25,7 +25,7 @@ import invariants
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import RecordError
 from stratbench.strategies import REGISTRY, strategy_class
-from stratbench.telemetry.machine.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import find_datasheet
 
 Record = dict[str, Any]
 Change = Callable[[Record], None]
@@ -97,7 +97,7 @@ def as_pipeline(record: Record) -> None:
 
 def on_known_gpus(record: Record) -> None:
     """A cell on GPUs with a datasheet, whose NVML tells all that it can."""
-    peak = datasheet_of(KNOWN_GPU).tflops("fp32") * 1e12
+    peak = find_datasheet(KNOWN_GPU).tflops("fp32") * 1e12
     for worker in record["workers"]:
         worker["provenance"]["gpu"]["name"] = KNOWN_GPU
         own = worker["memory"]

@@ -26,7 +26,7 @@ from stratbench.extensions.checkpoints.keeping import CheckpointWriter
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.telemetry.clock import Phases, StepClock
-from stratbench.telemetry.memory import optimizer_state
+from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.job import Job
 
@@ -98,7 +98,7 @@ def test_that_test_sees_what_is_forgotten(forgotten: str, tmp_path: Path) -> Non
     for _ in range(3):
         first.step(x, y)
     tensors = second.state_tensors()
-    state = optimizer_state(second.optimizer).values()
+    state = get_optimizer_state(second.optimizer).values()
     lost = {
         "counts": [],
         "momentum": [t for entry in state for t in entry.values()],

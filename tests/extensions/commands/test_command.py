@@ -27,7 +27,7 @@ from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.duration import estimate_from_records
 from stratbench.extensions.plan.pages.check_text import check_text
 from stratbench.extensions.plan.schedule import make_plan
-from stratbench.strategies import option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, strategy_class
 from stratbench.strategies.needs import faults
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
@@ -94,7 +94,7 @@ time.sleep(600)
 
 def of_command(command: list[str], **changes) -> Settings:
     """Settings of a cell that `command` trains, as a study resolves them."""
-    options = option_defaults("command") | {"command": command}
+    options = get_option_defaults("command") | {"command": command}
     files = Command.files(options)
     options["sha256"] = digest_of(files) if files else None
     return settings("command", options=options, **changes)
@@ -351,7 +351,7 @@ def test_what_is_no_placeholder_is_left_alone():
 
 def test_what_a_command_needs_is_looked_for_before_any_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = option_defaults("command")
+    options = get_option_defaults("command")
     lacking = list(
         faults(
             [
@@ -374,7 +374,7 @@ def test_what_a_command_needs_is_looked_for_before_any_job(tmp_path, monkeypatch
 
 
 def test_several_nodes_need_their_numbers_and_a_place_to_meet():
-    options = option_defaults("command") | {"command": ["torchrun", "{host}"]}
+    options = get_option_defaults("command") | {"command": ["torchrun", "{host}"]}
     with pytest.raises(ValueError, match=r"give it \{node\}"):
         Command.check_nodes(options, 8, 4)
     Command.check_nodes(options | {"command": ["torchrun", "{host}", "{node}"]}, 8, 4)

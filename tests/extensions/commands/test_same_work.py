@@ -8,7 +8,7 @@ import pandas as pd
 import planted
 import pytest
 
-from stratbench.analysis.decision.candidates import candidates_among
+from stratbench.analysis.decision.candidates import build_candidates
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.measures import format_status
@@ -88,7 +88,7 @@ def test_other_work_stands_with_its_reason_and_is_not_ranked(change, words):
     assert words in mine["reason"]
     assert format_status(mine["status"], None) == "other work"
     frame = pd.DataFrame(table, columns=list(COLUMNS))
-    found = {c.strategy: c for c in candidates_among(frame, [], Constraints()) if c.gpus == 2}
+    found = {c.strategy: c for c in build_candidates(frame, [], Constraints()) if c.gpus == 2}
     assert found["mine"].kind == "other work"
     assert words in found["mine"].reason
     assert found["ddp"].kind != "other work"

@@ -37,7 +37,7 @@ from stratbench.extensions.plan.footprint import fake, footprint
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import wire_bytes
-from stratbench.strategies import needs, option_defaults
+from stratbench.strategies import get_option_defaults, needs
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.study.config.config import Study
@@ -245,12 +245,12 @@ def gathered(strategy: Collective, world: int) -> Tensor:
 def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     """Of real steps, as the plan has them of fake ones: bytes at the peak and between, and what is sent."""
     request = request_for(stage, model, world)
-    net = models.for_training(model, 10, request.input_shape, 0, CPU, torch.float32)
+    net = models.build_for_training(model, 10, request.input_shape, 0, CPU, torch.float32)
     strategy = fake.strategy_on_fakes(request)
     s = replace(request.settings, per_worker_batch=8)
     worker = Worker(
         s, rank, world, world, CPU, RunFolder(Path()), models.wrap_groups(model, net),
-        task=tasks.task_of(s, request.input_shape, False),
+        task=tasks.get_task(s, request.input_shape, False),
     )  # fmt: skip
     strategy.setup(net, worker)
     batch = request.example_batch(8)
@@ -469,7 +469,7 @@ class TestCells:
     pytestmark = slow
 
     def test_a_record_says_the_engine_and_the_audit_believes_it(self, start_cell, warm, stage, way):
-        options = option_defaults("deepspeed") | {"stage": stage}
+        options = get_option_defaults("deepspeed") | {"stage": stage}
         # Importing PyTorch may have set them in this process, too.
         left_behind = {"TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
         env = {key: value for key, value in warm.items() if key not in left_behind}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from launching import LIMIT_S, until
-from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.extensions.checkpoints import checkpoints
 from stratbench.extensions.elastic.jobs import keeper
 from stratbench.extensions.elastic.jobs.keeper import (
@@ -207,7 +207,7 @@ def test_the_keeper_of_a_requeued_cell_takes_over_and_submits_no_job_twice(tmp_p
     until(lambda: len(backend.jobs) == 2)
     first._stopped = True  # as by SIGKILL: nothing is cancelled
     first.poll_soon()
-    first._thread.join()
+    first._start_thread.join()
     with WorkerJobSupervisor(backend, 2, journal) as second:
         second.poll_soon()
         backend.jobs["0"] = JobStatus("ended", "NODE_FAIL")
@@ -240,7 +240,7 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     args = (tmp_path / "args").read_text().splitlines()
     assert "--comment=worker 3 of a/b c" in args
     assert "--no-requeue" in args
-    assert f"--output={folder.log(worker_name(3))}".replace("%", "%%") in args
+    assert f"--output={folder.log(format_worker_name(3))}".replace("%", "%%") in args
     assert args[-10:] == [
         "--gres=gpu:1", "--cpus-per-task=4", "--mem=2000M", "--time=90", "--partition=scavenger",
         "--account=me", "--qos=low", "--constraint=a100", "--exclusive", "--reservation=my one",

@@ -22,7 +22,7 @@ from stratbench.cell import record
 from stratbench.extensions.audit.audit import RULES
 from stratbench.extensions.audit.rule import AuditData
 from stratbench.extensions.elastic.servers.journal import read_journal, write_end_mark
-from stratbench.strategies import option_defaults
+from stratbench.strategies import get_option_defaults
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -62,7 +62,7 @@ def send(launched: LaunchedCell, number: int, signum: signal.Signals) -> None:
 def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     start_cell: Callable[..., LaunchedCell], warm: dict[str, str]
 ) -> None:
-    options = option_defaults("ps-ormo") | {"servers": 2}
+    options = get_option_defaults("ps-ormo") | {"servers": 2}
     s = settings("ps-ormo", epochs=12, options=options, **SLOW)
     first = start_cell(s, env=warm)
     wait_for(first, "incarnation", 1)

@@ -280,7 +280,7 @@ def has_read(member):
     """
     if not member.sender.is_alive():
         return True
-    return not member.has_mail and not member._sending.locked()
+    return not member.has_queued and not member._sending.locked()
 
 
 def weights_at_the_end(monkeypatch, plan, join):
@@ -350,14 +350,14 @@ def test_who_leaves_says_so_before_its_training_ends_the_connection(tmp_path):
     here = [Worked(plan, SECRET, n, before_push=held, incarnation=1) for n in (0, 1)]
     until(lambda: all(w.tickets for w in here), PATIENCE_S)
     leaving = here[0].channel
-    say = leaving._say
+    say = leaving._send_farewell
 
     def say_late(kind):
         held.go.set()
-        here[0]._thread.join(0.5)  # it would have closed the connection by then
+        here[0]._start_thread.join(0.5)  # it would have closed the connection by then
         say(kind)
 
-    leaving._say = say_late
+    leaving._send_farewell = say_late
     leaving.leave()
     with pytest.raises(Left):
         here[0].join()

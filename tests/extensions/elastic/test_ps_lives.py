@@ -172,8 +172,8 @@ def channel_over(*servers):
 def test_a_worker_that_waits_for_weights_hears_that_the_training_is_over(waits):
     """It may be before its last ticket: who was to release the weights may be gone."""
     channel, _ = channel_over(0)
-    channel._incarnation, channel._push, found = 1, channel._expect, []
-    channel._expect()
+    channel._incarnation, channel._push, found = 1, channel._expect_reply, []
+    channel._expect_reply()
     channel._take_ticket(Ticket(7, 0, 0, 0))
     call = {"_await_reply": lambda: channel._await_reply(0.0), "rehearse": channel.rehearse}[waits]
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
@@ -192,7 +192,7 @@ def test_a_server_hears_that_the_training_is_over_before_the_worker_says_goodbye
     channel._incarnation, hold = 1, threading.Event()
     other = channel._links[1]
     other.to_send.put(lambda: hold.wait(PATIENCE_S))
-    channel._thread(channel._send_queued, other)
+    channel._start_thread(channel._send_queued, other)
     channel._end()
     closing = threading.Thread(target=channel.close)
     closing.start()

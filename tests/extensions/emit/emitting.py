@@ -7,14 +7,14 @@ from typing import Any
 
 from launching import settings
 from stratbench.cell.coordinates import Cell
-from stratbench.strategies import option_defaults
+from stratbench.strategies import get_option_defaults
 
 PARAMETERS = 120_000_000
 
 
 def record_of(strategy: str, device: str = "cpu", **changes: Any) -> dict[str, Any]:
     """A record as far as a file depends on it."""
-    options = option_defaults(strategy) | changes.pop("options", {})
+    options = get_option_defaults(strategy) | changes.pop("options", {})
     s = settings(strategy, **{"options": options, **changes})
     return {
         "cell": Cell("study", "first", strategy, s.model, s.dataset, s.gpus, 0).as_dict(),

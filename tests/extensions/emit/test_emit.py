@@ -26,7 +26,7 @@ from stratbench.extensions.emit.errors import EmitError
 from stratbench.extensions.emit.find import find_record
 from stratbench.strategies import REGISTRY
 from stratbench.study.config.config import load_config
-from stratbench.workload.network.sharding import rule_of
+from stratbench.workload.network.sharding import describe_sharding_groups
 
 #: Values that no file has by chance, so that a number in it is that of the setting.
 UNUSUAL: dict[str, Any] = {
@@ -192,8 +192,12 @@ def test_fsdp_has_the_names_of_its_blocks_and_groups():
     ("wrap_classes", "rule", "classes"),
     [
         (["Layer"], "instances of Layer", ["Layer"]),
-        (None, rule_of(["LlamaDecoderLayer", "Other"]), ["LlamaDecoderLayer", "Other"]),
-        (None, rule_of(None), []),
+        (
+            None,
+            describe_sharding_groups(["LlamaDecoderLayer", "Other"]),
+            ["LlamaDecoderLayer", "Other"],
+        ),
+        (None, describe_sharding_groups(None), []),
     ],
 )
 def test_a_users_network_has_the_classes_that_it_names(wrap_classes, rule, classes):

@@ -24,7 +24,7 @@ from process_groups import forking
 from launching import LIMIT_S, WORKFLOW, settings
 from stratbench.extensions.emit import table
 from stratbench.extensions.emit.choice import Choice
-from stratbench.strategies import option_defaults
+from stratbench.strategies import get_option_defaults
 from stratbench.workload.network import models
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -134,7 +134,7 @@ def trained(
 ) -> Any:
     """A cell that has trained: its launcher's paths. `given` is for `start_cell`."""
     changes = {"model": "vit-compact", "epochs": 2, **changes}
-    s = settings(strategy, options=option_defaults(strategy) | options)
+    s = settings(strategy, options=get_option_defaults(strategy) | options)
     launched = start_cell(replace(s, **changes), **given)
     code, output = launched.finish()
     assert code == 0, output

@@ -357,7 +357,7 @@ def test_settings_are_the_same_before_and_after_the_data_are_prepared(tmp_path, 
     [cell] = study.cells
     before = study.settings(cell)
     facts = study.dataset("mine")
-    assert tasks.name_of_task(before, facts.shape) == task
+    assert tasks.get_task_name(before, facts.shape) == task
     assert not facts.is_read
     with pytest.raises(ConfigError, match=r"datasets\.mine: is not yet prepared"):
         subject_of(config, study, cell)

@@ -136,7 +136,7 @@ def test_hidden_tokens_weigh_and_others_are_left_out():
     assert weight == 8
     expected = torch_loss(outputs.flatten(0, 1), targets.flatten(), ignore_index=tasks.IGNORED)
     assert total / weight == pytest.approx(float(expected), rel=1e-6)
-    found = tasks.evaluated(tasks.sums_of_batch(task, outputs, targets).tolist())
+    found = tasks.evaluated(tasks.compute_batch_sums(task, outputs, targets).tolist())
     assert (found.loss, found.score) == pytest.approx((float(expected),) * 2, rel=1e-6)
     assert found.left_out == 12
 
@@ -162,15 +162,17 @@ def study_on(source: str, entry: dict[str, Any], **changes: Any) -> Any:
 def test_a_data_set_says_its_task_and_the_tokens_of_labelled_texts(source):
     study = study_on(source, {"call": "net.Net"})
     s, data = study.settings(study.cells[0]), facts_of(source)
-    assert tasks.name_of_task(s, data.shape) == TASK_OF[source]
+    assert tasks.get_task_name(s, data.shape) == TASK_OF[source]
     assert s.own_model.get("vocabulary") == data.vocabulary
     request = Request(s, data.shape, data.classes, 1, eval_batch=4)
     x, y = request.example_batch(2)
-    task = tasks.task_of(s, data.shape, values=False)
-    outputs = torch.zeros(tasks.outputs_of(task, y.shape, data.classes), requires_grad=True)
+    task = tasks.get_task(s, data.shape, values=False)
+    outputs = torch.zeros(
+        tasks.compute_output_shape(task, y.shape, data.classes), requires_grad=True
+    )
     loss, weight = tasks.loss_and_weight(task, outputs, y)
     assert float(loss.detach()) / (weight or 1) == pytest.approx(math.log(data.classes))
-    facts = tasks.facts_of_task(task, "it", data.classes, data.shape, 0.5)
+    facts = tasks.describe_task(task, "it", data.classes, data.shape, 0.5)
     assert facts["least_loss"] == 0.5
     assert facts["counts_per_sample"] == (24 if facts["counts"] == "tokens" else 1)
     roles = own.compute_data_values(data.classes, data.shape, data.vocabulary)
@@ -231,7 +233,7 @@ def test_a_value_that_nothing_can_be_made_of_is_told(spec, reason):
 
 def test_a_setting_of_ours_names_no_task_where_the_shape_does():
     assert settings("ddp").task is None
-    assert {kind: tasks.natural_task(shape) for kind, shape in
+    assert {kind: tasks.get_default_task(shape) for kind, shape in
             (("text", (5,)), ("waveform", (1, 9)), ("image", (3, 8, 8)))} == {
         "text": "next-token", "waveform": "audio-classification", "image": "classification",
     }  # fmt: skip

@@ -24,7 +24,7 @@ from launching import LIMIT_S, settings
 from stratbench.cell.settings import Settings
 from stratbench.extensions.libraries import package_files, transformers_models
 from stratbench.extensions.plan.one_model import one_network
-from stratbench.strategies import mesh_of, option_defaults
+from stratbench.strategies import get_mesh, get_option_defaults
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
@@ -169,7 +169,7 @@ def study_of(entry: dict[str, Any], **changes: Any) -> Study:
 def built_from(entry: dict[str, Any]) -> nn.Module:
     """The network of an entry of `models`, as a job builds it."""
     model = models.named_model("mine", study_of(entry).own_model("mine"))
-    return models.for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+    return models.build_for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -205,9 +205,9 @@ def data_for(name: str) -> dict[str, Any]:
 
 def settings_of(name: str, way: str) -> Settings:
     strategy, given, workers = WAYS[way]
-    options = option_defaults(strategy) | given
+    options = get_option_defaults(strategy) | given
     entry = ENTRIES[name]
-    replicas = mesh_of(strategy, options, workers).replicas
+    replicas = get_mesh(strategy, options, workers).replicas
     study = study_of(entry)
     stated = study.settings(study.cells[0])
     return settings(
@@ -364,10 +364,10 @@ LLAMA = {"transformers": "LlamaForCausalLM", "arguments": TINY}
 @with_transformers
 def test_a_model_is_sharded_by_the_classes_that_it_states():
     model = models.named_model("mine", study_of(LLAMA).own_model("mine"))
-    built = models.for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+    built = models.build_for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
     labels = [label for label, _ in models.wrap_groups(model, built)]
     assert labels == ["network.model.layers.0", "network.model.layers.1"]
-    said = models.facts_of_own(model, built, VOCABULARY, (POSITIONS,))
+    said = models.describe_own_model(model, built, VOCABULARY, (POSITIONS,))
     assert said["sharding"] == "instances of LlamaDecoderLayer"
 
 
@@ -412,11 +412,11 @@ def test_a_vocabulary_and_a_length_may_be_larger_than_the_datas_and_not_smaller(
     built = built_from(larger)
     groups = models.wrap_groups(model, built)
     task = tasks.NextToken()
-    models.trial_of(model, built, VOCABULARY, (POSITIONS,), groups, task, torch.float64)
+    models.take_model_trial(model, built, VOCABULARY, (POSITIONS,), groups, task, torch.float64)
     assert built(torch.zeros(2, POSITIONS, dtype=torch.long)).shape == (2, POSITIONS, 11)
     gpt2 = {"transformers": "GPT2LMHeadModel", "arguments": OF_GPT2}
     model = models.named_model("mine", study_of(gpt2).own_model("mine"))
-    longer = models.for_training(model, VOCABULARY, (2000,), 0, CPU, torch.float32)
+    longer = models.build_for_training(model, VOCABULARY, (2000,), 0, CPU, torch.float32)
     assert longer.network.config.n_positions == 2000
     for key, reason in {
         "vocab_size": "vocab_size = 5: the data set has 8 tokens; remove the key, or set at least 8",
@@ -474,18 +474,18 @@ def test_weights_are_read_again_only_where_their_files_changed(tmp_path, monkeyp
 def test_texts_and_images_are_told_apart_in_a_sentence():
     image = models.named_model("mine", study_of(ENTRIES[VIT]).own_model("mine"))
     with pytest.raises(ModelError, match="the data set has texts, but ViTConfig has no vocab_size"):
-        models.for_training(image, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+        models.build_for_training(image, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
     sound = models.named_model(
         "mine", study_of(ENTRIES["Wav2Vec2ForSequenceClassification"]).own_model("mine")
     )
     reason = "the data set has texts, but Wav2Vec2ForSequenceClassification takes waveforms"
     with pytest.raises(ModelError, match=reason):
-        models.for_training(sound, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+        models.build_for_training(sound, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
     model = models.named_model("mine", study_of(LLAMA).own_model("mine"))
     with pytest.raises(
         ModelError, match="the data set has images, but LlamaConfig has no image_size"
     ):
-        models.for_training(model, 5, (1, 4, 4), 0, CPU, torch.float64)
+        models.build_for_training(model, 5, (1, 4, 4), 0, CPU, torch.float64)
 
 
 @with_transformers

@@ -23,9 +23,9 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.local.diloco import DiLoCo
 from stratbench.extensions.local.gossip import Gossip
 from stratbench.extensions.local.local_sgd import LocalSGD
-from stratbench.strategies import option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, strategy_class
 from stratbench.strategies.base import Collective, Worker
-from stratbench.telemetry.memory import optimizer_state
+from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.network.gpt import GPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -133,7 +133,7 @@ def settings_of(cls: type[Collective], options: dict[str, Any], given: dict[str,
     return settings(
         base,
         **given,
-        options=option_defaults(base) | options,
+        options=get_option_defaults(base) | options,
         gpus=world,
         global_batch=GLOBAL_BATCH,
         per_worker_batch=GLOBAL_BATCH // world,
@@ -165,7 +165,7 @@ def train(strategy: Collective, x: Tensor, y: Tensor, steps: int = STEPS) -> Non
 def reference(name: str, world: int, workload: Callable) -> list[Tensor]:
     """The workers' weights after the run, [workers, weights], by plain loops over whole models."""
     cls, options, given, _ = RUNS[name]
-    options = option_defaults(settings_of(cls, options, given, world).strategy) | options
+    options = get_option_defaults(settings_of(cls, options, given, world).strategy) | options
     model, x, y = workload()
     alone = strategy_class("single")
     workers = [set_up(alone, {}, given, 0, 1, deepcopy(model)) for _ in range(world)]
@@ -305,7 +305,9 @@ def run(
         mean = flat(evaluated)
         held = [b.clone() for b in statistics(evaluated)]
     kept = sum(
-        t.nbytes for entry in optimizer_state(strategy.optimizer).values() for t in entry.values()
+        t.nbytes
+        for entry in get_optimizer_state(strategy.optimizer).values()
+        for t in entry.values()
     )
     kept += sum(t.nbytes for t in strategy.extra_state())
     exchanged_bytes = sum(t.nbytes for t in strategy.exchanged_tensors)

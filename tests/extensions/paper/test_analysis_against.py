@@ -13,7 +13,7 @@ from stratbench.extensions.paper import against, claims, published
 from stratbench.extensions.paper import section as paper_section
 from stratbench.extensions.paper.claims import FAILS, HOLDS, UNKNOWN, judge_claims
 from stratbench.extensions.paper.metrics import METRICS, ClaimFigure
-from stratbench.statistics.intervals import paired_ratios
+from stratbench.statistics.intervals import compute_paired_ratios
 
 pytestmark = pytest.mark.slow
 NOTHING = pd.DataFrame(columns=list(AUDIT_COLUMNS))
@@ -66,10 +66,10 @@ def test_only_repeats_that_both_have_are_compared(v2):
         for repeat, time_s in found.items()
     ]
     groups = Repeats(pd.concat(rows))
-    found = groups.common((ddp, fsdp), "train_time_s", "time")
+    found = groups.read_common_values((ddp, fsdp), "train_time_s", "time")
     assert found.tolist() == [[10, 20], [30, 60]]
     rows[1:3] = [row.assign(train_time_s=np.nan) for row in rows[1:3]]
-    assert not Repeats(pd.concat(rows)).common((ddp, fsdp), "train_time_s", "time").size
+    assert not Repeats(pd.concat(rows)).read_common_values((ddp, fsdp), "train_time_s", "time").size
 
 
 def test_only_the_papers_models_on_gpus_are_evidence(v2):
@@ -153,7 +153,7 @@ def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
         noise = np.exp(rng.normal(0, 0.03, (20, 2, 3)))
         figures = [ClaimFigure(str(i), 1.0, pair=pair) for i, pair in enumerate(noise)]
         figures = claims.add_intervals(figures)
-        alone = paired_ratios(list(noise), [False] * 20)
+        alone = compute_paired_ratios(list(noise), [False] * 20)
         refuted[0] += claims.judge_figures(figures, 1.005, np.nan) == FAILS
         refuted[1] += any(ratio.high < 1 for ratio in alone)
     together, each = (count / 300 for count in refuted)

@@ -28,11 +28,11 @@ from stratbench.extensions.plan.footprint import cache
 from stratbench.extensions.plan.needs import subject_of
 from stratbench.extensions.plan.pages.check_text import check_text
 from stratbench.extensions.servers.ps.flat import FlatSpace
-from stratbench.strategies import option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.reasons import lines_by_reason
+from stratbench.study.reasons import format_reasons
 from stratbench.workload import users_code
 from stratbench.workload.network import sharding
 from stratbench.workload.network.trial import Trial
@@ -103,7 +103,7 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
         if wrap_classes
         else sharding.group_by_size(model)
     )
-    s = settings(base, options=option_defaults(base) | options, gpus=world)
+    s = settings(base, options=get_option_defaults(base) | options, gpus=world)
     cls = strategy_class(base)
     strategy = cls(cls.Options(**s.options))
     x = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(1))
@@ -118,7 +118,7 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
         with strategy.evaluating() as module, torch.no_grad():
             return None, float(Classification().loss(module(x), y))
     except Exception as e:
-        return users_code.error_text(e), float("nan")
+        return users_code.format_error(e), float("nan")
 
 
 def groups_agree(rank: int, sign: int) -> str | None:
@@ -126,7 +126,9 @@ def groups_agree(rank: int, sign: int) -> str | None:
     torch.manual_seed(0)
     model = odd_networks.Orders(CLASSES)
     groups = sharding.group_by_class(model, ["Block"], "Orders")
-    s = settings("fsdp", options=option_defaults("fsdp"), own_model={"call": "x"}, model="orders")
+    s = settings(
+        "fsdp", options=get_option_defaults("fsdp"), own_model={"call": "x"}, model="orders"
+    )
     strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**s.options))
     strategy.setup(model, Worker(s, rank, 2, 2, torch.device("cpu"), RunFolder(Path()), groups))
     x = torch.rand(4, *SHAPE, generator=torch.Generator().manual_seed(1))
@@ -361,7 +363,7 @@ def test_the_list_of_refused_cells_has_a_line_for_each_reason():
         said if c.model == "a" else f"model 'b' (m.B): {c.strategy} cannot train it: {cannot}"
         for c in cells
     ]
-    assert lines_by_reason(zip(cells, whys, strict=True)) == [
+    assert format_reasons(zip(cells, whys, strict=True)) == [
         f"a with ddp, zero1-torch on 1, 2 workers (8 cells of x, y): {said}",
         f"b with ddp, zero1-torch on 1, 2 workers (8 cells of x, y): {cannot}",
     ]
@@ -654,7 +656,7 @@ def by_policy(
     model: nn.Module, trial: Trial | None = None, world: int = 1, options=None, **changes
 ) -> tuple[Strategy, Worker]:
     """FSDP with its own mixed precision and the shard groups of a user's network, before `setup`."""
-    options = option_defaults("fsdp") | {"mixed_precision": "policy"} | (options or {})
+    options = get_option_defaults("fsdp") | {"mixed_precision": "policy"} | (options or {})
     changes = {"precision": "bf16", "gpus": 1, "global_batch": 8, "per_worker_batch": 8} | changes
     s = settings("fsdp", options=options, own_model={"call": "x"}, **changes)
     strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**options))

@@ -14,7 +14,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import wire_bytes
-from stratbench.strategies import base, option_defaults, strategy_class
+from stratbench.strategies import base, get_option_defaults, strategy_class
 from stratbench.workload.data import prepared
 from stratbench.workload.data.datasets import describe
 from stratbench.workload.data.device_data import example_batch
@@ -46,7 +46,7 @@ def set_up(request) -> base.Collective:
     cls = strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
     dtype = weights_dtype(request.settings.precision)
-    model = models.for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
+    model = models.build_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
     place = device, RunFolder(Path()), models.wrap_groups(MODEL, model)
     worker = base.Worker(
         request.settings, 0, 1, 1, *place, task=NextToken(), input_shape=(POSITIONS,)
@@ -124,7 +124,7 @@ def test_scores_that_no_layer_returns_are_refused_with_the_remedy():
 def test_who_cannot_says_so(strategy):
     values = vars(request_for("ddp", MODEL, loss_chunks=2).settings)
     given = values | {"gpus": [2], "networks": {MODEL: MODEL}}
-    found = strategy_class(strategy).refusals(option_defaults(strategy), given)
+    found = strategy_class(strategy).refusals(get_option_defaults(strategy), given)
     assert any(
         reason.startswith(".loss_chunks = 2: ") and "set it to 1" in reason for reason in found
     )

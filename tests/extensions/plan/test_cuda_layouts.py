@@ -80,7 +80,9 @@ def test_fsdp_hands_pytorch_no_container(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_model_starts_from_its_seed_whatever_it_computes_in(precision: str):
     dtype = weights_dtype(precision)
-    model = models.for_training("resnet-compact", 10, (3, 32, 32), 5, torch.device("cpu"), dtype)
+    model = models.build_for_training(
+        "resnet-compact", 10, (3, 32, 32), 5, torch.device("cpu"), dtype
+    )
     torch.manual_seed(5)
     plain = models.build("resnet-compact", 10, (3, 32, 32)).state_dict()
     assert model.training

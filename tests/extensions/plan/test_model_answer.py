@@ -29,7 +29,7 @@ from stratbench.extensions.plan.one_model.model_answer import (
 )
 from stratbench.extensions.plan.pages.model_answer import format_answer
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
-from stratbench.strategies import mesh_of, option_defaults
+from stratbench.strategies import get_mesh, get_option_defaults
 from stratbench.study.config.messages import ConfigError
 
 TEXT = {"source": "markov-text", "train_samples": 64, "test_samples": 8, "vocabulary": 64}
@@ -151,9 +151,9 @@ def test_groups_that_divide_a_network_fill_a_node_evenly_as_strategies_declare(n
     expected = {f"tensor-{n}{switch}" for n in sizes for switch in ("", "-sequence")}
     assert set(variants) == expected | {f"pipeline-{n}" for n in sizes[-1:]}
     for name, variant in variants.items():
-        options = option_defaults(variant["strategy"]) | variant
+        options = get_option_defaults(variant["strategy"]) | variant
         strategy = options.pop("strategy")
-        assert mesh_of(strategy, options, node).members == int(name.split("-")[1])
+        assert get_mesh(strategy, options, node).members == int(name.split("-")[1])
         assert options.get("sequence_parallel", False) == name.endswith("-sequence")
 
 

@@ -17,7 +17,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.strategies import base, strategy_class
-from stratbench.telemetry.memory import optimizer_state
+from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
 
@@ -39,7 +39,7 @@ def alone(tmp_path):
 def set_up(request, dtype: torch.dtype) -> base.Collective:
     cls = strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
-    model = models.for_training(MODEL, TOKENS, request.input_shape, 0, device, dtype)
+    model = models.build_for_training(MODEL, TOKENS, request.input_shape, 0, device, dtype)
     groups = models.wrap_groups(MODEL, model)
     strategy.setup(model, base.Worker(request.settings, 0, 1, 1, device, RunFolder(Path()), groups))
     return strategy
@@ -71,7 +71,9 @@ def test_all_implementations_train_alike(alone, strategy, optimizer):
         group = made.optimizer.param_groups[0]
         assert group["foreach"] == (implementation == "foreach")
         steps = [
-            e["step"].device.type for e in optimizer_state(made.optimizer).values() if "step" in e
+            e["step"].device.type
+            for e in get_optimizer_state(made.optimizer).values()
+            if "step" in e
         ]
         assert set(steps) <= {"cpu"}
     for weights in found.values():
@@ -89,7 +91,7 @@ def test_what_an_implementation_allocates_is_planned(implementation, optimizer):
     model = made.model
     trace.tag("parameters", model.parameters())
     trace.tag("buffers", model.buffers())
-    state = optimizer_state(made.optimizer).values()
+    state = get_optimizer_state(made.optimizer).values()
     trace.tag("optimizer", (t for entry in state for t in entry.values()))
     x, y = (t[:1] for t in batch())
     x, y = x.clone(), y.clone()

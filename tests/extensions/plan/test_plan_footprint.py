@@ -25,7 +25,7 @@ from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import wire_bytes
 from stratbench.extensions.plan.pages.answers import compute_parameter_growth
-from stratbench.strategies import base, option_defaults, strategy_class
+from stratbench.strategies import base, get_option_defaults, strategy_class
 from stratbench.workload.data.datasets import describe
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
@@ -71,7 +71,7 @@ def request_for(strategy: str, model: str = "vgg-compact", workers: int = 2, **c
     own = SMALL.get(model)
     settings = Settings(
         strategy=strategy,
-        options=option_defaults(strategy) | changes.pop("options", {}),
+        options=get_option_defaults(strategy) | changes.pop("options", {}),
         model=model,
         own_model=own and json.loads(own),
         dataset="",
@@ -122,7 +122,7 @@ def test_cells_that_differ_in_what_no_footprint_depends_on_share_one(changes):
         {"momentum": 0.0}, {"weight_decay": 0.0}, {"max_grad_norm": None}, {"nesterov": True}, ADAMW,
         {"gradient_accumulation_steps": 2}, {"activation_checkpointing": True}, {"precision": "bf16"},
         {"gpus": 2},
-        {"model": "resnet-compact"}, {"strategy": "ddp", "options": option_defaults("ddp")},
+        {"model": "resnet-compact"}, {"strategy": "ddp", "options": get_option_defaults("ddp")},
         {"own_task": {"call": "my.Task", "sha256": None, "version": "1"}},
     ],
 )  # fmt: skip
@@ -704,7 +704,7 @@ def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, str
     join_alone()
     real = strategy_class(strategy)(strategy_class(strategy).Options(**request.options))
     device = torch.device("cpu")
-    net = models.for_training(request.network, 10, (64,), 0, device, torch.float32)
+    net = models.build_for_training(request.network, 10, (64,), 0, device, torch.float32)
     groups = models.wrap_groups(request.network, net)
     real.setup(net, base.Worker(request.settings, 0, 1, 1, device, RunFolder(Path()), groups))
     x = torch.randint(10, (4, 64))

@@ -13,7 +13,7 @@ import yaml
 from browser import Browser
 from browser_fixtures import browser  # noqa: F401
 
-from stratbench.cell.text.words import COLUMNS, bytes_text
+from stratbench.cell.text.words import COLUMNS, format_bytes
 from stratbench.extensions.plan import check, public_runs, schedule
 from stratbench.extensions.plan.__main__ import main as plan_main
 from stratbench.extensions.plan.duration import ProjectedDuration, Span
@@ -21,7 +21,7 @@ from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.one_model import one_network
 from stratbench.extensions.plan.pages import what_fits
 from stratbench.extensions.plan.pages.text import group_columns, write_html
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
 from stratbench.study.config import config as configuration
 
 pytestmark = pytest.mark.timeout(600)
@@ -342,7 +342,7 @@ def test_the_largest_batch_fits_in_the_plan_and_the_next_does_not(
 @pytest.mark.slow
 def test_amounts_of_memory_are_written_as_in_texts(page: Browser):
     amounts = [0, 700, 3 << 19, 1023 << 20, 1.234 * 2**30, 9.996 * 2**30, 79.5 * 2**30, 1e13]
-    assert page.run(f"{amounts}.map(bytesText)") == [bytes_text(n) for n in amounts]
+    assert page.run(f"{amounts}.map(bytesText)") == [format_bytes(n) for n in amounts]
 
 
 @pytest.mark.slow
@@ -435,7 +435,7 @@ def test_the_bars_groups_are_all_parts_of_the_memory_but_the_data():
 @pytest.mark.parametrize("name", REGISTRY)
 def test_the_steps_in_which_workers_exchange_follow_from_what_the_page_is_told(name: str):
     cls = strategy_class(name)
-    strategy = cls(cls.Options(**option_defaults(name)))
+    strategy = cls(cls.Options(**get_option_defaults(name)))
     start, period = what_fits.find_exchange_steps(strategy)
     for steps in (1, 3, 7, 24, 25, 100, 1001, 5000):
         apart = max(0, steps - start)

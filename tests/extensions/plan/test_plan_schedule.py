@@ -16,7 +16,7 @@ import pytest
 
 from launching import settings
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import bytes_text, hours_text, seconds_text
+from stratbench.cell.text.words import format_bytes, format_hours, format_seconds
 from stratbench.extensions.plan import __main__ as command
 from stratbench.extensions.plan import check, device_rates, duration, quantities, schedule, servers
 from stratbench.extensions.plan.check import Rehearsal
@@ -31,7 +31,7 @@ from stratbench.extensions.plan.pages.text import format_plan, write_html
 from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.extensions.servers.policies.policy import Hyper
 from stratbench.extensions.servers.policies.preview import CHUNK
-from stratbench.strategies import option_defaults
+from stratbench.strategies import get_option_defaults
 from stratbench.study import plan_file, resources
 from stratbench.study.config import config as configuration
 from stratbench.study.config.messages import ConfigError
@@ -237,7 +237,7 @@ def test_the_peaks_of_all_stages_are_told(plan_of):
     peaks = [float(mib) for mib in row["stage_peaks_mib"].split()]
     assert max(peaks) == peaks[1] == row["peak_mib"]
     assert [round(peaks[1] - mib) for mib in peaks] == [2048, 0, 1024]
-    each = ", ".join(bytes_text(mib * 2**20) for mib in peaks)
+    each = ", ".join(format_bytes(mib * 2**20) for mib in peaks)
     (said,) = dict(answer_questions(plan))["What takes the memory?"]
     assert said.endswith(f"; the peaks of the stages are {each}.")
 
@@ -249,13 +249,13 @@ def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
     write_html(plan, tmp_path / "plan.html")
     page = html.unescape((tmp_path / "plan.html").read_text())
     shown = re.findall("<td>(.*?)</td>", page)
-    fit, (amount, unit) = c.fit, bytes_text(c.fit.needed_bytes).split()
-    peak, sent = bytes_text(fit.peak.n_bytes), bytes_text(c.needs.wire_bytes)
+    fit, (amount, unit) = c.fit, format_bytes(c.fit.needed_bytes).split()
+    peak, sent = format_bytes(fit.peak.n_bytes), format_bytes(c.needs.wire_bytes)
     span, batch = quantities.format_span(fit.train), str(fit.largest_batch)
     at = shown.index(peak)
     assert 'title="the weights: 1.00 GiB"' in shown[at + 1]
     usual, compared = (
-        seconds_text(fit.usual_s),
+        format_seconds(fit.usual_s),
         quantities.format_compared_time(fit.usual_s, fit.train),
     )
     rest = [f"{amount} {unit}", "fits", batch, sent, usual, span, fit.train.source]
@@ -293,7 +293,9 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     longer = replace(settings, epochs=200)
     assert kept.longest_s(planned.cell, longer, plan.cluster) is None
     assert kept.longest_s(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
-    without = resources.job_request(planned.cell, planned.subject.settings, plan.cluster, None)
+    without = resources.build_job_request(
+        planned.cell, planned.subject.settings, plan.cluster, None
+    )
     assert without.mem_mib < planned.asked.mem_mib
     assert plan_file.PlanFile(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
 
@@ -415,15 +417,15 @@ def test_nothing_sent_is_told_in_the_unit_of_the_networks_weights(plan_of):
 
 
 def test_amounts_have_units_in_which_they_are_at_least_one():
-    assert bytes_text(3 * GIB / 2) == "1.50 GiB"
-    assert [bytes_text(n * GIB) for n in (9.996, 79.5, 99.96)] == [
+    assert format_bytes(3 * GIB / 2) == "1.50 GiB"
+    assert [format_bytes(n * GIB) for n in (9.996, 79.5, 99.96)] == [
         "10.0 GiB",
         "79.5 GiB",
         "100 GiB",
     ]
-    assert bytes_text(5 << 20) == "5 MiB"
-    assert bytes_text(-(2 << 10)) == "-2 KiB"
-    assert bytes_text(0) == "0"
+    assert format_bytes(5 << 20) == "5 MiB"
+    assert format_bytes(-(2 << 10)) == "-2 KiB"
+    assert format_bytes(0) == "0"
     assert quantities.format_in_unit(1023 << 20, 1 << 20) == "1023"
     assert quantities.format_in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
     assert quantities.format_span(Span(0.01, 0.4, "")) == "under 1 s"
@@ -514,7 +516,7 @@ def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(
     assert "of the full matrix of 3 repeats" in long[question][0]
     assert "A tenth is out of reach for" in short[question][1]
     assert "start of its processes" in short[question][1]
-    assert [hours_text(h) for h in (0.0123, 3.21, 123.4, 12345)] == [
+    assert [format_hours(h) for h in (0.0123, 3.21, 123.4, 12345)] == [
         "0.012",
         "3.2",
         "123",
@@ -651,7 +653,7 @@ def test_a_server_keeps_as_many_tensors_as_its_policy_does(policy: str, moments:
     weights = torch.zeros(n)
     kept = make_policy(policy, weights, hyper)
     optimizer = adamw if moments == 2 else {"momentum": hyper.momentum}
-    options = option_defaults(policy)
+    options = get_option_defaults(policy)
     s = settings(policy, gpus=workers, options=options, **optimizer)
     needs = servers.predict_server_bytes(s, {"weights": 4 * n, "buffers": 0}, 1)
     chunk = CHUNK if policy == "ps-preview" else 0  # of a shard, a view is made in
@@ -659,7 +661,7 @@ def test_a_server_keeps_as_many_tensors_as_its_policy_does(policy: str, moments:
 
 
 def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():
-    options = option_defaults("ps-sync") | {"servers": 2, "wire": "bfloat16"}
+    options = get_option_defaults("ps-sync") | {"servers": 2, "wire": "bfloat16"}
     flat = {"weights": 1000, "buffers": 10}
     shared = settings("ps-sync", options=options)
     over_tcp = replace(shared, options=options | {"transport": "tcp"})

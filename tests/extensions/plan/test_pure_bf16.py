@@ -12,9 +12,9 @@ from test_plan_footprint import ADAMW, changed, planned, request_for
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.strategies import base, option_defaults, strategy_class
-from stratbench.telemetry.machine.hardware import all_datasheets
-from stratbench.telemetry.memory import optimizer_state
+from stratbench.strategies import base, get_option_defaults, strategy_class
+from stratbench.telemetry.machine.hardware import list_datasheets
+from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import autocast_dtype, weights_dtype
@@ -28,7 +28,7 @@ def set_up(request) -> base.Collective:
     cls = strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
     dtype = weights_dtype(request.settings.precision)
-    model = models.for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
+    model = models.build_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
     place = device, RunFolder(Path()), models.wrap_groups(MODEL, model)
     strategy.setup(model, base.Worker(request.settings, 0, 1, 1, *place))
     return strategy
@@ -42,7 +42,9 @@ def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_it_is_a_plain_loop_over_a_model_in_bfloat16():
     made = set_up(request_for("single", MODEL, 1, precision=PRECISION, **ADAMW))
-    plain = models.for_training(MODEL, TOKENS, (POSITIONS,), 0, torch.device("cpu"), torch.bfloat16)
+    plain = models.build_for_training(
+        MODEL, TOKENS, (POSITIONS,), 0, torch.device("cpu"), torch.bfloat16
+    )
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0, fused=True)
     x, y = batch(8)
     for _ in range(3):
@@ -78,7 +80,7 @@ def test_what_is_allocated_is_planned():
     request = request_for("single", MODEL, 1, precision=PRECISION, **ADAMW)
     made, trace = set_up(request), OperatorTrace(on_cpu=True)
     trace.tag("parameters", made.model.parameters())
-    state = optimizer_state(made.optimizer).values()
+    state = get_optimizer_state(made.optimizer).values()
     trace.tag("optimizer", (t for entry in state for t in entry.values()))
     x, y = batch(24)
     trace.tag("activations", (x, y))
@@ -113,10 +115,10 @@ def test_strategies_train_in_it(start_cell, warm, strategy):
 def test_who_cannot_says_why(strategy, options, remedy):
     values = settings(strategy if strategy != "ps-sync" else "ddp", precision=PRECISION)
     given = vars(values) | {"compile": False, "gpus": [2]}
-    found = strategy_class(strategy).refusals(option_defaults(strategy) | options, given)
+    found = strategy_class(strategy).refusals(get_option_defaults(strategy) | options, given)
     assert any(remedy in reason for reason in found)
 
 
 def test_its_rate_is_that_of_bf16():
-    sheet = all_datasheets()[0]
+    sheet = list_datasheets()[0]
     assert sheet.tflops(PRECISION) == sheet.tflops("bf16")

@@ -15,7 +15,7 @@ from stratbench.cell.installation import PACKAGE
 from stratbench.cell.record import FAILURE_FILE
 from stratbench.extensions.plan import start_check
 from stratbench.study.config.config import load_config
-from stratbench.study.reasons import MAX_LINES, iter_summary
+from stratbench.study.reasons import MAX_LINES, iter_failure_summary
 
 NETS = """
 import torch
@@ -103,7 +103,7 @@ def test_failed_cells_are_told_last_by_their_reasons(tmp_path):
     failed.append((silent, tmp_path / "rep0.log"))
     stale = fail(Cell("s", "e", "single", "net", "digits", 1, 0), tmp_path, "of yesterday")
     os.utime(stale[0].log_dir(tmp_path) / FAILURE_FILE, (0, 0))
-    lines = list(iter_summary([*failed, stale], str(tmp_path), time.time() - 60))
+    lines = list(iter_failure_summary([*failed, stale], str(tmp_path), time.time() - 60))
     assert lines == [
         "Failed: 6 cells",
         "  net with ddp, fsdp on 1, 2 workers (4 cells of e): boom",
@@ -111,7 +111,7 @@ def test_failed_cells_are_told_last_by_their_reasons(tmp_path):
         "reason; its log may have one",
         f"Logs: {tmp_path / 'rep0.log'} and its likes",
     ]
-    assert list(iter_summary([], str(tmp_path), 0)) == []
+    assert list(iter_failure_summary([], str(tmp_path), 0)) == []
 
 
 def test_a_summary_of_many_reasons_is_short(tmp_path):
@@ -119,6 +119,6 @@ def test_a_summary_of_many_reasons_is_short(tmp_path):
         fail(Cell("s", "e", "ddp", "net", "digits", 1, n), tmp_path, f"reason {n}")
         for n in range(20)
     ]
-    lines = list(iter_summary(failed, str(tmp_path), 0))
+    lines = list(iter_failure_summary(failed, str(tmp_path), 0))
     assert len(lines) == MAX_LINES + 3
     assert lines[-2] == "  and 8 other reasons"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.cell.text.words import short_time
+from stratbench.cell.text.words import format_short_time
 from stratbench.extensions.links.collective_cost import CollectiveTime, LinkLayout, LinkModel
 from stratbench.extensions.links.measure import write_links
 from stratbench.extensions.projection import naive
@@ -38,7 +38,7 @@ from stratbench.extensions.projection.servers import (
     compute_asynchronous_step_s,
     compute_synchronous_step_s,
 )
-from stratbench.strategies import option_defaults
+from stratbench.strategies import get_option_defaults
 from stratbench.telemetry.collectives import CollectiveCall
 
 MS = 1e-3
@@ -426,7 +426,7 @@ def test_servers_beside_each_worker_grow_in_number_with_them(tmp_path):
     for server_placement in ("central", "colocated"):
 
         def at(workers: int, server_placement: str = server_placement) -> SimpleNamespace:
-            options = option_defaults("ps-async") | {
+            options = get_option_defaults("ps-async") | {
                 "server_placement": server_placement,
                 "transport": "shm",
             }
@@ -449,7 +449,7 @@ def test_servers_without_computing_take_what_was_measured(tmp_path):
     """The latency passes once for all workers, and the bytes one after the other: as the fit has it."""
 
     def at(workers: int) -> SimpleNamespace:
-        options = option_defaults("ps-sync") | {"transport": "shm", "servers": 1}
+        options = get_option_defaults("ps-sync") | {"transport": "shm", "servers": 1}
         settings = SimpleNamespace(strategy="ps-sync", options=options)
         return SimpleNamespace(served=True, settings=settings, steps_per_batch=1)
 
@@ -514,7 +514,7 @@ def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():
     told = describe_projected_count(found)
     assert "On the measured counts" in told
     assert (
-        f"{found.skill.best_naive_rule} had smaller errors; it projects {short_time(naive_s)}"
+        f"{found.skill.best_naive_rule} had smaller errors; it projects {format_short_time(naive_s)}"
         in told
     )
 

@@ -33,7 +33,7 @@ from stratbench.extensions.queue.request import QueueRequest
 from stratbench.extensions.queue.simulator import Cluster, Rules
 from stratbench.extensions.sets import from_set
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import check_keys, checked_block, constraints_of
+from stratbench.study.config.schema import check_block, check_keys, collect_constraints
 
 
 def times(**hours):
@@ -186,8 +186,8 @@ def few(monkeypatch):
 def test_a_simulation_answers_with_time_interval_and_mode(few, capsys, how):
     queue = {"num_gpus": 8, "training_hours": 1.0, "load": 0.8, "nodes": 4} | how
     cluster = {"gpus_per_node": 4, "memory_margin": 0.1}
-    given = constraints_of(
-        {"decide": checked_block("decide", {"queue": queue}), "cluster": cluster}
+    given = collect_constraints(
+        {"decide": check_block("decide", {"queue": queue}), "cluster": cluster}
     )
     found = QueueEvidence(Constraints.from_json(json.dumps(given))).answer()
     assert "queue: simulated 3 of 3 submission times" in capsys.readouterr().err
@@ -283,7 +283,7 @@ def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
     ],
 )
 def test_requests_that_contradict_themselves_are_refused(given, reason):
-    block = checked_block("decide", {"queue": {"num_gpus": 8, "training_hours": 1.0} | given})
+    block = check_block("decide", {"queue": {"num_gpus": 8, "training_hours": 1.0} | given})
     with pytest.raises(ConfigError) as error:
         check_keys("decide", block, {"cluster": {"gpus_per_node": 4}})
     assert reason in str(error.value)

@@ -136,8 +136,8 @@ class Worked:
         self.error: Exception | None = None
         self.asked = threading.Event()  # for the initial weights: no other worker will be
         self._args = (config, secret, worker, transport, wire, dtype, before_push, rehearsals)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._start_thread = threading.Thread(target=self._run, daemon=True)
+        self._start_thread.start()
 
     def _run(self) -> None:
         config, secret, worker, transport, wire, dtype, before_push, rehearsals = self._args
@@ -188,12 +188,12 @@ class Worked:
 
     @property
     def running(self) -> bool:
-        return self._thread.is_alive()
+        return self._start_thread.is_alive()
 
     def join(self, timeout_s: float = PATIENCE_S) -> Worked:
         """Wait for its end; raises what it raised."""
-        self._thread.join(timeout_s)
-        assert not self._thread.is_alive(), f"a worker hangs after {self.tickets[-1:]}"
+        self._start_thread.join(timeout_s)
+        assert not self._start_thread.is_alive(), f"a worker hangs after {self.tickets[-1:]}"
         if self.error is not None:
             raise self.error
         return self
@@ -288,7 +288,7 @@ def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folde
                     gate = os.open(folder / f"{GATE}{worker}", os.O_RDWR)
                     ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)
                 if begun == habits.dies_at:
-                    channel._expect()
+                    channel._expect_reply()
                     channel._push_shards(0, len(channel._bounds) // 2)
                     os.kill(os.getpid(), signal.SIGKILL)
                 begun += 1
@@ -341,7 +341,7 @@ def notes_in(folder: Path, worker: int) -> list[dict[str, Any]]:
 
 def serve_process(config: ServerConfig, secret: bytes, folder: Path) -> None:
     """A server process; its statistics go to `config.stats_path`."""
-    silent_s = Member.silent_s
+    silent_s = Member.compute_silence_s
 
     def silent_for_longer(member: Member, now: float, awake_since: float) -> float:
         more_s = 0.0
@@ -351,7 +351,7 @@ def serve_process(config: ServerConfig, secret: bytes, folder: Path) -> None:
         (folder / f"{SILENT}{member.worker}").write_text(str(found))
         return found
 
-    Member.silent_s = silent_for_longer
+    Member.compute_silence_s = silent_for_longer
     serve_run(config, secret)
 
 

@@ -9,8 +9,8 @@ from stratbench.cell.coordinates import Cell
 from stratbench.extensions.servers.ps.store import Store
 from stratbench.extensions.servers.strategy import node_of_server
 from stratbench.extensions.servers.wire.shm import Layout
-from stratbench.strategies import REGISTRY, resolved_options, strategy_class
-from stratbench.study.resources import job_request
+from stratbench.strategies import REGISTRY, resolve_options, strategy_class
+from stratbench.study.resources import build_job_request
 
 pytestmark = pytest.mark.timeout(300)
 SECRET = b"s" * 32
@@ -18,14 +18,14 @@ SERVED = [name for name in REGISTRY if strategy_class(name).kind == "server"]
 
 
 def placed(server_placement: str, workers: int, strategy: str = "ps-async", **given):
-    options = resolved_options(strategy, {"server_placement": server_placement} | given, workers)
+    options = resolve_options(strategy, {"server_placement": server_placement} | given, workers)
     return settings(strategy, gpus=workers, options=options)
 
 
 @pytest.mark.parametrize("strategy", SERVED)
 def test_every_server_strategy_can_have_a_server_beside_each_worker(strategy):
     assert placed("colocated", 4, strategy).options["servers"] == 4
-    assert resolved_options(strategy, {}, 4)["servers"] == 1
+    assert resolve_options(strategy, {}, 4)["servers"] == 1
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,6 @@ def test_a_node_is_asked_for_the_cores_of_its_servers(server_placement, cpus):
     for workers in (4, 2):
         s = placed(server_placement, workers)
         cell = Cell("s", "e", s.strategy, s.model, s.dataset, workers, 0)
-        asked.append(job_request(cell, s, cluster, None))
+        asked.append(build_job_request(cell, s, cluster, None))
     assert [a.cpus for a in asked] == cpus
     assert [a.mem_mib for a in asked] == [100 * n for n in cpus]

@@ -341,7 +341,7 @@ class SyncSums(averaging.SyncPolicy):
 
 class DanaLooksAheadAlongOwn(asynchronous.DanaPolicy):
     def view(self, worker, out):
-        ahead = self.push_lr * self._momenta[0].known_share
+        ahead = self.push_lr * self._momenta[0].next_step_factor
         torch.sub(self.weights, self._sum, alpha=ahead, out=out)
         return self.version
 
@@ -712,7 +712,7 @@ def test_dana_reads_what_is_known_of_the_others_next_steps(nesterov):
 
 def summed_by_the_book(policy, worker):
     """What a worker of ps-dana reads, added up from the momenta of the others one by one."""
-    ahead = policy.push_lr * policy._momenta[0].known_share
+    ahead = policy.push_lr * policy._momenta[0].next_step_factor
     others = [m.value for j, m in enumerate(policy._momenta) if j != worker]
     return policy.weights - ahead * sum(others, torch.zeros_like(policy.weights))
 

@@ -547,11 +547,11 @@ def a_member() -> tuple[Member, Connection]:
 def test_a_heartbeat_is_a_sign_of_incarnation(now):
     member, theirs = a_member()
     now.s = 50.0
-    assert member.silent_s(now.s, 0.0) == 50.0
+    assert member.compute_silence_s(now.s, 0.0) == 50.0
     theirs.send(Frame(Kind.HEARTBEAT))
     member.connection.receive()
     member.connection.waiting_since = 0.0
-    assert member.silent_s(60.0, 0.0) == 10.0
+    assert member.compute_silence_s(60.0, 0.0) == 10.0
 
 
 #: Seconds between looks, the deadline being 10: the whole job is suspended for an hour, and goes on.
@@ -696,7 +696,7 @@ def test_a_failed_push_waits_until_what_the_server_said_is_read():
     channel, link = Channel(None, 0, "native", None), link_over(connection)
     channel._links.append(link)
     channel._told.set()
-    link.receiver = channel._thread(channel._receive, link)
+    link.receiver = channel._start_thread(channel._receive, link)
     with pytest.raises(RunEnded, match="full"):
         channel._send(link, Frame(Kind.PUSH))
 

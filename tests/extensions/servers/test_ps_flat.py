@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ps_harness import small_model
 from torch import nn
 
-from stratbench.extensions.servers.ps.device import Countdown, buckets_of
+from stratbench.extensions.servers.ps.device import Countdown, group_shards
 from stratbench.extensions.servers.ps.flat import FlatSpace, cut
 from stratbench.extensions.servers.wire.shm import allocate, attach
 from stratbench.workload.flat import ALIGN_BYTES
@@ -167,5 +167,5 @@ def test_a_bucket_is_complete_with_the_last_gradient_that_touches_it():
 
 def test_buckets_are_runs_of_whole_shards():
     megabyte_shards = cut((40 << 20) // 4, (1 << 20) // 4)
-    assert buckets_of(megabyte_shards, 4) == [(0, 16), (16, 32), (32, 40)]
-    assert buckets_of([(0, 5)], 4) == [(0, 1)]
+    assert group_shards(megabyte_shards, 4) == [(0, 16), (16, 32), (32, 40)]
+    assert group_shards([(0, 5)], 4) == [(0, 1)]

@@ -43,7 +43,11 @@ from stratbench.extensions.servers.wire.handshake import (
     load_secret,
     write_secret,
 )
-from stratbench.extensions.servers.wire.transport import Connection, dial, rendezvous_file
+from stratbench.extensions.servers.wire.transport import (
+    Connection,
+    connect_to_server,
+    rendezvous_file,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -343,7 +347,7 @@ def test_a_recorded_handshake_cannot_be_replayed(tmp_path):
     ],
 )
 def test_a_peer_that_knows_the_secret_is_held_to_the_protocol(run, changed, reason):
-    sock, _ = dial(run.config.rendezvous, 0, "tcp", time.monotonic() + PATIENCE_S)
+    sock, _ = connect_to_server(run.config.rendezvous, 0, "tcp", time.monotonic() + PATIENCE_S)
     connection = Connection(sock)
     with pytest.raises(JoinRefused, match=reason):
         join_handshake(connection, SECRET, hello() | changed)
@@ -492,7 +496,7 @@ class Insider:
     """Knows the secret, joins as a worker, and then sends what it should not."""
 
     def __init__(self, plan, worker):
-        sock, _ = dial(plan.rendezvous, 0, "tcp", time.monotonic() + PATIENCE_S)
+        sock, _ = connect_to_server(plan.rendezvous, 0, "tcp", time.monotonic() + PATIENCE_S)
         self.connection = Connection(sock)
         self.connection.deadline = time.monotonic() + PATIENCE_S
         self.welcome = join_handshake(self.connection, SECRET, hello(worker))
@@ -586,7 +590,7 @@ def test_a_shard_pushed_twice_for_one_ticket_is_refused(tmp_path):
 def test_an_initialiser_given_up_half_way_changes_nothing_when_it_goes_on(
     tmp_path, caplog, monkeypatch
 ):
-    half_way, silent_s = threading.Event(), Member.silent_s
+    half_way, silent_s = threading.Event(), Member.compute_silence_s
 
     def long(member, now, awake_since):
         """The insider counts as silent for long as soon as it is at all."""

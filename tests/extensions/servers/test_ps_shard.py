@@ -14,7 +14,11 @@ from stratbench.extensions.servers.policies.policy import Hyper
 from stratbench.extensions.servers.ps.buffers import BufferMean
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.shard import Shard
-from stratbench.extensions.servers.ps.snapshots import SnapshotWriter, drop_snapshot, load_snapshot
+from stratbench.extensions.servers.ps.snapshots import (
+    SnapshotWriter,
+    delete_snapshot,
+    load_snapshot,
+)
 
 ALIVE, DEAD = (lambda: True), (lambda: False)
 
@@ -246,9 +250,9 @@ def test_snapshots_are_written_whole_and_read_back(tmp_path, dtype):
     assert torch.equal(read_buffers, buffers)
     assert not list(tmp_path.glob("*.part"))
     assert failures == []
-    drop_snapshot(tmp_path, 2)
+    delete_snapshot(tmp_path, 2)
     assert load_snapshot(tmp_path, 3)[0] == 1.5
-    drop_snapshot(tmp_path, 3)
+    delete_snapshot(tmp_path, 3)
     assert list(tmp_path.iterdir()) == []  # not gone: the next epoch may still be on its way
 
 

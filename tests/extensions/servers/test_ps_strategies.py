@@ -32,7 +32,7 @@ from stratbench.extensions.servers.ps.scale import LossScale
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.strategy import server_configs
 from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
-from stratbench.strategies import option_defaults, resolved_options, strategy_class
+from stratbench.strategies import get_option_defaults, resolve_options, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.train import forkserver
 from stratbench.workload.data.prepare import prepare
@@ -101,7 +101,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 def settings(strategy: str, world: int, name: str = "") -> Settings:
     s = Settings(
-        strategy=strategy, options=option_defaults(strategy), model="test", dataset="test",
+        strategy=strategy, options=get_option_defaults(strategy), model="test", dataset="test",
         gpus=world, seed=0, epochs=1, global_batch=GLOBAL_BATCH,
         per_worker_batch=GLOBAL_BATCH // world, lr=0.1, momentum=0.9, weight_decay=1e-3,
         nesterov=strategy not in ("ps-dana",), precision="fp64", augment=False, warmup_steps=3,
@@ -111,7 +111,7 @@ def settings(strategy: str, world: int, name: str = "") -> Settings:
         s = replace(s, lr=0.01, optimizer="adamw", momentum=0.0, nesterov=False, betas=[0.9, 0.99],
                     eps=1e-8)  # fmt: skip
     if name.startswith("colocated"):
-        s = replace(s, options=resolved_options(strategy, {"server_placement": "colocated"}, world))
+        s = replace(s, options=resolve_options(strategy, {"server_placement": "colocated"}, world))
     if "cosine" in name:
         s = replace(s, schedule="cosine", lr_warmup_steps=3, final_lr=0.01)
     return s
@@ -121,7 +121,7 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
     """Losses of this worker's steps, the final weights and evaluated float buffers."""
     torch.set_num_threads(1)
     x, y = samples()
-    strategy = strategy_class(base)(strategy_class(base).Options(**option_defaults(base)))
+    strategy = strategy_class(base)(strategy_class(base).Options(**get_option_defaults(base)))
     s = settings(base, world, name)
     if base == "single" and name.startswith("nesterov-off"):
         s = replace(s, nesterov=False)
@@ -474,7 +474,7 @@ def test_a_killed_server_ends_the_cell_with_an_error(tmp_path, warm):
 @pytest.mark.parametrize("strategy", ["ps-async", "ps-sync"])
 def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, warm, strategy):
     """As any lost server does: a part of the weights is gone, under every policy."""
-    options = resolved_options(strategy, {"server_placement": "colocated"}, 3)
+    options = resolve_options(strategy, {"server_placement": "colocated"}, 3)
     process, record, folder = launch(tmp_path, strategy, 3, epochs=400, warm=warm, options=options)
     names = [f"{kind}{n}" for kind in ("server", "rank") for n in range(3)]
     processes = {name: psutil.Process(pid_of(folder, name)) for name in names}

@@ -24,7 +24,7 @@ from stratbench.extensions.sets.comparing import comparison, page, regression, t
 from stratbench.extensions.sets.comparing.compare import make_folder_name
 from stratbench.extensions.sets.comparing.comparison import compare, make_headline
 from stratbench.extensions.sets.comparing.union import decide_over_sets
-from stratbench.extensions.sets.keys import existing_sets
+from stratbench.extensions.sets.keys import list_existing_sets
 from stratbench.extensions.sets.reading import read_set
 from stratbench.statistics import unpaired
 from stratbench.study.config import validation
@@ -103,23 +103,29 @@ def sets(folder):
 
 
 def test_a_cells_ratio_has_welchs_interval():
-    found = unpaired.ratio_of_times([2.0, 2.2, 2.1], [1.0, 1.1])
+    found = unpaired.compute_time_ratio([2.0, 2.2, 2.1], [1.0, 1.1])
     assert found.value == pytest.approx((2.0 * 2.2 * 2.1) ** (1 / 3) / 1.1**0.5)
     new, old = np.log([2.0, 2.2, 2.1]), np.log([1.0, 1.1])
     ends = stats.ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
     assert found[1:] == pytest.approx(tuple(np.exp(ends)))
-    assert unpaired.ratio_of_times([2.0], [1.0, 1.1]) == (pytest.approx(2 / 1.1**0.5), None, None)
-    assert unpaired.ratio_of_times([2.0, 2.0], [1.0, 1.0]).low is None
+    assert unpaired.compute_time_ratio([2.0], [1.0, 1.1]) == (
+        pytest.approx(2 / 1.1**0.5),
+        None,
+        None,
+    )
+    assert unpaired.compute_time_ratio([2.0, 2.0], [1.0, 1.0]).low is None
 
 
 # Not of what other tests have left open, which may be collected here.
 @pytest.mark.filterwarnings("error::RuntimeWarning", "error::FutureWarning")
 def test_times_that_are_all_but_equal_have_an_interval_and_print_no_warning():
-    found = unpaired.ratio_of_times([3.0, 3.0 + 4e-15], [3.0, 3.0])
+    found = unpaired.compute_time_ratio([3.0, 3.0 + 4e-15], [3.0, 3.0])
     assert found.value == pytest.approx(1)
     assert found.low < found.value < found.high
-    assert unpaired.mean_of_logs([0.1, 0.1 + 2e-16, 0.1]).value == pytest.approx(math.exp(0.1))
-    lost = unpaired.slowdown_over_cells([((3.0, 3.0 + 4e-15), (3.0, 3.0))], 0.025)
+    assert unpaired.compute_mean_of_logs([0.1, 0.1 + 2e-16, 0.1]).value == pytest.approx(
+        math.exp(0.1)
+    )
+    lost = unpaired.compute_mean_slowdown([((3.0, 3.0 + 4e-15), (3.0, 3.0))], 0.025)
     assert lost.low == pytest.approx(0, abs=1e-12)
 
 
@@ -127,9 +133,9 @@ def test_the_intervals_are_those_of_scipy():
     chance = np.random.default_rng(3)
     new, old = chance.normal(1, 0.1, 4), chance.normal(1.2, 0.3, 7)
     low, high = stats.ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
-    assert unpaired.difference_of_scores(new, old)[1:] == pytest.approx((low, high))
+    assert unpaired.compute_score_difference(new, old)[1:] == pytest.approx((low, high))
     ends = stats.ttest_1samp(new, 0.0).confidence_interval(0.95)
-    assert unpaired.mean_of_logs(new)[1:] == pytest.approx(tuple(np.exp(ends)))
+    assert unpaired.compute_mean_of_logs(new)[1:] == pytest.approx(tuple(np.exp(ends)))
 
 
 def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
@@ -640,6 +646,6 @@ def test_mistakes_in_the_config_end_in_one_sentence(keys, told):
 def test_a_set_that_is_not_there_is_told_before_anything_runs(tmp_path):
     found = validation.validate(config_with(sets={"a": str(tmp_path), "b": str(tmp_path / "no")}))
     with pytest.raises(ConfigError, match=r"sets\.b = .*no': there is no such file or folder"):
-        existing_sets(found)
+        list_existing_sets(found)
     with pytest.raises(ConfigError, match="sets: is missing"):
-        existing_sets(validation.validate(config_with()))
+        list_existing_sets(validation.validate(config_with()))

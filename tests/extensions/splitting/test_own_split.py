@@ -17,7 +17,7 @@ from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.traffic import wire_bytes
 from stratbench.extensions.splitting import tensor
-from stratbench.strategies import mesh_of, option_defaults
+from stratbench.strategies import get_mesh, get_option_defaults
 from stratbench.workload import users_code
 from stratbench.workload.data import prepared
 from stratbench.workload.data.datasets import describe
@@ -147,8 +147,8 @@ def cell(code: Path, texts: Path) -> Callable[..., Settings]:
 
     def make(strategy: str, gpus: int, stated: dict[str, Any] | None = None, **options: Any):
         spec = {"call": CALL, "kwargs": {}, "wrap_classes": ["Layer"]} | STATED | (stated or {})
-        options = option_defaults(strategy) | options
-        replicas = mesh_of(strategy, options, gpus).replicas
+        options = get_option_defaults(strategy) | options
+        replicas = get_mesh(strategy, options, gpus).replicas
         return settings(
             strategy, options=options, model="texts", dataset="text", gpus=gpus, epochs=1,
             global_batch=16, per_worker_batch=16 // replicas, lr=0.1, momentum=0.0, precision="fp64",

@@ -25,10 +25,10 @@ from stratbench.extensions.plan.footprint.footprint import Footprint, make_footp
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.splitting import declared
-from stratbench.extensions.splitting.pieces import units_of
+from stratbench.extensions.splitting.pieces import list_units
 from stratbench.extensions.splitting.pipeline import STAGES_PER_WORKER, Pipeline
 from stratbench.extensions.splitting.stages import MeasuredUnit, balance_stages
-from stratbench.strategies import mesh_of, option_defaults
+from stratbench.strategies import get_mesh, get_option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.single import Single
@@ -431,7 +431,8 @@ def request(options: dict[str, Any], world: int) -> Request:
     """The planned cell of `held`."""
     planned = settings(
         "pipeline", model="gpt-compact", gpus=world, precision="fp64", momentum=0.9, weight_decay=1e-4,
-        nesterov=True, global_batch=world, per_worker_batch=1, options=option_defaults("pipeline") | options,
+        nesterov=True, global_batch=world, per_worker_batch=1,
+        options=get_option_defaults("pipeline") | options,
     )  # fmt: skip
     return Request(planned, (POSITIONS,), VOCABULARY, local_world=world, eval_batch=4)
 
@@ -456,7 +457,7 @@ def cut(name: str):
     return (
         model,
         shape,
-        units_of(model, declared.pieces_of(name, model), models.wrap_groups(name, model)),
+        list_units(model, declared.pieces_of(name, model), models.wrap_groups(name, model)),
     )
 
 
@@ -480,7 +481,7 @@ def test_the_most_stages_are_the_units(name):
     shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
     with FakeTensorMode():
         model = models.build_without_memory(name, VOCABULARY, shape)
-    units = units_of(model, declared.pieces_of(name, model), models.wrap_groups(name, model))
+    units = list_units(model, declared.pieces_of(name, model), models.wrap_groups(name, model))
     assert len(units) == models.MODELS[name].most_stages
     assert all(any(True for p in unit for _ in p.parameters(model)) for unit in units)
 
@@ -547,7 +548,7 @@ def refused(**values: Any) -> list[str]:
         "loss_chunks": 1,
         "global_batch": 32, "slowdown": None,
     }  # fmt: skip
-    options = option_defaults("pipeline") | values.pop("options", {})
+    options = get_option_defaults("pipeline") | values.pop("options", {})
     block |= values
     block["networks"] = {name: name for name in block["models"]}
     return list(Pipeline.refusals(options, block))
@@ -588,8 +589,8 @@ def prepared_text(folder: Path) -> None:
 
 def cell_settings(text: Path, workers: int, **options: Any) -> Settings:
     """Of a cell with stages, which trains on `text`."""
-    options = option_defaults("pipeline") | {"microbatches": 4} | options
-    replicas = mesh_of("pipeline", options, workers).replicas
+    options = get_option_defaults("pipeline") | {"microbatches": 4} | options
+    replicas = get_mesh("pipeline", options, workers).replicas
     return settings(
         "pipeline", options=options, model="gpt-compact", dataset="text", gpus=workers, epochs=1,
         global_batch=16, per_worker_batch=16 // replicas, lr=0.02,

@@ -20,13 +20,13 @@ from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.splitting.heads import SelfAttention
 from stratbench.extensions.splitting.tensor import TensorParallel
-from stratbench.strategies import mesh_of, option_defaults
+from stratbench.strategies import get_mesh, get_option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.single import Single
 from stratbench.telemetry import collective_count
 from stratbench.telemetry.collective_count import CollectiveCount
-from stratbench.telemetry.shards import whole_tensor
+from stratbench.telemetry.shards import gather_full_tensor
 from stratbench.workload import tasks
 from stratbench.workload.data import prepared
 from stratbench.workload.data.prepare import prepare
@@ -195,7 +195,7 @@ def trajectory(
 
 def whole_weights(model: torch.nn.Module) -> list[torch.Tensor]:
     """All weights in the order of their names; of an attention's projections as torch's has them."""
-    found = {name: whole_tensor(p.detach()).clone() for name, p in model.named_parameters()}
+    found = {name: gather_full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
     for name in [n for n in found if "self_attention.query." in n]:
         parts = [found.pop(name.replace("query", part)) for part in ("query", "key", "value")]
         found[name.replace("query.", "in_proj_")] = torch.cat(parts)
@@ -357,8 +357,8 @@ def prepared_cell(folder: Path, workers: int, positions: int = 16, **options: An
     spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
             "sequence": positions}  # fmt: skip
     prepare("text", folder, spec=spec)
-    options = option_defaults("tensor") | options
-    replicas = mesh_of("tensor", options, workers).replicas
+    options = get_option_defaults("tensor") | options
+    replicas = get_mesh("tensor", options, workers).replicas
     return settings(
         "tensor", options=options, model="gpt-compact", dataset="text", gpus=workers, epochs=1,
         global_batch=16, per_worker_batch=16 // replicas, lr=0.02,

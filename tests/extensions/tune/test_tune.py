@@ -29,8 +29,8 @@ from stratbench.extensions.tune.sieves import (
     sieve,
 )
 from stratbench.extensions.tune.space import Combination, list_combinations, list_strategies
-from stratbench.extensions.verdict.blocks import trained_digest
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.extensions.verdict.blocks import hash_trained_settings
+from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
 from stratbench.study.config.config import load_config
 
 TUNE = {"include": [], "exclude": [], "compile": False}
@@ -94,7 +94,7 @@ def test_combinations_follow_from_what_options_and_settings_say():
 def test_what_is_tried_of_an_option_is_another_value_that_it_takes(strategy):
     for options in list(space._iter_options(strategy, 16))[1:]:
         ((key, value),) = options.items()
-        assert option_defaults(strategy)[key] != value
+        assert get_option_defaults(strategy)[key] != value
         strategy_class(strategy).Options(**options)
 
 
@@ -246,7 +246,7 @@ def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_
     files.run(files.next_round())
     failed = sieves.read_out_of_memory(str(tmp_path), "demo")
     cells = [cell for cell in files.study.cells if cell.strategy == "ddp"]
-    assert failed == {("ddp", trained_digest(files.study.settings(cell))) for cell in cells}
+    assert failed == {("ddp", hash_trained_settings(files.study.settings(cell))) for cell in cells}
 
     def fates(of_first: str) -> dict[str, str]:
         given = [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stratbench.cell.settings import Settings
-from stratbench.extensions.verdict.blocks import trained_digest
+from stratbench.extensions.verdict.blocks import hash_trained_settings
 from stratbench.extensions.verdict.verdict_round import (
     SEGMENT_ALLOWANCE_S,
     Round,
@@ -70,21 +70,21 @@ def test_a_round_makes_its_blocks_and_whole_trainings(tmp_path):
         "s/blocks/e/vgg-compact/2gpu/block3/block.json",
         "s/cells/e/ddp/vgg-compact/2gpu/rep4/record.json",  # beyond the repeats of the study
     ]
-    plan = found.block_of(wildcards(3))
+    plan = found.get_block_plan(wildcards(3))
     assert (plan.order, plan.seed, plan.steps) == (("ddp", "ps-async"), 5, 60)
     assert list(found.settings_of(plan)) == ["ddp", "ps-async"]
     with pytest.raises(ConfigError, match="e/vgg-compact/2gpu/block2 is no block of this round"):
-        found.block_of(wildcards(2))
+        found.get_block_plan(wildcards(2))
 
 
 def test_a_block_asks_for_the_most_that_one_of_its_strategies_needs(tmp_path):
     found = determine_next_round(tmp_path, content())
-    plan = found.block_of(wildcards(3))
+    plan = found.get_block_plan(wildcards(3))
     request = found.request_of(plan)
     assert (request.nodes, request.cpus, request.mem_mib) == (1, 3, 3000)  # the server's
     total = 20 * (1437 // 64)
     limit_s = SEGMENT_ALLOWANCE_S + 1000 * 75 / total
-    assert found.limit_s(plan) == pytest.approx(limit_s, rel=0.05)
+    assert found.compute_segment_time_limit_s(plan) == pytest.approx(limit_s, rel=0.05)
     assert request.runtime_min == pytest.approx((3 * limit_s + 600) / 60, abs=1.5)
     assert compute_segment_limit_s(None, 75, total) is None
     assert (
@@ -108,7 +108,7 @@ def test_a_segment_may_take_as_long_as_a_strategy_needs_for_its_own_period(tmp_p
             epochs=200,
         )
         total = 200 * (1437 // 64)
-        limit_s = found.limit_s(found.block_of(wildcards(3)))
+        limit_s = found.compute_segment_time_limit_s(found.get_block_plan(wildcards(3)))
         assert limit_s == pytest.approx(SEGMENT_ALLOWANCE_S + 1000 * steps / total, abs=5), name
 
 
@@ -117,9 +117,9 @@ def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path, ca
     assert not determine_next_round(tmp_path, "not asked").has_current_verdict
     path.parent.mkdir(parents=True)
     found = determine_next_round(tmp_path, content())
-    settings = Settings(**found.settings_of(found.block_of(wildcards(3)))["ddp"])
+    settings = Settings(**found.settings_of(found.get_block_plan(wildcards(3)))["ddp"])
     place = {"experiment": "e", "model": "vgg-compact", "gpus": 2}
-    trained = {"ddp": trained_digest(settings), "taken-out-since": "0"}
+    trained = {"ddp": hash_trained_settings(settings), "taken-out-since": "0"}
     path.write_text(json.dumps({"comparisons": [place | {"trained": trained}]}))
     assert determine_next_round(tmp_path, "not asked").has_current_verdict
     # A block does not depend on the number of epochs.
@@ -134,7 +134,7 @@ def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path, ca
 def test_a_job_of_the_round_reads_what_was_kept(tmp_path):
     with pytest.raises(ConfigError, match=r"round\.json cannot be read: .*snakemake verdict"):
         determine_next_round(tmp_path, "not asked", is_job=True).files()
-    determine_next_round(tmp_path, content()).keep()
+    determine_next_round(tmp_path, content()).write_round_file()
     assert len(determine_next_round(tmp_path, "not asked", is_job=True).files()) == 2
 
 
@@ -147,15 +147,15 @@ def test_a_round_that_would_be_the_next_again_ends_the_chain(tmp_path):
     first = determine_next_round(tmp_path, content())
     assert len(first.blocks) == 1
     with pytest.raises(ConfigError, match="would be the same again"):
-        first.goes_on()
+        first.is_followed_by_round()
     for said, goes_on in ((content(done=True), False), (content(full_runs=[]), True)):
         first._command = determine_next_round(tmp_path, said)._command
-        assert first.goes_on() is goes_on
+        assert first.is_followed_by_round() is goes_on
 
 
 def test_what_makes_a_block_stale_is_what_is_trained(tmp_path):
     found = determine_next_round(tmp_path, content())
-    stated = found.trained(found.block_of(wildcards(3)))["ddp"]
+    stated = found.trained(found.get_block_plan(wildcards(3)))["ddp"]
     assert stated["lr"] == 0.1
     assert not {"epochs", "steps", "seed"} & set(stated)
 

@@ -14,11 +14,11 @@ import pytest
 from synthetic_paired import World
 
 from stratbench.extensions.verdict.block_rules import (
+    choose_segment_steps,
     compute_block_value,
     compute_disagreement_limit,
     count_discarded_steps,
-    expected_cost,
-    segment_steps,
+    estimate_block_and_full_cell_costs,
 )
 from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, Segment
 from stratbench.extensions.verdict.paired import judging
@@ -361,13 +361,13 @@ def test_the_value_of_a_block_is_the_mean_of_two_or_the_median_of_three():
 
 @pytest.mark.parametrize(("step_s", "steps"), [(0.03, 120), (0.125, 59), (0.43, 50), (0.001, 300)])
 def test_segments_are_as_long_as_their_start_is_worth(step_s, steps):
-    assert segment_steps(6.0, step_s, 0.05, 0.3, 0.008) == steps
+    assert choose_segment_steps(6.0, step_s, 0.05, 0.3, 0.008) == steps
 
 
 def test_the_expected_cost_is_that_of_the_simulations():
     """The paper's step times cost about a tenth; where starts dominate far more, and the plan says so."""
     for k, segment, full, low, high in ((7, 20, 1000, 0.07, 0.11), (7, 14, 250, 0.15, 0.4)):
-        times, trained = expected_cost([segment] * k, [full] * k)
+        times, trained = estimate_block_and_full_cell_costs([segment] * k, [full] * k)
         assert low < (times + trained) / (3 * k * full) < high
 
 

@@ -34,8 +34,8 @@ class Extension:
     #: Subclasses of `cell.settings.Keys` by block of config.yaml: `experiment`, `top` (the top level), or the
     #: name of a block at the top level.
     keys: Mapping[str, str] = field(default_factory=dict)
-    #: A function that returns a cell's request to the scheduler, as `study.resources.job_request` does, or
-    #: None for cells of others.
+    #: A function that returns a cell's request to the scheduler, as `study.resources.build_job_request` does,
+    #: or None for cells of others.
     request: str | None = None
     #: The class that runs the extension's cells: a `train.running.runner.Runner`.
     runner: str | None = None
@@ -43,7 +43,7 @@ class Extension:
     beside: str | None = None
     #: Files in `workflow/rules`, which add to the lists at the top of common.smk.
     rules: tuple[str, ...] = ()
-    #: A function that adds subcommands to a `command.subcommands.Adder`.
+    #: A function that adds subcommands to a `command.subcommands.SubcommandAdder`.
     commands: str | None = None
     #: Further columns of cells.csv, as tuples of arguments of `analysis.records.columns.Column`.
     columns: str | None = None
@@ -93,7 +93,7 @@ def resolve_all(point: str) -> dict[str, Any]:
     return {key: resolve(name) for each in named for key, name in each}
 
 
-def keys_of(block: str) -> Iterator[tuple[str, Any]]:
+def iter_keys(block: str) -> Iterator[tuple[str, Any]]:
     """Yield each extension with keys in a block of config.yaml, and their dataclass."""
     for name, extension in installed().items():
         if block in extension.keys:

@@ -98,7 +98,7 @@ def read_regular(path: str | Path, most_bytes: int) -> bytes:
     return content
 
 
-def last_lines(path: str | Path) -> list[str]:
+def read_last_lines(path: str | Path) -> list[str]:
     """Return the lines in the last 64 KiB of a log."""
     with open(path, "rb") as f:
         f.seek(0, 2)

@@ -117,7 +117,7 @@ def open_lock(path: Path) -> int:
 
 
 @contextmanager
-def held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
+def create_held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
     """Yield a new locked folder, which is removed at the end of the block.
 
     Also remove unlocked folders with such names, which killed processes have left.

@@ -12,7 +12,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from stratbench.cell.text.words import repr_of
+from stratbench.cell.text.words import format_wrong_value
 
 
 def option(
@@ -57,11 +57,11 @@ class Options:
             value = getattr(self, spec.name)
             if not matches_type(value, types[spec.name]):
                 raise ValueError(
-                    f"{spec.name} = {repr_of(value)}: must be {describe_type(types[spec.name])}"
+                    f"{spec.name} = {format_wrong_value(value)}: must be {describe_type(types[spec.name])}"
                 )
             if not is_within_limits(value, spec):
                 raise ValueError(
-                    f"{spec.name} = {repr_of(value)}: must be {' and '.join(iter_limits(spec))}"
+                    f"{spec.name} = {format_wrong_value(value)}: must be {' and '.join(iter_limits(spec))}"
                 )
 
 
@@ -102,20 +102,22 @@ _JSON_TYPES = {
 }
 
 
-def json_types(hint: Any) -> list[str]:
+def list_json_types(hint: Any) -> list[str]:
     """Return the JSON types of a Python type's values, in the order of a union."""
     if get_origin(hint) is Literal:
         return list(dict.fromkeys(_JSON_TYPES[type(value)] for value in get_args(hint)))
     if get_origin(hint) in _JSON_TYPES:  # list[float]
         return [_JSON_TYPES[get_origin(hint)]]
-    return [name for part in get_args(hint) for name in json_types(part)] or [_JSON_TYPES[hint]]
+    return [name for part in get_args(hint) for name in list_json_types(part)] or [
+        _JSON_TYPES[hint]
+    ]
 
 
 def build_json_rule(hint: Any) -> dict[str, Any]:
     """Return the JSON Schema of a type: a Literal's values, else JSON types."""
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
-    types = json_types(hint)
+    types = list_json_types(hint)
     return {"type": types if len(types) > 1 else types[0]}
 
 
@@ -127,7 +129,7 @@ def build_field_rules(cls: type) -> dict[str, dict[str, Any]]:
     }
 
 
-def schema_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
+def build_schema(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
     """Return the JSON Schema of an object with a dataclass's fields and their defaults.
 
     Args:
@@ -168,7 +170,7 @@ def iter_limits(spec: Field) -> Iterator[str]:
 # --- attributes that a strategy or policy must declare itself -------------------------------------
 
 
-def disown(cls: type, claims: tuple[str, ...]) -> None:
+def remove_inherited_claims(cls: type, claims: tuple[str, ...]) -> None:
     """Reset the attributes `claims` that a new class inherited from a class with a `summary`.
 
     A class with a `summary` is a complete strategy or policy. It keeps the attributes that it declares

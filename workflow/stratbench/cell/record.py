@@ -94,7 +94,7 @@ def read(path: str | Path) -> Record:
     return record
 
 
-def read_measured(path: str | Path) -> Record:
+def read_measured_record(path: str | Path) -> Record:
     """Return the record in `path` if it has real measurements.
 
     Raises:
@@ -106,7 +106,7 @@ def read_measured(path: str | Path) -> Record:
     return record
 
 
-def failure_reason(log_dir: Path) -> str | None:
+def read_failure_reason(log_dir: Path) -> str | None:
     """Return why a cell without a record failed, by its log folder. Return None if that shows no failure."""
     path = log_dir / FAILURE_FILE
     try:
@@ -120,7 +120,7 @@ def failure_reason(log_dir: Path) -> str | None:
     return reason if isinstance(reason, str) and reason else "failed; see its log"
 
 
-def is_of(path: str | Path, cell: str, settings: str) -> bool:
+def is_record_of(path: str | Path, cell: str, settings: str) -> bool:
     """Return whether the file is a valid record of a cell with these settings.
 
     Args:

@@ -17,17 +17,17 @@ from stratbench.cell.files import read_json_lines, write_atomic
 _POLL_S = 0.05
 
 
-def worker_name(rank: int) -> str:
+def format_worker_name(rank: int) -> str:
     """Return a worker's name in processes, files and the timeline: `rank3`."""
     return f"rank{rank}"
 
 
-def server_name(server: int) -> str:
+def format_server_name(server: int) -> str:
     """Return a parameter server's name in processes, files and the timeline: `server0`."""
     return f"server{server}"
 
 
-def rank_of(name: str) -> int | None:
+def parse_rank(name: str) -> int | None:
     """Return the rank in a worker's name, or None for another name."""
     match = re.fullmatch(r"rank(\d+)", name)
     return int(match[1]) if match else None
@@ -87,7 +87,7 @@ class RunFolder:
 
     def heartbeat(self, rank: int) -> Path:
         """Return the path of a worker's heartbeat (`telemetry.heartbeat`), which only its node reads."""
-        return self._local / f"{worker_name(rank)}.heartbeat"
+        return self._local / f"{format_worker_name(rank)}.heartbeat"
 
     def stack(self, process: str) -> Path:
         """Return the path of the stacks that a process writes if its agent requests them."""
@@ -233,11 +233,11 @@ class RunFolder:
         return {rank: result for rank, result in results.items() if result is not None}
 
     def _worker(self, rank: int) -> Path:
-        return self.path / f"{worker_name(rank)}.json"
+        return self.path / f"{format_worker_name(rank)}.json"
 
     def server_statistics(self, server: int) -> Path:
         """Return the path of the statistics that a parameter server writes at its end."""
-        return self.path / f"{server_name(server)}.json"
+        return self.path / f"{format_server_name(server)}.json"
 
     def read_server(self, server: int) -> dict[str, Any] | None:
         """Return the statistics of a parameter server. Return None if it has not reached its end."""

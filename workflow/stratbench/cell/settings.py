@@ -12,9 +12,9 @@ from copy import copy
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
-from stratbench.cell.extensions import keys_of
+from stratbench.cell.extensions import iter_keys
 from stratbench.cell.learning_rate import Schedule, share_of_lr
-from stratbench.cell.options import build_field_rules, schema_of
+from stratbench.cell.options import build_field_rules, build_schema
 
 #: The value of `planned` for a setting whose every value changes memory or traffic.
 EACH = "each value"
@@ -239,7 +239,7 @@ class Settings:
     def workers_are_jobs(self) -> bool:
         """Whether each worker is a separate job, so that the cell has no single allocation."""
         return any(
-            keys.workers_are_jobs for name, keys in keys_of("experiment") if name in self.more
+            keys.workers_are_jobs for name, keys in iter_keys("experiment") if name in self.more
         )
 
     def share_of_lr(self, step: int, steps: int) -> float:
@@ -312,17 +312,17 @@ def build_settings_schema() -> dict[str, Any]:
             "additionalProperties": False,
             "properties": build_field_rules(keys),
         }
-        for name, keys in keys_of("experiment")
+        for name, keys in iter_keys("experiment")
     }
     rules["more"] |= {"properties": more, "additionalProperties": False}
     return {"required": [name for name in rules if name != "more"], "properties": rules}
 
 
-def schema_of_given() -> dict[str, Any]:
+def build_experiment_schema() -> dict[str, Any]:
     """Return the JSON Schema of the settings that an experiment may give, with their defaults."""
-    whole = schema_of(Settings, GIVEN)
-    for _, keys in keys_of("experiment"):
-        each = schema_of(keys, [f.name for f in fields(keys) if f.metadata["given"]])
+    whole = build_schema(Settings, GIVEN)
+    for _, keys in iter_keys("experiment"):
+        each = build_schema(keys, [f.name for f in fields(keys) if f.metadata["given"]])
         whole["required"] += each["required"]
         whole["properties"] |= each["properties"]
     return whole

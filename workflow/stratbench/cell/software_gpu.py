@@ -17,7 +17,7 @@ UUID_MARK = "-736f-667477617265"
 WHY = "trained on the software GPU, which runs no kernel: none of its figures is a measurement"
 
 
-def is_here() -> bool:
+def is_installed() -> bool:
     """Return whether the software GPU replaces CUDA in this Python environment."""
     return Path(sys.prefix, FOLDER).is_dir()
 

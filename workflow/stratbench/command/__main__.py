@@ -16,7 +16,7 @@ from stratbench.cell.extensions import at
 from stratbench.cell.files import reason_of
 from stratbench.command import CommandError
 from stratbench.command.init import create_study
-from stratbench.command.subcommands import Adder, add_training, answer_by_rule, refuse
+from stratbench.command.subcommands import SubcommandAdder, add_training, answer_by_rule, refuse
 
 DESCRIPTION = """\
 Measures distributed-training strategies against each other, and says which to choose.
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     whole.add_argument("--version", action="version", version=f"stratbench {__version__}")
-    add = Adder(whole)
+    add = SubcommandAdder(whole)
     text = "create a new study: config.yaml, Snakefile, profiles"
     init = add("init", run_init, text, study=False)
     init.add_argument(

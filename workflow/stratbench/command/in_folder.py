@@ -45,12 +45,12 @@ def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snake
     Raises:
         CommandError: The current folder has no study, or Snakemake is not installed.
     """
-    command = command_line(*arguments, config=config, program=program)
+    command = build_snakemake_command(*arguments, config=config, program=program)
     sys.stdout.flush()
     os.execv(sys.executable, command)
 
 
-def command_line(
+def build_snakemake_command(
     *arguments: str, config: Sequence[str] = (), program: str = "snakemake"
 ) -> list[str]:
     """Return the Snakemake command for the current folder, with its own Snakefile if any.
@@ -71,7 +71,7 @@ def command_line(
     return command + (["--config", *config] if config else [])
 
 
-def profile_folder(name: str) -> str:
+def find_profile_folder(name: str) -> str:
     """Return the folder of a Snakemake profile: a path, `profiles/<name>` here, or a built-in profile."""
     for folder in (Path(name), Path("profiles", name), ROOT / "profiles" / name):
         if (folder / "config.yaml").is_file():

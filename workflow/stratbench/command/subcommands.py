@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stratbench.command import CommandError
-from stratbench.command.in_folder import QUIET, profile_folder, require, run_rules
+from stratbench.command.in_folder import QUIET, find_profile_folder, require, run_rules
 
 #: A function that runs a subcommand with its arguments and those for Snakemake, and returns the exit code.
 Run = Callable[[argparse.Namespace, list[str]], int]
@@ -17,7 +17,7 @@ In a study's folder all other options go to Snakemake, with their values by `=`:
 """
 
 
-class Adder:
+class SubcommandAdder:
     """Adds subcommands to a parser, and finds added subcommands."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ class Adder:
         return self._parsers.choices[name]
 
 
-def add_training(add: Adder, name: str, text: str) -> None:
+def add_training(add: SubcommandAdder, name: str, text: str) -> None:
     """Add a subcommand that trains, which has the option `--profile`.
 
     Args:
@@ -77,7 +77,7 @@ def run_training(args: argparse.Namespace, others: list[str]) -> int:
     """Run the workflow's default target for `stratbench run`, else the rule with the subcommand's name."""
     require("torch")
     target = [] if args.command == "run" else [args.command]
-    profile = profile_folder(args.profile)
+    profile = find_profile_folder(args.profile)
     return run_rules(*target, "--profile", profile, *others, config=pairs(args))
 
 

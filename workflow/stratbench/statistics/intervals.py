@@ -13,9 +13,9 @@ import numpy as np
 
 from stratbench.statistics.moderated import (
     ALPHA,
-    half_widths,
-    moderated_variances,
-    paired_differences,
+    compute_half_widths,
+    compute_paired_differences,
+    moderate_variances,
 )
 
 #: The minimum number of repeats for which quartiles are shown instead of the range.
@@ -62,19 +62,19 @@ def compute_median_and_spread(values: Sequence[float]) -> tuple[float, float, fl
     return float(median), float(low), float(high), name
 
 
-def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+def compute_mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """Return the geometric mean of paired ratios; all values must be above 0."""
     ratios = np.asarray(numerators, dtype=float) / np.asarray(denominators, dtype=float)
     return float(np.exp(np.mean(np.log(ratios))))
 
 
-def paired_ratios(
+def compute_paired_ratios(
     pairs: Sequence[np.ndarray], served: Sequence[bool], together: int = 1
 ) -> list[IntervalEstimate]:
     """Return the geometric mean ratio of each pair, with its 95 % moderated t interval.
 
     Column k of both rows comes from repeat k, so that effects of the repeat's seed cancel. A single repeat
-    has no interval. The variances of all `pairs` are pooled as in `moderated_variances`.
+    has no interval. The variances of all `pairs` are pooled as in `moderate_variances`.
 
     Args:
         pairs: Arrays of shape [2, repeats]: numerators and denominators.
@@ -86,13 +86,13 @@ def paired_ratios(
     values = np.full((2, len(pairs), max(pair.shape[1] for pair in pairs)), np.nan)
     for i, pair in enumerate(pairs):
         values[:, i, : pair.shape[1]] = pair
-    differences = paired_differences(*np.log(values))
-    variance, dof = moderated_variances(differences, np.array(served))
-    half = half_widths(variance, dof, differences.repeats, ALPHA / 2 / together)
+    differences = compute_paired_differences(*np.log(values))
+    variance, dof = moderate_variances(differences, np.array(served))
+    half = compute_half_widths(variance, dof, differences.repeats, ALPHA / 2 / together)
     ends = np.exp(np.stack([differences.mean - half, differences.mean + half], axis=-1))
     return [
         IntervalEstimate(
-            mean_ratio(*pair), *map(float, interval) if np.isfinite(interval[1]) else ()
+            compute_mean_ratio(*pair), *map(float, interval) if np.isfinite(interval[1]) else ()
         )
         for pair, interval in zip(pairs, ends, strict=True)
     ]

@@ -40,7 +40,7 @@ class Differences(NamedTuple):
         return self.repeats - 1
 
 
-def paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
+def compute_paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
     """Return the paired differences of `logs` from `others`, both of shape [..., repeats] (broadcast).
 
     NaN in an input marks a missing repeat. The mean is NaN without a common repeat, and the variance is NaN
@@ -126,7 +126,7 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
     return x
 
 
-def moderated_variances(
+def moderate_variances(
     differences: Differences, kinds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return variances shrunk towards the prior of their kind, and their degrees of freedom.
@@ -251,7 +251,7 @@ def moderate_variances_by_groups(
     return shrink_variances(Prior(np.minimum(d0.min(0), most), s0.sum(0)), differences)
 
 
-def half_widths(
+def compute_half_widths(
     variance: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail: Any
 ) -> np.ndarray:
     """Return the half-widths of t intervals; infinite with 0 degrees of freedom.
@@ -275,7 +275,7 @@ def half_widths(
     return np.where(known, half, np.inf)
 
 
-def tail_of(rivals: int | np.ndarray) -> np.ndarray:
+def compute_alternatives_tail(rivals: int | np.ndarray) -> np.ndarray:
     """Return the tail probability of an interval in a comparison with `rivals` alternatives.
 
     The allowed rate of false conclusions is divided among the alternatives and the interim analyses. A

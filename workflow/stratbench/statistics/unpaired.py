@@ -14,12 +14,12 @@ from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.moderated import ALPHA
 
 
-def geometric_mean(times: Sequence[float]) -> float:
+def compute_geometric_mean(times: Sequence[float]) -> float:
     """Return the geometric mean, which for a single value is exactly that value."""
     return math.prod(t ** (1 / len(times)) for t in times)
 
 
-def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
+def compute_time_ratio(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
     """Return the ratio of geometric means with its 95 % interval (Welch, 1947).
 
     All values must be above 0. There is no interval if either side has fewer than two repeats, or if both
@@ -29,12 +29,12 @@ def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> IntervalEstima
     return estimate_difference(*logs).map_values(math.exp)
 
 
-def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
-    """Return the difference of means with its interval, computed as in `ratio_of_times`."""
+def compute_score_difference(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
+    """Return the difference of means with its interval, computed as in `compute_time_ratio`."""
     return estimate_difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
 
 
-def mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
+def compute_mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
     """Return the geometric mean of values with these logarithms, with its 95 % t interval.
 
     There is no interval for a single value or for equal values. For one ratio per model, the interval shows
@@ -44,7 +44,7 @@ def mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
     return estimate_interval(float(values.mean()), [values]).map_values(math.exp)
 
 
-def slowdown_over_cells(
+def compute_mean_slowdown(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
 ) -> IntervalEstimate:
     """Return the mean slowdown over cells, as the relative increase in time.

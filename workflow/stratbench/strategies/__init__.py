@@ -49,12 +49,12 @@ def _option_defaults(name: str) -> dict[str, Any]:
     return asdict(strategy_class(name).Options())
 
 
-def option_defaults(name: str) -> dict[str, Any]:
+def get_option_defaults(name: str) -> dict[str, Any]:
     """Return the options of the strategy registered as `name`, with their defaults."""
     return dict(_option_defaults(name))
 
 
-def resolved_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+def resolve_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     """Return all options of a cell on `gpus` workers.
 
     Args:
@@ -62,10 +62,10 @@ def resolved_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str
         given: Options that are set; they override the defaults.
         gpus: Number of workers.
     """
-    return strategy_class(name).resolve(option_defaults(name) | given, gpus)
+    return strategy_class(name).resolve(get_option_defaults(name) | given, gpus)
 
 
-def traits_of(
+def get_traits(
     name: str,
     options: Mapping[str, Any],
     gpus: int,
@@ -101,7 +101,7 @@ def traits_of(
     return replace(traits, synchronous_alone=False, equals_ddp=False)
 
 
-def mesh_of(name: str, options: Mapping[str, Any], gpus: int) -> Mesh:
+def get_mesh(name: str, options: Mapping[str, Any], gpus: int) -> Mesh:
     """Return how the strategy registered as `name` divides its work among the workers.
 
     Args:

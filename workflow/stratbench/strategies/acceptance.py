@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 from stratbench.workload.network import models
 from stratbench.workload.users_code import Refused
 
@@ -43,7 +43,7 @@ SCORES, ROUNDED_SCORES = 1e-3, 5e-2
 
 
 @contextmanager
-def same_scores(
+def refusing_changed_scores(
     strategy: Strategy,
     network: str | models.Model,
     model: nn.Module,
@@ -93,7 +93,7 @@ def same_scores(
     if names := strategy.partly_trained(x, y):
         raise Refused(
             f"{models.in_words(network)}: with sequence_parallel: true each worker would train "
-            f"{names_text(names)} on its own positions alone; give the modules with these parameters the "
+            f"{format_names(names)} on its own positions alone; give the modules with these parameters the "
             "way `norm` in tensor_plan"
         )
 
@@ -107,7 +107,7 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
         samples: Samples per step of a worker.
         parts: Number of parts in which the worker computes its samples.
     """
-    if samples < least_samples(batchnorm, parts):
+    if samples < compute_least_samples(batchnorm, parts):
         within = "" if parts == 1 else f" in each of {parts} parts (gradient_accumulation_steps)"
         raise Refused(
             f"{models.in_words(network)}: it normalises over the batch (BatchNorm), but a worker's batch has "
@@ -115,12 +115,12 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
         )
 
 
-def least_samples(batchnorm: bool, parts: int) -> int:
+def compute_least_samples(batchnorm: bool, parts: int) -> int:
     """Return the smallest number of samples per step of a worker: two per part with BatchNorm, else one."""
     return 2 * parts if batchnorm else 1
 
 
-def moves_by_zeros(strategy: Strategy, trial: Trial, s: Settings) -> bool:
+def changes_without_gradient(strategy: Strategy, trial: Trial, s: Settings) -> bool:
     """Return whether the strategy changes parameters in steps in which they get no gradient.
 
     Some strategies then use a gradient of zeros, which changes a parameter by momentum, weight decay or

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from stratbench.cell.options import Options, disown
-from stratbench.cell.text.words import names_text
+from stratbench.cell.options import Options, remove_inherited_claims
+from stratbench.cell.text.words import format_names
 from stratbench.strategies.mesh import Mesh
 from stratbench.workload.network.precision import autocast, effective_dtypes, scores_for_loss
 from stratbench.workload.tasks import Classification, Task, loss_and_weight, ratio
@@ -239,7 +239,7 @@ class Strategy:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        disown(cls, CLAIMS)
+        remove_inherited_claims(cls, CLAIMS)
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -329,7 +329,9 @@ class Strategy:
             "max_grad_norm cannot measure": s.max_grad_norm is not None,
         }
         if sparse and any(by.values()):
-            yield sparse_gradient(sparse, next(reason for reason, set_ in by.items() if set_))
+            yield sparse_gradient_reason(
+                sparse, next(reason for reason, set_ in by.items() if set_)
+            )
 
     @classmethod
     def on_fakes(cls) -> AbstractContextManager:
@@ -701,9 +703,9 @@ class Collective(Strategy):
         loss, weight = loss_and_weight(self.worker.task, outputs, y)
         if weight is None:
             return loss
-        from stratbench.telemetry.shards import local_part
+        from stratbench.telemetry.shards import get_local_shard
 
-        self.part_weights.append(local_part(weight))
+        self.part_weights.append(get_local_shard(weight))
         return loss * (
             self.worker.settings.gradient_accumulation_steps * self.parts / self.count_targets(y)
         )
@@ -757,18 +759,20 @@ class Collective(Strategy):
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that this worker's optimizer uses in the next update."""
-        from stratbench.telemetry.shards import local_part
+        from stratbench.telemetry.shards import get_local_shard
 
-        return [local_part(t.grad) for t in self.local if t.grad is not None]
+        return [get_local_shard(t.grad) for t in self.local if t.grad is not None]
 
     def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
         import torch
 
-        from stratbench.telemetry.shards import local_part
+        from stratbench.telemetry.shards import get_local_shard
 
         self.compute_gradients(x, y)
         gradients = [
-            torch.zeros_like(local_part(t)) if t.grad is None else local_part(t.grad).clone()
+            torch.zeros_like(get_local_shard(t))
+            if t.grad is None
+            else get_local_shard(t.grad).clone()
             for t in self.local
         ]
         self.optimizer.zero_grad(set_to_none=True)
@@ -855,9 +859,9 @@ class Collective(Strategy):
         """Return the tensors of this worker's training state, always in the same number and order."""
         import torch
 
-        from stratbench.telemetry.memory import optimizer_state
+        from stratbench.telemetry.memory import get_optimizer_state
 
-        state = optimizer_state(self.optimizer)
+        state = get_optimizer_state(self.optimizer)
         entries = [state[t] for t in self.local if t in state]
         states = [entry[name] for entry in entries for name in sorted(entry)]
         others = [t for t in [*states, *self.extra_state()] if torch.is_tensor(t)]
@@ -876,11 +880,11 @@ class Collective(Strategy):
 
     def optimizer_dtype(self) -> str | None:
         """Return the number formats of the optimizer's state per weight, or None without such state."""
-        from stratbench.telemetry.memory import optimizer_state
+        from stratbench.telemetry.memory import get_optimizer_state
 
-        state = optimizer_state(self.optimizer).items()
+        state = get_optimizer_state(self.optimizer).items()
         moments = (v for t, entry in state for v in entry.values() if v.shape == t.shape)
-        return ", ".join(dtype_names(moments)) or None
+        return ", ".join(list_dtype_names(moments)) or None
 
     def report(self) -> dict[str, Any]:
         s, skipped = self.worker.settings, 0 if self.scaler is None else self.scaler.skipped_steps()
@@ -892,7 +896,7 @@ class Collective(Strategy):
         }
 
 
-def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None) -> Tensor:
+def reduce_norm(norm: Tensor, workers: int, group: ProcessGroup | None = None) -> Tensor:
     """Return the norm of a vector that workers hold in shards. All workers must call it.
 
     Args:
@@ -909,17 +913,18 @@ def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None)
     return square.sqrt()
 
 
-def dtype_names(tensors: Iterable[Tensor]) -> list[str]:
+def list_dtype_names(tensors: Iterable[Tensor]) -> list[str]:
     """Return the sorted names of the tensors' number formats, without repetition."""
     return sorted({str(t.dtype).removeprefix("torch.") for t in tensors})
 
 
-def sparse_gradient(names: Sequence[str], reason: str) -> str:
+def sparse_gradient_reason(names: Sequence[str], reason: str) -> str:
     """Return a sentence on unsupported sparse gradients of some parameters, with the remedy."""
-    return f"the gradient of {names_text(names)} is sparse, which {reason}; build the layer with sparse=False"
+    listed = format_names(names)
+    return f"the gradient of {listed} is sparse, which {reason}; build the layer with sparse=False"
 
 
-def refusals_of_parts(trial: Trial, as_parameters: bool = True) -> Iterator[str]:
+def iter_sharding_refusals(trial: Trial, as_parameters: bool = True) -> Iterator[str]:
     """Yield reasons why a strategy that shards parameters would train a user's model wrongly.
 
     Args:
@@ -933,15 +938,16 @@ def refusals_of_parts(trial: Trial, as_parameters: bool = True) -> Iterator[str]
     if as_parameters and trial.remade:
         yield changed_class_reason(trial.remade)
     if trial.overwritten:
-        yield changes_lost(trial.overwritten)
+        yield lost_changes_reason(trial.overwritten)
     if trial.again:
-        yield adds_again(trial.again)
+        yield repeated_addition_reason(trial.again)
 
 
 def lost_hooks_reason(names: Sequence[str]) -> str:
     """Return a sentence on gradient hooks that are lost if shards replace parameters, with remedy."""
     return (
-        f"{names_text(names)} has a gradient hook, which would stay on the whole parameter while its shards "
+        f"{format_names(names)} has a gradient hook, which would stay on the whole parameter while its "
+        "shards "
         "are trained; change the gradient in forward instead (torch.where, detach, an autograd function)"
     )
 
@@ -949,7 +955,8 @@ def lost_hooks_reason(names: Sequence[str]) -> str:
 def wrong_reference_reason(names: Sequence[str]) -> str:
     """Return a sentence on parameters that forward reads from elsewhere than their module's attribute."""
     return (
-        f"forward reads {names_text(names)} from a list or dictionary instead of its module's attribute, but "
+        f"forward reads {format_names(names)} from a list or dictionary instead of its module's attribute, "
+        "but "
         "only the attribute gets the shards that are trained; read the attribute, or use nn.ParameterList or "
         "nn.ParameterDict"
     )
@@ -958,15 +965,15 @@ def wrong_reference_reason(names: Sequence[str]) -> str:
 def changed_class_reason(names: Sequence[str]) -> str:
     """Return a sentence on parameters whose class or attributes forward reads, with the remedy."""
     return (
-        f"forward uses the class or an attribute of {names_text(names)}, which shards of a parameter do not "
-        "have; store the attribute in the module"
+        f"forward uses the class or an attribute of {format_names(names)}, which shards of a parameter do "
+        "not have; store the attribute in the module"
     )
 
 
-def changes_lost(names: Sequence[str]) -> str:
+def lost_changes_reason(names: Sequence[str]) -> str:
     """Return a sentence on parameters that forward changes without effect, with the remedy."""
     return (
-        f"forward writes to {names_text(names)}, and its changes are lost when the weights are gathered or "
+        f"forward writes to {format_names(names)}, and its changes are lost when the weights are gathered or "
         "pulled; store them in a buffer (register_buffer), or change how forward uses the parameter"
     )
 
@@ -974,15 +981,15 @@ def changes_lost(names: Sequence[str]) -> str:
 def diverging_replicas_reason(names: Sequence[str]) -> str:
     """Return a sentence on parameters that forward changes by its data. Replicas would diverge."""
     return (
-        f"forward writes values to {names_text(names)} that depend on the batch, so the workers' replicas "
+        f"forward writes values to {format_names(names)} that depend on the batch, so the workers' replicas "
         "would diverge; store them in a buffer (register_buffer), or change how forward uses the parameter"
     )
 
 
-def adds_again(names: Sequence[str]) -> str:
+def repeated_addition_reason(names: Sequence[str]) -> str:
     """Return a sentence on gradients to which one backward adds several times, with the remedy."""
     return (
-        f"backward adds to the gradient of {names_text(names)} several times, and the first sum would be "
+        f"backward adds to the gradient of {format_names(names)} several times, and the first sum would be "
         "used as the whole gradient (reentrant checkpointing calls a block again); checkpoint with "
         "use_reentrant=False"
     )
@@ -991,16 +998,16 @@ def adds_again(names: Sequence[str]) -> str:
 def by_data(names: Sequence[str]) -> str:
     """Return a sentence on modules that forward skips depending on its data, with the remedy."""
     return (
-        f"not every batch uses {names_text(names)}: forward chooses by values of tensors. Workers have "
+        f"not every batch uses {format_names(names)}: forward chooses by values of tensors. Workers have "
         "different data, so they would wait for each other forever or sum the gradients of different "
         "modules; call it always, and choose with torch.where or a factor of 0 or 1"
     )
 
 
-def by_chance(modules: Sequence[str]) -> str:
+def skipped_at_random_reason(modules: Sequence[str]) -> str:
     """Return a sentence on modules that forward skips at random, with the remedy."""
     return (
-        f"not every forward calls {names_text(modules)}: each worker draws its own random numbers, so "
+        f"not every forward calls {format_names(modules)}: each worker draws its own random numbers, so "
         "workers would wait for each other forever; call it always, and multiply its output by 0 or 1"
     )
 
@@ -1022,7 +1029,7 @@ def compiled(module: nn.Module, s: Settings) -> nn.Module:
     return torch.compile(module, dynamic=False)
 
 
-def ring_traffic(sent_bytes: float) -> dict[str, Any]:
+def describe_ring_traffic(sent_bytes: float) -> dict[str, Any]:
     """Return `Strategy.communication` of ring collectives, by which a worker receives what it sends.
 
     See Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.

@@ -44,4 +44,4 @@ class Counted(base.Collective):
         return loss
 
     def communication(self) -> dict[str, Any] | None:
-        return None if isnan(self._sent_bytes) else base.ring_traffic(self._sent_bytes)
+        return None if isnan(self._sent_bytes) else base.describe_ring_traffic(self._sent_bytes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from stratbench.cell.options import option
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 from stratbench.strategies import base
 from stratbench.strategies.compression import PowerSGD, SixteenBits
 from stratbench.workload.network.precision import PURE_BF16
@@ -31,7 +31,7 @@ _UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 def no_gradient_reason(names: Sequence[str]) -> str:
     """Return a sentence on parameters without a gradient, for which DDP waits, with the remedy."""
     return (
-        f"{names_text(names)} got no gradient in a step, and DDP waits for one from every parameter; use "
+        f"{format_names(names)} got no gradient in a step, and DDP waits for one from every parameter; use "
         "it in each forward, remove it, or freeze it with requires_grad_(False)"
     )
 
@@ -183,17 +183,19 @@ class DDP(base.Collective):
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
         if trial.by_chance:
-            yield base.by_chance(trial.by_chance)
+            yield base.skipped_at_random_reason(trial.by_chance)
         elif trial.by_data:
             yield base.by_data(trial.by_data)
         elif trial.unused:
             yield no_gradient_reason(trial.unused)
         if trial.again:
-            yield base.adds_again(trial.again)
+            yield base.repeated_addition_reason(trial.again)
         if trial.parted:
             yield base.diverging_replicas_reason(trial.parted)
         if trial.sparse:
-            yield base.sparse_gradient(trial.sparse, "DDP does not average as one process would")
+            yield base.sparse_gradient_reason(
+                trial.sparse, "DDP does not average as one process would"
+            )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         try:
@@ -263,7 +265,7 @@ class DDP(base.Collective):
             gradients = self.compressor.mean_bytes(self.parameters, self.steps)
         buffers = sum(b.nbytes for b in self.model.buffers())
         # Buffers are broadcast in a ring before a step's first forward, in which the last rank sends nothing.
-        traffic = base.ring_traffic((w - 1) / w * (2 * gradients + buffers))
+        traffic = base.describe_ring_traffic((w - 1) / w * (2 * gradients + buffers))
         before, after = self._warm_up, read_sampled_times(self.module, self._sample_every)
         steps = after.steps - before.steps
         if steps > 0:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stratbench.telemetry.memory import optimizer_state
-from stratbench.telemetry.shards import local_part
+from stratbench.telemetry.memory import get_optimizer_state
+from stratbench.telemetry.shards import get_local_shard
 from stratbench.workload.network.changes import Attributes
 
 
@@ -56,7 +56,7 @@ class SavedState:
             attributes: Present values of the model's attributes, or None if its forward changes none.
         """
         self._attributes = attributes
-        self._tensors = [_copy_to_host(local_part(t)).copy for t in tensors]
+        self._tensors = [_copy_to_host(get_local_shard(t)).copy for t in tensors]
         self._extra = [
             _copy_to_host(e) if torch.is_tensor(e) else deepcopy(e.state_dict()) for e in extra
         ]
@@ -65,7 +65,7 @@ class SavedState:
         if optimizer is not None:
             self._states = {
                 p: {name: _copy_to_host(value) for name, value in entry.items()}
-                for p, entry in optimizer_state(optimizer).items()
+                for p, entry in get_optimizer_state(optimizer).items()
             }
             self._groups = [
                 deepcopy({name: value for name, value in group.items() if name != "params"})
@@ -99,7 +99,7 @@ class SavedState:
             self._attributes.put_back()
         with torch.no_grad():
             for now, then in zip(tensors, self._tensors, strict=True):
-                local_part(now).copy_(then)
+                get_local_shard(now).copy_(then)
             for now, then in zip(extra, self._extra, strict=True):
                 if torch.is_tensor(now):
                     now.copy_(then.copy)
@@ -109,7 +109,7 @@ class SavedState:
                 self._restore_optimizer(optimizer)
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        state = optimizer_state(optimizer)
+        state = get_optimizer_state(optimizer)
         for p in [p for p in state if p not in self._states]:
             del state[p]
         for p, entry in self._states.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stratbench.strategies.base import Collective, Traits, Worker, ring_traffic
+from stratbench.strategies.base import Collective, Traits, Worker, describe_ring_traffic
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,4 +30,4 @@ class Single(Collective):
         return model
 
     def communication(self) -> dict[str, Any]:
-        return ring_traffic(0)
+        return describe_ring_traffic(0)

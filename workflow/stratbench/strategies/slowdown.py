@@ -101,13 +101,13 @@ def measure_step_s(
     from stratbench.telemetry.clock import synchronise
     from stratbench.workload.data.device_data import example_batch
     from stratbench.workload.network.precision import autocast, batch_format
-    from stratbench.workload.tasks import loss_and_weight, takes_values, task_of
+    from stratbench.workload.tasks import get_task, loss_and_weight, takes_values
 
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype
     samples = strategy_class(s.strategy).samples_per_step(s) // s.gradient_accumulation_steps
     layout = batch_format(s.precision, device.type)
-    task = task_of(s, shape)
+    task = get_task(s, shape)
     of = takes_values(task), s.task == "text-classification"
     x, y = example_batch(samples, shape, classes, device, dtype, layout, *of)
     times = []

@@ -25,7 +25,7 @@ OF_JOB = f"{OPTION} {{log:q}}.json"
 CONFIGS = Path(".snakemake/configs")
 
 
-def keep_config(workflow: Any) -> None:
+def save_config_for_jobs(workflow: Any) -> None:
     """Save a run's config to a file. Make its jobs read this file instead of config.yaml.
 
     Args:
@@ -39,7 +39,7 @@ def keep_config(workflow: Any) -> None:
 
 
 def has_saved_config(workflow: Any) -> bool:
-    """Return whether this process is a job whose config was saved by `keep_config`."""
+    """Return whether this process is a job whose config was saved by `save_config_for_jobs`."""
     return any(
         Path(p).parent.parts[-2:] == CONFIGS.parts
         for p in internals.get_command_line_config_files(workflow)

@@ -12,7 +12,7 @@ from stratbench.cell.settings import Settings
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.plan_file import PlanFile
-from stratbench.study.resources import JobRequest, PlannedNeeds, job_request
+from stratbench.study.resources import JobRequest, PlannedNeeds, build_job_request
 
 
 class Jobs:
@@ -79,7 +79,7 @@ class Jobs:
                 longest_s=self.longest_s(cell),
             )
             limit_s = self._study.time_limit_s(cell)
-            self._requests[cell] = job_request(
+            self._requests[cell] = build_job_request(
                 cell, self.settings_of(cell), self._cluster, limit_s, needs
             )
         return self._requests[cell]

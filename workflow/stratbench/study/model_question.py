@@ -33,7 +33,7 @@ class Question:
     price: float | None = None
 
 
-def add_question(parser: argparse.ArgumentParser) -> None:
+def add_question_options(parser: argparse.ArgumentParser) -> None:
     """Add the command-line options of a question, except for its model and data set."""
     add = parser.add_argument
     add(
@@ -55,13 +55,13 @@ def add_question(parser: argparse.ArgumentParser) -> None:
     add("--price", type=_amount, metavar="X", help="with --gpus: price of a GPU per hour")
 
 
-def options_of(args: argparse.Namespace) -> dict[str, str]:
+def format_question_options(args: argparse.Namespace) -> dict[str, str]:
     """Return a question's set options as texts, without its model and data set."""
     names = [f.name for f in fields(Question) if f.name not in ("model", "dataset")]
     return {f"--{n}": str(v) for n in names if (v := getattr(args, n)) is not None}
 
 
-def question_of(args: argparse.Namespace) -> Question:
+def read_question(args: argparse.Namespace) -> Question:
     """Return the question that parsed command-line arguments state."""
     return Question(**{f.name: getattr(args, f.name) for f in fields(Question)})
 

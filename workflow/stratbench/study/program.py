@@ -21,7 +21,7 @@ from pathlib import Path
 
 from stratbench.cell.files import reason_of
 from stratbench.cell.locks import NoLocks, try_lock
-from stratbench.cell.parent import end_with
+from stratbench.cell.parent import terminate_with
 from stratbench.study.job_values import insert_values
 
 LOCK = ".lock"
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--hold", type=Path, help="folder to lock against other runs meanwhile")
     args = parser.parse_args(own)
     signal.signal(signal.SIGTERM, partial(stop, os.getpid()))
-    end_with(args.parent)
+    terminate_with(args.parent)
     try:
         with hold(args.hold) if args.hold else nullcontext():
             for module, *arguments in programs:

@@ -8,7 +8,7 @@ from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import counted, joined_with_and
+from stratbench.cell.text.words import counted, join_with_and
 
 #: Reason of a failed job that has written none.
 NO_EVIDENCE = "ended before it could report a reason; its log may have one"
@@ -16,7 +16,9 @@ NO_EVIDENCE = "ended before it could report a reason; its log may have one"
 MAX_LINES = 12
 
 
-def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: float) -> Iterator[str]:
+def iter_failure_summary(
+    failed: Iterable[tuple[Any, Path]], results: str, since_s: float
+) -> Iterator[str]:
     """Yield a summary's lines of what failed in a run of Snakemake, or nothing.
 
     Args:
@@ -36,8 +38,8 @@ def iter_summary(failed: Iterable[tuple[Any, Path]], results: str, since_s: floa
     if not ordered:
         return
     counts = {"cell": len(cells), "block": len(blocks)}
-    yield f"Failed: {joined_with_and(counted(n, what) for what, n in counts.items() if n)}"
-    lines = [*lines_by_reason(cells), *blocks]
+    yield f"Failed: {join_with_and(counted(n, what) for what, n in counts.items() if n)}"
+    lines = [*format_reasons(cells), *blocks]
     yield from (f"  {line}" for line in lines[:MAX_LINES])
     if len(lines) > MAX_LINES:
         yield f"  and {counted(len(lines) - MAX_LINES, 'other reason')}"
@@ -50,18 +52,18 @@ def _read_failure_reason(log_dir: Path, since_s: float) -> str:
         is_of_this_run = (log_dir / record.FAILURE_FILE).stat().st_mtime >= since_s
     except OSError:
         is_of_this_run = False
-    reason = record.failure_reason(log_dir) if is_of_this_run else None
+    reason = record.read_failure_reason(log_dir) if is_of_this_run else None
     return (reason or NO_EVIDENCE).removeprefix("ModelError: ")
 
 
-def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
+def format_reasons(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
     """Return a line for each reason why cells are not trained, which names all cells with this reason."""
     groups: dict[str, list[Cell]] = {}
     for cell, reason in reasons:
-        groups.setdefault(without_subject(reason), []).append(cell)
+        groups.setdefault(remove_subject(reason), []).append(cell)
     return [
         f"{_join_names(c.model for c in cells)} with {_join_names(c.strategy for c in cells)} on "
-        f"{workers_text({c.gpus for c in cells})} ({counted(len(cells), 'cell')} of "
+        f"{format_worker_counts({c.gpus for c in cells})} ({counted(len(cells), 'cell')} of "
         f"{_join_names(c.experiment for c in cells)}): {reason}"
         for reason, cells in groups.items()
     ]
@@ -71,10 +73,10 @@ def _join_names(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def without_subject(reason: str) -> str:
+def remove_subject(reason: str) -> str:
     """Return a reason without the model and strategy that its line already names."""
     return reason.partition(" cannot train it: ")[2] or reason
 
 
-def workers_text(counts: set[int]) -> str:
+def format_worker_counts(counts: set[int]) -> str:
     return f"{', '.join(map(str, sorted(counts)))} worker{'s' if counts != {1} else ''}"

@@ -89,7 +89,7 @@ class PlannedNeeds:
 NO_PLAN = PlannedNeeds()
 
 
-def job_request(
+def build_job_request(
     cell: Cell,
     settings: Settings,
     cluster: Mapping[str, Any],
@@ -100,10 +100,10 @@ def job_request(
     for _, make_request in at("request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request
-    return plain_request(cell, settings, cluster, time_limit_s, needs)
+    return build_plain_request(cell, settings, cluster, time_limit_s, needs)
 
 
-def plain_request(
+def build_plain_request(
     cell: Cell,
     settings: Settings,
     cluster: Mapping[str, Any],
@@ -116,8 +116,8 @@ def plain_request(
     CPUs requests a core per thread, and the plan's memory or a small default.
     """
     host_mem_mib = needs.host_mem_mib
-    of_node = workers_of_node(cell, cluster)
-    n_nodes = node_count(cell, cluster)
+    of_node = count_workers_per_node(cell, cluster)
+    n_nodes = count_nodes(cell, cluster)
     servers = -(-settings.options.get("servers", 0) // n_nodes)
     on_gpus = cluster["request_gpus"] and settings.device != "cpu"
     if on_gpus:
@@ -145,19 +145,19 @@ def plain_request(
     )
 
 
-def node_count(cell: Cell, cluster: Mapping[str, Any]) -> int:
+def count_nodes(cell: Cell, cluster: Mapping[str, Any]) -> int:
     """Return the number of nodes that the cell spans."""
-    return node_count_of(cell.gpus, cluster)
+    return count_nodes_of_workers(cell.gpus, cluster)
 
 
-def node_count_of(gpus: int, cluster: Mapping[str, Any]) -> int:
+def count_nodes_of_workers(gpus: int, cluster: Mapping[str, Any]) -> int:
     """Return the number of nodes that a cell with `gpus` workers spans."""
     return -(-gpus // cluster["gpus_per_node"])
 
 
-def workers_of_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
+def count_workers_per_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
     """Return the number of workers per node of a cell. Its last node may have fewer."""
-    return -(-cell.gpus // node_count(cell, cluster))
+    return -(-cell.gpus // count_nodes(cell, cluster))
 
 
 def runtime_min(
@@ -179,7 +179,7 @@ def runtime_min(
     return -(-int(time_limit_s + cluster["startup_allowance_s"]) // 60)
 
 
-def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequest:
+def combine_requests(requests: Iterable[JobRequest], runtime_min: int) -> JobRequest:
     """Return a request that is large enough for each of several cells, for `runtime_min` minutes."""
     requests = list(requests)
     return JobRequest(

@@ -12,11 +12,11 @@ from stratbench.cell import record
 from stratbench.cell.settings import Settings
 from stratbench.study import snakemake_internals as internals
 
-#: Names of data sets on which `forget_other_data` has already printed its message.
+#: Names of data sets on which `replace_results_of_other_data` has already printed its message.
 _told: set[str] = set()
 
 
-def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
+def note_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
     """Tell Snakemake which training jobs have finished without its knowledge, and restart it if needed.
 
     If Snakemake was killed while a cell trained, it regards the cell's record as incomplete and would delete
@@ -33,7 +33,7 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
         again |= planned and internals.had_missing_output(workflow, job)
         cut_off = planned and internals.has_incomplete_files(workflow, job)
         unknown = not planned and not internals.has_metadata(workflow, job)
-        if (cut_off or unknown) and record.is_of(
+        if (cut_off or unknown) and record.is_record_of(
             job.output.record, job.params.cell, job.params.settings
         ):
             internals.mark_finished(workflow, job)
@@ -47,7 +47,7 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
         internals.restart(workflow)
 
 
-def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
+def replace_results_of_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
     """Make Snakemake replace a result that was trained on other data than `wanted` has.
 
     Snakemake does so by itself if it remembers the settings of the file. It does not remember them in a copy

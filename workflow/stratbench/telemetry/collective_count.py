@@ -36,7 +36,7 @@ _KINDS = {
 _FUNCTIONAL = "_c10d_functional"
 
 
-def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
+def detect_collective(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     """Return the collective that an operator starts, or None for an operator that starts none.
 
     Args:
@@ -116,7 +116,7 @@ class CollectiveCount(TorchDispatchMode):
         if any(t is DTensor for t in types):
             return NotImplemented  # the operators on the local tensors are dispatched afterwards
         try:
-            call = collective_of(op, args, kwargs or {})
+            call = detect_collective(op, args, kwargs or {})
         except NotImplementedError:
             self._is_whole, call = False, None
         if call is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TRAINING_FLOPS = 3
 
 
-def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> dict[str, int]:
+def count_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> dict[str, int]:
     """Return floating-point operations per sample of a model's forward and of its training.
 
     Convolutions, matrix products and attention are counted, a multiplication and its addition as two.
@@ -32,14 +32,14 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     from torch.utils.flop_counter import FlopCounterMode
 
     from stratbench.workload.known_values import KnownFakes
-    from stratbench.workload.torch_internals import count_uncounted
+    from stratbench.workload.torch_internals import make_flop_formulas
 
     # Fake tensors are used instead of the meta device, since models can detect that they have no values.
     with KnownFakes():
         model = build().eval()  # in training, BatchNorm refuses a single sample
         text = len(input_shape) == 1
         x = torch.empty(1, *input_shape, dtype=torch.int64 if text else torch.float32)
-        uncounted = count_uncounted()
+        uncounted = make_flop_formulas()
         with (
             torch.no_grad(),
             FlopCounterMode(display=False, custom_mapping=uncounted) as counter,

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @functools.cache
-def git_state(root: str | os.PathLike[str]) -> dict[str, Any] | None:
+def read_git_state(root: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return `{"revision": ..., "dirty": ...}` of the checkout at `root`, cached per process.
 
     A checkout is dirty if a tracked file differs from the revision, or if git does not track a Python or

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.shards import free_gathered, local_part
+from stratbench.telemetry.shards import free_gathered, get_local_shard
 from stratbench.workload.torch_internals import free_cublas_workspaces
 
 METHOD_RESET = "vmhwm"
@@ -103,7 +103,7 @@ class MemoryMeter:
         return figures
 
     def _read_nvml_memory(self) -> dict[str, int]:
-        gpu = self._nvml.gpu_of(cuda_uuid(self.device)) if self._nvml else None
+        gpu = self._nvml.gpu_of(get_cuda_uuid(self.device)) if self._nvml else None
         if gpu is None:
             return {}
         figures = {
@@ -133,7 +133,7 @@ def _read_requested_bytes(device: torch.device) -> dict[str, int]:
     }
 
 
-def cuda_uuid(device: torch.device) -> str | None:
+def get_cuda_uuid(device: torch.device) -> str | None:
     """Return the UUID of a CUDA device (`GPU-...`). The result is None if torch does not report it."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
@@ -152,7 +152,7 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
     """
     free_gathered(model)
     parameters = list(model.parameters())
-    state = optimizer_state(optimizer).values() if optimizer is not None else ()
+    state = get_optimizer_state(optimizer).values() if optimizer is not None else ()
     return {
         "parameters_bytes": _sum_local_bytes(parameters),
         "gradients_bytes": _sum_local_bytes(p for p in parameters if p.requires_grad),
@@ -163,14 +163,14 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
     }
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+def get_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     """Return the optimizer's own dictionary of its state on this rank, by parameter."""
     # ZeroRedundancyOptimizer keeps this rank's share in the optimizer that it wraps.
     return getattr(optimizer, "optim", optimizer).state
 
 
 def _sum_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in map(local_part, tensors))
+    return sum(t.numel() * t.element_size() for t in map(get_local_shard, tensors))
 
 
 def _trim_heap() -> None:

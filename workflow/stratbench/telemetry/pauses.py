@@ -69,13 +69,15 @@ class PauseWatch:
         self._looked_s = self._awake_since_s = time.monotonic()
         self._new_look = threading.Condition()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._detect_pauses, name="pauses", daemon=True)
-        self._thread.start()
+        self._start_thread = threading.Thread(
+            target=self._detect_pauses, name="pauses", daemon=True
+        )
+        self._start_thread.start()
 
     def stop(self) -> None:
         """Read the clock a last time, and end the thread."""
         self._ended.set()
-        self._thread.join()
+        self._start_thread.join()
 
     def look(self) -> None:
         """Wait until `pauses` has all pauses up to now, including one that has just ended."""
@@ -147,7 +149,7 @@ def _find_pause(before: _ClockReading, now: _ClockReading, shortest_s: float) ->
     return Pause(before.monotonic_s, length_s, min(max(asleep_s, 0.0), length_s))
 
 
-def pauses_of_workers(pauses: Sequence[Pause], samples: Path, origin_s: float) -> Iterator[Pause]:
+def iter_worker_pauses(pauses: Sequence[Pause], samples: Path, origin_s: float) -> Iterator[Pause]:
     """Yield the pauses in which no sampled process of the cell used CPU time.
 
     In other pauses, perhaps only the agent was stopped.

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from stratbench.telemetry.machine import environment
-from stratbench.telemetry.machine.node import facts_of_node
+from stratbench.telemetry.machine.node import collect_node_facts
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.memory import cuda_uuid
-from stratbench.telemetry.shards import whole_tensor
+from stratbench.telemetry.memory import get_cuda_uuid
+from stratbench.telemetry.shards import gather_full_tensor
 
 _PACKAGES = ("torch", "torchvision", "numpy", "nvidia-ml-py", "psutil")
 
@@ -34,26 +34,26 @@ def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> d
     device = torch.device(device)
     facts: dict[str, Any] = {
         "device": str(device),
-        "host": host_facts(),
+        "host": collect_host_facts(),
         "load_1m": os.getloadavg()[0],
         "software": _list_software(),
         "flags": _list_torch_flags(),
-        "environment": environment.of_training(os.environ),
+        "environment": environment.select_training_variables(os.environ),
     }
-    if slurm := environment.of_slurm(os.environ):
+    if slurm := environment.select_slurm_variables(os.environ):
         facts["slurm"] = slurm
     if device.type == "cuda":
         facts |= _collect_gpu_facts(device, nvml or Nvml())
     return facts
 
 
-def host_facts() -> dict[str, Any]:
+def collect_host_facts() -> dict[str, Any]:
     """Return name, CPU, cores, affinity and memory of this node, as usable by this process."""
     threads = {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
     }
-    return facts_of_node() | threads
+    return collect_node_facts() | threads
 
 
 def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
@@ -77,7 +77,7 @@ def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
             raise TypeError(
                 f"sha256_of_state: the entry {name!r} is of type {type(tensor).__name__}; give tensors only"
             )
-        tensor = whole_tensor(tensor)
+        tensor = gather_full_tensor(tensor)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(memoryview(flat.view(torch.uint8).numpy()))
@@ -143,7 +143,7 @@ def _collect_gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "capability": f"{properties.major}.{properties.minor}",
     }
-    if uuid := cuda_uuid(device):
+    if uuid := get_cuda_uuid(device):
         gpu["uuid"] = uuid
     if nvml_gpu := nvml.gpu_of(uuid):
         gpu |= nvml_gpu.static()

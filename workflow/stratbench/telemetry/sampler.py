@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.cores import list_usable_cores
 from stratbench.telemetry.machine.foreign_processes import ForeignProcessWatch
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
@@ -339,7 +339,7 @@ def sample_until(
     """
     node = socket.gethostname()
     host = Host(node)
-    allowed_cores = usable_cores()
+    allowed_cores = list_usable_cores()
     begun_s = time.monotonic()
     file.write(",".join(SAMPLE_COLUMNS) + "\n")
     count, in_time = 0, True

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def get_local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, in the same memory and without padding.
 
     A plain tensor is returned as it is.
@@ -14,7 +14,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor, for which every rank must call it, or a plain tensor."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

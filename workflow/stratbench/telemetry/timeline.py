@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stratbench.cell.files import replacing
-from stratbench.cell.run_folder import rank_of
+from stratbench.cell.run_folder import parse_rank
 
 # Columns of a sample file. `kind` is host, process or gpu. `id` is the node's name, the label that the
 # launcher gave to the process (rank0, server1), or the GPU's index.
@@ -154,7 +154,7 @@ def merge_timeline(
         writer = csv.DictWriter(file, (*SAMPLE_COLUMNS, "phase"), extrasaction="ignore", restval="")
         writer.writeheader()
         for row in rows:
-            rank = rank_of(row["id"]) if row["kind"] == "process" else None
+            rank = parse_rank(row["id"]) if row["kind"] == "process" else None
             mine = by_rank.get(lowest if rank is None else rank, [])
             writer.writerow(row | {"phase": _find_phase(mine, row["t_s"])})
 
@@ -177,7 +177,7 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             yield row | {"t_s": t_s}
 
 
-def energy_within(
+def compute_energy_joules(
     sample_csvs: Iterable[str | os.PathLike[str]],
     intervals: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
 ) -> float | None:

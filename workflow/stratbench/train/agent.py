@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stratbench.cell.extensions import resolve
-from stratbench.cell.run_folder import worker_name
-from stratbench.telemetry.machine.busy import busy_check
-from stratbench.telemetry.machine.foreign_processes import gpu_place
+from stratbench.cell.run_folder import format_worker_name
+from stratbench.telemetry.machine.busy import measure_other_load
+from stratbench.telemetry.machine.foreign_processes import locate_gpu
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
@@ -126,7 +126,7 @@ def workers_of(job: Job, node: int, fork_server: Path) -> list[Process]:
     """Create the workers of a node, without starting them."""
     text = job.to_json()
     return [
-        Process(fork_server, worker_name(rank), "worker", text, rank, local_rank)
+        Process(fork_server, format_worker_name(rank), "worker", text, rank, local_rank)
         for local_rank, rank in enumerate(job.ranks_of(node))
     ]
 
@@ -154,7 +154,7 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
         watch = PauseWatch()
         try:
             # Measured before training starts. The cell's own fork server may be importing PyTorch meanwhile.
-            job.folder.write_busy(node, busy_check())
+            job.folder.write_busy(node, measure_other_load())
             for p in processes:
                 p.start()
                 sampler.watch(p.name, p.pid, below=p.starts_others)
@@ -200,7 +200,7 @@ def gpus_of(job: Job, node: int) -> dict[str, str]:
     """Return the GPU of each worker on this node, by the worker's name, as named in CUDA_VISIBLE_DEVICES."""
     if not job.use_cuda:
         return {}
-    names = map(worker_name, job.ranks_of(node))
+    names = map(format_worker_name, job.ranks_of(node))
     return dict(zip(names, gpu_locks.visible_gpus(), strict=False))
 
 
@@ -209,7 +209,7 @@ def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any
     host = {"host": socket.gethostname()}
     nvml = Nvml() if gpus else None
     return {
-        name: host | ({"gpu": gpu_place(nvml, gpus[name])} if name in gpus else {})
+        name: host | ({"gpu": locate_gpu(nvml, gpus[name])} if name in gpus else {})
         for name in dict.fromkeys([*names, *gpus])
     }
 

@@ -13,12 +13,12 @@ from stratbench import __version__
 from stratbench.cell import software_gpu
 from stratbench.cell.installation import INSTALLED, ROOT, built_from
 from stratbench.cell.record import SCHEMA_VERSION, Record
-from stratbench.cell.run_folder import rank_of
+from stratbench.cell.run_folder import parse_rank
 from stratbench.cell.settings import Settings
-from stratbench.strategies import mesh_of, option_defaults, strategy_class, traits_of
+from stratbench.strategies import get_mesh, get_option_defaults, get_traits, strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.strategies.mesh import Mesh
-from stratbench.telemetry.git import git_state
+from stratbench.telemetry.git import read_git_state
 from stratbench.train import efficiency
 from stratbench.train.ending import Ending
 from stratbench.train.inputs import data_entry, model_entry, task_entry
@@ -37,7 +37,7 @@ def make_record(job: Job, ending: Ending) -> Record:
     runner = runner_of(s)
     whole = [w for w in runner.workers(job) if "phases_s" in w]
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
-    meta = prepared.verified_meta(job.data_dir)
+    meta = prepared.read_verified_meta(job.data_dir)
     if meta != job.data:
         raise DataError(f"{job.data_dir} was prepared again while the cell trained; start it again")
     ended = ending.status in ("ok", "diverged") and whole
@@ -66,7 +66,7 @@ def make_record(job: Job, ending: Ending) -> Record:
         "communication": communication,
         "energy": efficiency.energy_figures(job, run, runner.gpu_intervals(job, whole)),
         "memory": worst_memory(whole)
-        | memory_of_stages(whole, mesh_of(s.strategy, s.options, s.gpus)),
+        | memory_of_stages(whole, get_mesh(s.strategy, s.options, s.gpus)),
         "score": score_entry(
             ending, first, run.get("per_epoch") or runner.epochs(job), task["better"]
         ),
@@ -93,13 +93,13 @@ def strategy_entry(
     details = worker.get("strategy", {}).get("details", {})
     by_zeros = bool(details.get("moved_by_zeros"))
     adds_up = worker.get("task", {}).get("loss_adds_up") is not False
-    traits = traits_of(s.strategy, s.options, s.gpus, by_zeros, not is_gang, adds_up)
+    traits = get_traits(s.strategy, s.options, s.gpus, by_zeros, not is_gang, adds_up)
     return {
         "name": s.strategy,
         "kind": strategy.kind,
-        "options": option_defaults(s.strategy) | s.options,
+        "options": get_option_defaults(s.strategy) | s.options,
         "traits": asdict(traits),
-        "mesh": asdict(mesh_of(s.strategy, s.options, s.gpus)),
+        "mesh": asdict(get_mesh(s.strategy, s.options, s.gpus)),
         "wrap_groups": worker.get("wrap_groups", []),
         "details": details,
     }
@@ -297,7 +297,7 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
     first_unix_s = job.attempts[0]["started_unix_s"] if job.attempts else job.origin_unix_s
     return {
         "stratbench": __version__,
-        "git": built_from() if INSTALLED else git_state(ROOT),
+        "git": built_from() if INSTALLED else read_git_state(ROOT),
         "started": datetime.fromtimestamp(first_unix_s, UTC).isoformat(timespec="seconds"),
         "finished": finished.isoformat(timespec="seconds"),
         "nodes": job.n_nodes,
@@ -305,10 +305,10 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
         "threads_per_worker": job.threads,
         "device": "cuda" if job.use_cuda else "cpu",
         **({"planned_repeats": job.planned_repeats} if job.planned_repeats else {}),
-        **({"software_gpu": True} if job.use_cuda and software_gpu.is_here() else {}),
+        **({"software_gpu": True} if job.use_cuda and software_gpu.is_installed() else {}),
         "busy_at_start": job.folder.read_busy(),
         "gpus": {
-            name: device["gpu"] | {"node": job.node_of(rank_of(name))}
+            name: device["gpu"] | {"node": job.node_of(parse_rank(name))}
             for name, device in job.folder.read_places().items()
             if "gpu" in device
         },

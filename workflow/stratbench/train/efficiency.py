@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stratbench.telemetry.machine.hardware import datasheet_of
-from stratbench.telemetry.timeline import energy_within, read_phases
+from stratbench.telemetry.machine.hardware import find_datasheet
+from stratbench.telemetry.timeline import compute_energy_joules, read_phases
 from stratbench.train.job import Job
 
 #: Training intervals (start_s, end_s) of each GPU, by host name and GPU number.
@@ -55,7 +55,7 @@ def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
     """Return the sum of the GPUs' datasheet peaks in the cell's precision, or None if one is not known."""
     if job.settings.precision == "fp64" or len(workers) < job.world_size:
         return None
-    peaks = [datasheet_of(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
+    peaks = [find_datasheet(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
     tflops = [peak and peak.tflops(job.settings.precision) for peak in peaks]
     return None if None in tflops else 1e12 * sum(tflops)
 
@@ -161,7 +161,7 @@ def energy_figures(
     """
     if not run.get("samples_applied") or intervals is None or job.attempts:
         return None
-    joules = energy_within(job.folder.sample_files(), intervals)
+    joules = compute_energy_joules(job.folder.sample_files(), intervals)
     if joules is None:
         return None
     return {"train_joules": joules, "joules_per_sample": joules / run["samples_applied"]}

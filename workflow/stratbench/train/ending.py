@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import last_lines
-from stratbench.cell.run_folder import worker_name
-from stratbench.cell.text.words import bytes_text
+from stratbench.cell.files import read_last_lines
+from stratbench.cell.run_folder import format_worker_name
+from stratbench.cell.text.words import format_bytes
 from stratbench.telemetry.machine.foreign_processes import describe_gpu
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
 from stratbench.train.standing import standings_of, unlike_step, why_hung, why_no_timeout
-from stratbench.workload.users_code import calls_differ
+from stratbench.workload.users_code import different_calls_reason
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
     """
     s, step = job.settings, unlike_step(standings_of(job))
     if step is not None:  # different collectives: gloo aborts, and NCCL waits forever
-        return Ending("unsupported", calls_differ(s.model, s.strategy, f"step {step}"))
+        return Ending("unsupported", different_calls_reason(s.model, s.strategy, f"step {step}"))
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
         return Ending("error", watchdog_reason(job, killed) or str(killed[0]))
@@ -149,7 +149,7 @@ def watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
         path = job.folder.log(process.name)
         if process.exit_code != -signal.SIGABRT or not path.exists():
             continue
-        lines = last_lines(path)
+        lines = read_last_lines(path)
         for sign in _WATCHDOG_SAYS:
             if reports := [match[0] for line in lines if (match := sign.search(line))]:
                 return f"{process.name}: {reports[-1].strip()}"
@@ -166,7 +166,7 @@ def out_of_memory(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
         if not worker.get("others"):
             return Ending("oom", worker["reason"])
     rank, worker = next(iter(lacking.items()))
-    name, others = worker_name(rank), worker["others"]
+    name, others = format_worker_name(rank), worker["others"]
     device = job.folder.read_places().get(name, {})
     where = f"{describe_gpu(device.get('gpu', {}))} of {device.get('host')}"
     texts = [f"process {p['pid']} {_in_gib(p['bytes'])}" for p in others["processes"]]
@@ -182,7 +182,7 @@ def _in_gib(held_bytes: int | None) -> str:
     return (
         "an unknown part"
         if held_bytes is None
-        else f"{bytes_text(held_bytes)} ({held_bytes:,} bytes)"
+        else f"{format_bytes(held_bytes)} ({held_bytes:,} bytes)"
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from stratbench.cell.locks import try_lock
 from stratbench.telemetry.machine import nvml
-from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.cores import list_usable_cores
 from stratbench.train.locks import own_folder
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def threads_of(settings: Settings, workers: int, cpus: int, server_cpus: int) ->
         cpus: Number of cores that the cell has requested on the node.
         server_cpus: Number of these cores that are for parameter servers.
     """
-    cores = len(usable_cores())
+    cores = len(list_usable_cores())
     if "SLURM_JOB_ID" in os.environ and cores == cpus:
         cores -= server_cpus
     return settings.threads or max(1, cores // workers)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 from stratbench.strategies import strategy_class
-from stratbench.telemetry.git import git_state
+from stratbench.telemetry.git import read_git_state
 from stratbench.train.job import Job
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data import prepared
@@ -29,7 +29,7 @@ def check_inputs(data: Path, s: Settings) -> None:
     """
     files = strategy_class(s.strategy).files(s.options)
     if files and users_code.digest_of(files) != s.options["sha256"]:
-        names = names_text(list(files))
+        names = format_names(list(files))
         raise ModelError(
             f"its files ({names}) have changed since the run was started; start it again"
         )
@@ -57,7 +57,7 @@ def check_data(folder: Path, s: Settings) -> None:
             f"{meta['train_samples']} to train on; use a smaller batch"
         )
     try:
-        models.input_shape(models.model_of(s), tuple(meta["shape"]))
+        models.input_shape(models.get_model(s), tuple(meta["shape"]))
     except ValueError as e:
         raise DataError(f"data set {s.dataset!r}: {e}") from e
 
@@ -111,7 +111,7 @@ def unbuilt_model(job: Job) -> dict[str, Any]:
         "parameters": None,
         "trainable_parameters": None,
         "initial_weights_sha256": None,
-        "input_shape": list(models.input_shape(models.model_of(job.settings), job.data_shape)),
+        "input_shape": list(models.input_shape(models.get_model(job.settings), job.data_shape)),
         "classes": job.data["classes"],
         "batchnorm": None,
         "dropout": None,
@@ -141,9 +141,9 @@ def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[s
         meta: Meta data of the data set.
     """
     s, shape = job.settings, job.data_shape
-    facts = worker.get("task") or tasks.facts_of_task(
-        tasks.task_of(s, shape),
-        tasks.name_of_task(s, shape),
+    facts = worker.get("task") or tasks.describe_task(
+        tasks.get_task(s, shape),
+        tasks.get_task_name(s, shape),
         meta["classes"],
         shape,
         meta.get("least_loss"),
@@ -159,7 +159,7 @@ def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
 
 def files_entry(files: Mapping[str, Path]) -> dict[str, Any]:
     """Return the record's description of a user's files: names and git revision."""
-    git = git_state(next(iter(files.values())).parent) if files else None
+    git = read_git_state(next(iter(files.values())).parent) if files else None
     return {"files": list(files), "git": git}
 
 

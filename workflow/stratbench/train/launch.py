@@ -31,8 +31,8 @@ from typing import Any, Protocol
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.files import last_lines, write_atomic
-from stratbench.cell.parent import end_with
+from stratbench.cell.files import read_last_lines, write_atomic
+from stratbench.cell.parent import terminate_with
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         waited = held.enter_context(hold_cell(args.logs, wait=runner_of(settings).is_gang))
         # Snakemake has deleted the old record, so that an existing one is from another launcher.
         foreign = waited or args.parent is not None
-        if foreign and record.is_of(args.record, args.cell, args.settings):
+        if foreign and record.is_record_of(args.record, args.cell, args.settings):
             print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
             return
         begin_log(args.logs, f"cell {cell}")
@@ -114,7 +114,7 @@ def run_to_end(
         try:
             agent.on_signals(agent.raise_stopped)
             if parent is not None:
-                end_with(parent)
+                terminate_with(parent)
             work(held)
             return 0
         except agent.Stopped as stopped:
@@ -250,7 +250,7 @@ def job_of(
         logs: Log folder. None: that of `args`.
         in_block: Whether the job is a segment of a block.
     """
-    meta = prepared.verified_meta(args.data)
+    meta = prepared.read_verified_meta(args.data)
     check_spec(meta, args.data, settings)
     workers_per_node = -(-cell.gpus // args.nodes)
     with scratch() as local:
@@ -292,7 +292,7 @@ def fail(
         The exit code of the launcher, 1.
     """
     folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
-    logs = {p.name: last_lines(p)[-EVIDENCE_LINES:] for p in folder.process_logs()}
+    logs = {p.name: read_last_lines(p)[-EVIDENCE_LINES:] for p in folder.process_logs()}
     stacks = {p.name: calls_in(p)[:EVIDENCE_LINES] for p in folder.stacks()}
     places = folder.read_places()
     if trace:

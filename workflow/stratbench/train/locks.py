@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stratbench.cell.locks import held_folder, lock, open_lock, try_lock
+from stratbench.cell.locks import create_held_folder, lock, open_lock, try_lock
 
 POLL_S = 0.5
 #: Number of names that are tried for the user's folder. Other users may have created some of them.
@@ -68,7 +68,7 @@ def scratch() -> Iterator[Path]:
     base = own_folder()
     if len(os.fsencode(base)) + len("/job-12345678/12345678-999") > _MAX_SOCKET_PATH:
         base = own_folder("/tmp")
-    with held_folder(base, "job-") as folder:
+    with create_held_folder(base, "job-") as folder:
         yield folder
 
 

@@ -28,7 +28,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.beside.beside import Beside, Start
 from stratbench.workload.data.device_data import Augmentation, DeviceData, eval_batch
 from stratbench.workload.generators import Generators
-from stratbench.workload.tasks import Evaluated, Task, evaluated, sums_of_batch
+from stratbench.workload.tasks import Evaluated, Task, compute_batch_sums, evaluated
 from stratbench.workload.torch_internals import wait_for_collectives
 
 
@@ -374,7 +374,7 @@ def evaluate(
             x, y = data.test_batch(start, start + batch) if start < total else data.test_batch(0, 1)
             outputs = model(x)
             if counts:
-                sums += sums_of_batch(task, outputs, y)
+                sums += compute_batch_sums(task, outputs, y)
             if heartbeat is not None:
                 heartbeat.alive()
     if mesh.workers > 1:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.run_folder import rank_of, worker_name
+from stratbench.cell.run_folder import format_worker_name, parse_rank
 from stratbench.cell.text.help_page import help_address
 from stratbench.telemetry.heartbeat import STACK_SIGNAL, read_calls, read_heartbeat
 from stratbench.telemetry.timeline import read_phases
@@ -71,7 +71,7 @@ def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) ->
         workers: Processes of this node's workers.
         awake_since_s: End of the node's last pause, on its monotonic clock.
     """
-    ranks = [rank_of(w.name) for w in workers if w.exitcode is None]
+    ranks = [parse_rank(w.name) for w in workers if w.exitcode is None]
     now_s = time.monotonic()
     readings = [
         read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
@@ -100,7 +100,7 @@ def note_standing(
     by_name = {p.name: p for p in processes}
     standings = {}
     for rank in job.ranks_of(node):
-        if (name := worker_name(rank)) not in by_name:
+        if (name := format_worker_name(rank)) not in by_name:
             return  # a command trains, whose processes have no known state
         reading = read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
         standings[name] = {
@@ -198,7 +198,9 @@ def why_no_timeout(job: Job) -> str | None:
 
 def standings_of(job: Job) -> dict[int, Standing]:
     """Return the last state of each worker by rank. Workers whose agent has written none are absent."""
-    return {rank_of(name): Standing(**entry) for name, entry in job.folder.read_standing().items()}
+    return {
+        parse_rank(name): Standing(**entry) for name, entry in job.folder.read_standing().items()
+    }
 
 
 def unlike_step(standings: Mapping[int, Standing]) -> int | None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stratbench.cell.extensions import at, resolve
-from stratbench.cell.run_folder import worker_name
+from stratbench.cell.run_folder import format_worker_name
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.help_page import help_address
 from stratbench.strategies import acceptance, make_strategy
@@ -29,9 +29,9 @@ from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.compiling import CompileWatch
-from stratbench.telemetry.flops import counted_flops
+from stratbench.telemetry.flops import count_flops
 from stratbench.telemetry.heartbeat import STACK_SIGNAL, Heartbeat
-from stratbench.telemetry.machine.foreign_processes import gpu_at, others_on
+from stratbench.telemetry.machine.foreign_processes import find_other_gpu_users, find_worker_gpu
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
@@ -70,8 +70,8 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         local_rank: Rank of the worker on its node.
     """
     job = Job.from_json(job_json)
-    log_to(job.folder.log(worker_name(rank)))
-    tell_stacks(job.folder.stack(worker_name(rank)))
+    log_to(job.folder.log(format_worker_name(rank)))
+    tell_stacks(job.folder.stack(format_worker_name(rank)))
     hold_as_worker(job.folder.logs)
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
         leave(EXIT_ERROR)  # the agent checks the time limit, and reports it
@@ -252,7 +252,7 @@ def set_up(
     if built.trial is not None:
         acceptance.check_model(strategy, built.network, built.model, worker)
     two = data.test_batch(0, 2)
-    with acceptance.same_scores(strategy, built.network, built.model, worker, *two):
+    with acceptance.refusing_changed_scores(strategy, built.network, built.model, worker, *two):
         strategy.setup(built.model, worker)
     # From here on only operations that are random per worker, such as dropout, use the global generators.
     seed_generators(s.seed + 1 + worker.draws)
@@ -284,18 +284,18 @@ def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: D
         data: Data set.
     """
     built, s = ready.built, ready.worker.settings
-    name, classes = tasks.name_of_task(s, built.shape), built.facts["classes"]
+    name, classes = tasks.get_task_name(s, built.shape), built.facts["classes"]
     least, kind = data.meta.get("least_loss"), built.loss_kind
     measured |= {
         "model": built.facts,
-        "task": tasks.facts_of_task(built.task, name, classes, built.shape, least, kind),
+        "task": tasks.describe_task(built.task, name, classes, built.shape, least, kind),
         "wrap_groups": built.group_sizes if strategy.uses_wrap_groups else [],
         "provenance": worker_provenance(ready.worker.device),
     }
     details = measured["strategy"]["details"]
     if ready.slowdown.factors:
         details["slowdown"] = ready.slowdown.summary()
-    if built.trial is not None and acceptance.moves_by_zeros(strategy, built.trial, s):
+    if built.trial is not None and acceptance.changes_without_gradient(strategy, built.trial, s):
         details["moved_by_zeros"] = list(built.trial.skipped)
 
 
@@ -316,7 +316,7 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
     data = DeviceData.load(
         job.data_dir,
         device,
-        models.input_shape(models.model_of(s), job.data_shape),
+        models.input_shape(models.get_model(s), job.data_shape),
         dtype=weights_dtype(s.precision),
         memory_format=batch_format(s.precision, device.type),
         data_placement=s.data_placement,
@@ -335,9 +335,9 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
         data: Data set.
         device: Device of the worker.
     """
-    network, classes = models.model_of(s), data.meta["classes"]
+    network, classes = models.get_model(s), data.meta["classes"]
     shape = models.input_shape(network, tuple(data.meta["shape"]))
-    model = models.for_training(
+    model = models.build_for_training(
         network,
         classes,
         shape,
@@ -363,13 +363,13 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
     ]
     trial = None
     if s.own_model:
-        facts["own"] = models.facts_of_own(network, model, classes, shape)
+        facts["own"] = models.describe_own_model(network, model, classes, shape)
         if formats := models.changed_formats(model):
             facts["own"]["formats"] = formats
         samples = strategy.samples_per_step(s)
         acceptance.check_batch(network, facts["batchnorm"], samples, s.gradient_accumulation_steps)
         dtype = weights_dtype(s.precision)
-        trial = models.trial_of(network, model, classes, shape, groups, task, dtype)
+        trial = models.take_model_trial(network, model, classes, shape, groups, task, dtype)
         facts["dropout"] = trial.draws
     return Built(network, model, shape, task, kind, groups, trial, facts, group_sizes)
 
@@ -381,7 +381,7 @@ def flops_of(s: Settings, built: Built) -> dict[str, int]:
     """
     classes, shape = built.facts["classes"], built.shape
     try:
-        return counted_flops(
+        return count_flops(
             partial(models.build_without_memory, built.network, classes, shape), shape
         )
     except Exception:
@@ -490,13 +490,13 @@ def outcome_of(e: Exception) -> tuple[dict[str, Any], int]:
 
 
 def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
-    """Return other programs on this worker's GPU (`others_on`), or None if none is known."""
-    place = job.folder.read_places().get(worker_name(rank), {}).get("gpu", {})
-    gpu = gpu_at(Nvml(), place)
+    """Return other programs on this worker's GPU (`find_other_gpu_users`), or None if none is known."""
+    place = job.folder.read_places().get(format_worker_name(rank), {}).get("gpu", {})
+    gpu = find_worker_gpu(Nvml(), place)
     if gpu is None:
         return None
     taken_bytes = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
-    return others_on(gpu, os.getppid(), os.getpid(), taken_bytes or None)
+    return find_other_gpu_users(gpu, os.getppid(), os.getpid(), taken_bytes or None)
 
 
 def first_line(e: BaseException) -> str:

@@ -14,13 +14,13 @@ from stratbench.workload.tasks import (
     LossKind,
     OwnTask,
     Task,
+    compute_output_shape,
+    get_default_task,
+    get_task,
     loss_and_weight,
-    natural_task,
-    outputs_of,
     takes_values,
-    task_of,
 )
-from stratbench.workload.users_code import ModelError, error_text
+from stratbench.workload.users_code import ModelError, format_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,12 +59,12 @@ def tried_task(
     Raises:
         ModelError: If the task fails.
     """
-    task = task_of(s, shape, values)
+    task = get_task(s, shape, values)
     if not s.own_task:
         return task, task.loss_kind
     what = OwnTask(s.own_task["call"])
-    each = shape if natural_task(shape) == "next-token" else (classes,) if values else ()
-    if natural_task(shape) == "next-token" and shape[0] > TRIED_POSITIONS:
+    each = shape if get_default_task(shape) == "next-token" else (classes,) if values else ()
+    if get_default_task(shape) == "next-token" and shape[0] > TRIED_POSITIONS:
         try:
             return task, check_task(task, what, classes, (2, TRIED_POSITIONS))
         except ModelError:
@@ -81,7 +81,7 @@ def _accepts_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
 
     with KnownFakes():
         y = torch.empty(targets, dtype=torch.float32 if takes_values(task) else torch.int64)
-        x = torch.empty(outputs_of(task, targets, classes), requires_grad=True)
+        x = torch.empty(compute_output_shape(task, targets, classes), requires_grad=True)
         try:
             task.loss(x, y), task.score(x, y)
         except Exception:  # a user's task may raise anything
@@ -105,7 +105,7 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
     """
     import torch
 
-    shape = outputs_of(task, targets, classes)
+    shape = compute_output_shape(task, targets, classes)
     for dtype in (torch.float32, torch.float64):
         y = torch.zeros(targets, dtype=dtype if takes_values(task) else torch.int64)
         x = torch.randn(
@@ -122,7 +122,7 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
         try:
             score = task.score(x, y)
         except Exception as e:
-            raise ModelError(f"{what}: score of {shapes} raised {error_text(e)}") from e
+            raise ModelError(f"{what}: score of {shapes} raised {format_error(e)}") from e
         if not isinstance(score, torch.Tensor):
             raise ModelError(f"{what}: score returned a {type(score).__name__}; return a tensor")
         if list(score.shape[:1]) != list(targets[:1]):
@@ -153,7 +153,7 @@ def _compute_loss(
     try:
         result = task.loss(x, y)
     except Exception as e:
-        raise ModelError(f"{what}: loss of {shapes} raised {error_text(e)}") from e
+        raise ModelError(f"{what}: loss of {shapes} raised {format_error(e)}") from e
     parts = result if isinstance(result, tuple) else (result,)
     number = isinstance(parts[-1], torch.Tensor) or (
         len(parts) == 2 and type(parts[-1]) in (int, float)
@@ -189,7 +189,9 @@ def _determine_loss_kind(
         varied = torch.where(number % 2 == 0, number // 2, -1 - number // 2) % classes
         # Whichever label is ignored, its number differs between the halves.
         y = torch.cat([varied, torch.zeros_like(varied)]).view(2 * half, *targets[1:])
-    x = torch.randn(outputs_of(task, y.shape, classes), dtype=torch.float64, generator=draw)
+    x = torch.randn(
+        compute_output_shape(task, y.shape, classes), dtype=torch.float64, generator=draw
+    )
     shapes = f"outputs {list(x.shape)} in float64 and targets {list(y.shape)}"
     losses = []
     for a, b in ((x, y), (x[:half], y[:half]), (x[half:], y[half:])):

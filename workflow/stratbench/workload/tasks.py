@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from stratbench.workload.users_code import ModelError, callable_of, error_text, fault_of_call
+from stratbench.workload.users_code import ModelError, fault_of_call, format_error, import_callable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -197,12 +197,12 @@ class OwnTask:
         return f"task {self.call!r}"
 
 
-def natural_task(shape: Sequence[int]) -> str:
+def get_default_task(shape: Sequence[int]) -> str:
     """Return the name of the default task for a sample's shape."""
     return _NATURAL[len(shape)]
 
 
-def fault_of_task(name: str, natural: str | None) -> str | None:
+def wrong_task_reason(name: str, natural: str | None) -> str | None:
     """Return why a task does not suit a data set. It imports nothing, and returns None if it does.
 
     Args:
@@ -220,12 +220,12 @@ def fault_of_task(name: str, natural: str | None) -> str | None:
     return None
 
 
-def name_of_task(s: Settings, shape: Sequence[int]) -> str:
+def get_task_name(s: Settings, shape: Sequence[int]) -> str:
     """Return the name of a cell's task: its class for a user's own task."""
-    return s.own_task["call"] if s.own_task else s.task or natural_task(shape)
+    return s.own_task["call"] if s.own_task else s.task or get_default_task(shape)
 
 
-def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Task:
+def get_task(s: Settings, shape: Sequence[int], values: bool | None = None) -> Task:
     """Return a cell's task.
 
     Args:
@@ -236,11 +236,11 @@ def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Ta
     Raises:
         ModelError: If a user's own task is invalid, or if the task does not suit the targets.
     """
-    name = name_of_task(s, shape)
+    name = get_task_name(s, shape)
     task = own_task(name) if s.own_task else TASKS[name]()
     if values is not None and values != takes_values(task):
         label = OwnTask(name) if s.own_task else f"task {name!r}"
-        raise ModelError(f"{label}: {wrong_targets(values)}")
+        raise ModelError(f"{label}: {describe_wrong_targets(values)}")
     return task
 
 
@@ -249,7 +249,7 @@ def takes_values(task: Task) -> bool:
     return getattr(task, "targets", "classes") == "values"
 
 
-def wrong_targets(values: bool) -> str:
+def describe_wrong_targets(values: bool) -> str:
     """Return a message on a task that does not suit the targets, with the remedy.
 
     Args:
@@ -266,7 +266,7 @@ def wrong_targets(values: bool) -> str:
     )
 
 
-def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
+def compute_output_shape(task: Task, targets: Sequence[int], classes: int) -> list[int]:
     """Return the shape of a model's outputs for targets of a shape, by the task or by default.
 
     Args:
@@ -280,7 +280,7 @@ def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
     try:
         shape = list(task.outputs(tuple(targets), classes))
     except Exception as e:
-        raise ModelError(f"{what}: its outputs of {list(targets)} raised {error_text(e)}") from e
+        raise ModelError(f"{what}: its outputs of {list(targets)} raised {format_error(e)}") from e
     if not shape or any(type(n) is not int or n < 1 for n in shape) or shape[0] != targets[0]:
         raise ModelError(
             f"{what}: its outputs for targets {list(targets)} are {shape}; return the shape of the "
@@ -296,11 +296,11 @@ def own_task(call: str) -> Task:
         ModelError: If the task lacks an attribute or method that a task must have.
     """
     what = OwnTask(call)
-    cls = callable_of(what)
+    cls = import_callable(what)
     try:
         task = cls()
     except Exception as e:
-        raise ModelError(f"{what}: called without arguments, raised {error_text(e)}") from e
+        raise ModelError(f"{what}: called without arguments, raised {format_error(e)}") from e
     wanted = {
         "score_name": (str, "a short text, the score's name"),
         "unit": (str, "a short text: share, or the score's unit"),
@@ -329,7 +329,7 @@ def own_task(call: str) -> Task:
     return task
 
 
-def facts_of_task(
+def describe_task(
     task: Task,
     name: str,
     classes: int,
@@ -404,7 +404,7 @@ class Evaluated(NamedTuple):
     left_out: int
 
 
-def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the eight sums over a test batch that `evaluated` needs, as float64 [8].
 
     Sums of batches and workers are to be added. They are the sum of losses and its weight, then, with the sum

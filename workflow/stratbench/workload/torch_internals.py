@@ -119,7 +119,7 @@ def has_mutable_argument(op: OpOverload) -> bool:
     return op._schema.is_mutable
 
 
-def count_uncounted() -> dict[Any, Callable[..., int]]:
+def make_flop_formulas() -> dict[Any, Callable[..., int]]:
     """Return formulas of floating-point operations for operators that PyTorch does not count.
 
     They are attention on CPU tensors and grouped products. Up to version 2.14, PyTorch counts only CUDA's
@@ -258,7 +258,7 @@ def _declare_static_shapes(stages: Sequence[Any], *_: Any, **__: Any) -> None:
         each._inference_mode = stage.InferenceMode.STATIC
 
 
-def receive_buffers(stages: Iterable[Any]) -> list[Tensor]:
+def list_receive_buffers(stages: Iterable[Any]) -> list[Tensor]:
     """Return the receive buffers that a worker's pipeline stages keep, if any."""
     infos = [i for s in stages for i in (*s.args_recv_info.values(), *s.grad_recv_info.values())]
     # The model's own input has no receive buffer. From PyTorch 2.15 on, no receive buffer is kept.

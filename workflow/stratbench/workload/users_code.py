@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from stratbench.cell.installation import PACKAGE
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 
 #: Environment variable with the folders of the user's code, in the format of PATH.
 CODE_VARIABLE = "STRATBENCH_CODE"
@@ -60,7 +60,7 @@ def fault_of_call(call: str) -> str | None:
     return "is not a module and a name within it; write my_net.MyNet or my_net:MyNet"
 
 
-def top_of(call: str) -> str:
+def get_top_module(call: str) -> str:
     """Return the top-level module or package of a call."""
     return re.split(r"[.:]", call, maxsplit=1)[0]
 
@@ -81,7 +81,7 @@ def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
         The files by their paths relative to the folder; none if no folder has the module.
     """
     folders, by_path, seen = list(folders), {}, set()
-    waiting = [top_of(call)]
+    waiting = [get_top_module(call)]
     while waiting:
         name = waiting.pop()
         if name in seen:
@@ -139,7 +139,10 @@ def fingerprint(
         versions = {name: _find_version(name) for name in others}
         text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         return {"sha256": digest_of(files), "version": text or None}
-    version, beside = _find_version(top_of(call)), [f"{p} {_find_version(p)}" for p in packages]
+    version, beside = (
+        _find_version(get_top_module(call)),
+        [f"{p} {_find_version(p)}" for p in packages],
+    )
     return {"sha256": None, "version": ", ".join([str(version), *beside]) if beside else version}
 
 
@@ -161,7 +164,7 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
         call: The call.
         folders: Folders of the user's code.
     """
-    top = top_of(call)
+    top = get_top_module(call)
     # Jobs also search the working directory.
     folders = [*folders, Path.cwd()]
     file = next((f for f in (folder / f"{top}.py" for folder in folders) if f.is_file()), None)
@@ -184,7 +187,7 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
         return None
     defined = [n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
     return (
-        f"{file.name} has no {name!r}; it has {names_text(defined) or 'no class and no function'}"
+        f"{file.name} has no {name!r}; it has {format_names(defined) or 'no class and no function'}"
     )
 
 
@@ -244,7 +247,7 @@ def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
         )
 
 
-def callable_of(own: Called) -> Callable[..., Any]:
+def import_callable(own: Called) -> Callable[..., Any]:
     """Return the function or class that a call names. Raise ModelError if it cannot be imported."""
     target = import_name(own, own.call)
     if not callable(target):
@@ -265,7 +268,9 @@ def import_name(own: Called, path: str) -> Any:
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     module, colon, name = path.partition(":")
-    known, names = (module, name.split(".")) if colon else (top_of(path), path.split(".")[1:])
+    known, names = (
+        (module, name.split(".")) if colon else (get_top_module(path), path.split(".")[1:])
+    )
     target: Any = _import_module(own, known)
     for name in names:
         if not hasattr(target, name) and isinstance(target, ModuleType):
@@ -287,10 +292,10 @@ def _import_module(own: Called, name: str) -> ModuleType:
     except (Exception, SystemExit) as e:
         missing = isinstance(e, ModuleNotFoundError) and e.name == name.partition(".")[0]
         remedy = "; name its folder in `code`, or install it" if missing else ""
-        raise ModelError(f"{own}: importing {name} raised {error_text(e)}{remedy}") from e
+        raise ModelError(f"{own}: importing {name} raised {format_error(e)}{remedy}") from e
 
 
-def calls_differ(model: str, strategy: str, where: str) -> str:
+def different_calls_reason(model: str, strategy: str, where: str) -> str:
     """Return the message that workers have called different shard groups of a model.
 
     Args:
@@ -305,7 +310,7 @@ def calls_differ(model: str, strategy: str, where: str) -> str:
     )
 
 
-def error_text(e: BaseException) -> str:
+def format_error(e: BaseException) -> str:
     """Return an exception as one line of text, with its place in the user's code."""
     lines = str(e).strip().splitlines()
     text = f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__

@@ -12,10 +12,10 @@ import pandas as pd
 from stratbench.analysis.decision.candidate import DIVERGED, EXCLUDED, Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence
-from stratbench.analysis.decision.tolerance import UNUSABLE, judge_scores
+from stratbench.analysis.decision.tolerance import UNUSABLE, exclude_by_score
 from stratbench.analysis.records.groups import Group, Repeats, iter_findings_by_group
-from stratbench.analysis.records.score import score_of
-from stratbench.cell.text.words import GIB, unit_for
+from stratbench.analysis.records.score import read_score
+from stratbench.cell.text.words import GIB, choose_byte_unit
 from stratbench.strategies.base import Traits
 
 #: The audit's rule for scores which show that training did not work.
@@ -28,7 +28,7 @@ KIND_OF_STATUS = EXCLUDED | {
 }
 
 
-def candidates_among(
+def build_candidates(
     rows: pd.DataFrame,
     findings: list[dict[str, Any]],
     constraints: Constraints,
@@ -55,7 +55,7 @@ def candidates_among(
         candidates += one.extend(question, candidates, constraints)
     for candidate in candidates:
         exclude_by_constraints(candidate, constraints)
-    judge_scores(candidates, constraints)
+    exclude_by_score(candidates, constraints)
     for one in evidence:
         one.exclude(question, candidates)
     return candidates
@@ -81,7 +81,7 @@ def build_measured_candidate(groups: Repeats, group: Group, constraints: Constra
         return factor * float(np.median(values)) if values else None
 
     cards = groups.values(group, "device_memory_bytes").values()
-    score = score_of(frame)
+    score = read_score(frame)
     error = most("score_error")
     on_cpu = bool((ok["device_kind"] == "cpu").any())
     return Candidate(
@@ -103,7 +103,7 @@ def build_measured_candidate(groups: Repeats, group: Group, constraints: Constra
         model_states_bytes=most("model_states_bytes"),
         gpu_memory_bytes=None if on_cpu else min(cards, default=None),
         on_cpu=on_cpu,
-        served=groups.are_served([group]),
+        served=groups.have_servers([group]),
         score_depends_on_workers=not is_ever_false(ok["batchnorm"])
         or is_ever_false(ok["loss_adds_up"]),
         global_batch=most("global_batch"),
@@ -216,7 +216,7 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
     what = "model states alone" if candidate.on_cpu else "peak"
     if held is not None and held * (1 + margin) > limit_bytes:
         reserve = f" plus a reserve of {100 * margin:g} %" if held <= limit_bytes else ""
-        name, unit = unit_for(limit_bytes)
+        name, unit = choose_byte_unit(limit_bytes)
         sizes = compare_with_limit(held / unit, limit_bytes / unit, name, reserve)
         candidate.exclude("does not fit", f"{what} {sizes}")
     elif candidate.on_cpu or held is None:

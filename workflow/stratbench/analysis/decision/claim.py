@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import ComparisonWithChoice, Ranking
-from stratbench.cell.text.words import bytes_text, counted, joined_with_and, names_text
+from stratbench.cell.text.words import counted, format_bytes, format_names, join_with_and
 
 
 def is_count_known(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
@@ -112,7 +112,7 @@ def compute_claim(
         text = f"{best}{but}." if but else f"{best}: {describe_distance(ranking.comparisons[0])}."
         return Claim("winner", text)
     names = [c.rival.name for c in ties]
-    named = joined_with_and(names) if len(ties) == 2 else names_text(names, 1)
+    named = join_with_and(names) if len(ties) == 2 else format_names(names, 1)
     most = constraints.equivalence_margin + 1e-12
     known_equal = ranking.max_lead is not None and ranking.max_lead <= most
     if known_equal and all(c.ratio.value <= 1 + most for c in ties):
@@ -150,5 +150,5 @@ def describe_advantage(first: Candidate, ties: Sequence[Candidate]) -> str:
     if own and len(known) == len(ties):
         saved = min(known) - own
         if saved >= 0.03 * own:
-            return f", and needs {bytes_text(saved)} less"
+            return f", and needs {format_bytes(saved)} less"
     return ""

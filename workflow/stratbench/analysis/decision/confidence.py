@@ -10,7 +10,7 @@ from stratbench.analysis.decision.claim import format_percentage
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
 from stratbench.analysis.decision.tolerance import compute_chance_difference
-from stratbench.cell.text.words import counted, names_text
+from stratbench.cell.text.words import counted, format_names
 from stratbench.statistics.moderated import ROUGH
 
 LEVELS = ("low", "medium", "high")
@@ -153,7 +153,7 @@ def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
     """Yield short caveats on the choice and on the alternatives that its reason names."""
     first = ranking.first
     if first.doubts:
-        yield f"{caveat_prefix(first.doubts[0])}{names_text(first.doubts, 1)}"
+        yield f"{caveat_prefix(first.doubts[0])}{format_names(first.doubts, 1)}"
     for c, others in iter_alternative_caveats(ranking):
         by = caveat_prefix(others[0])
         yield f"{c.name} is {by}{others[0]}" if by else f"{c.name}: {others[0]}"

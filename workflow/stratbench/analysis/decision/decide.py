@@ -18,7 +18,7 @@ import pandas as pd
 
 from stratbench.analysis.decision.answer_line import format_answer_line
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.candidates import candidates_among
+from stratbench.analysis.decision.candidates import build_candidates
 from stratbench.analysis.decision.claim import is_count_known, iter_unanswered_constraints
 from stratbench.analysis.decision.confidence import compute_confidence
 from stratbench.analysis.decision.constraints import Constraints
@@ -98,15 +98,15 @@ def decisions(
     check_model(constraints.model, cells["model"].astype(str))
     listed = findings.to_dict("records")
     studied = [
-        (rows, candidates_among(rows, listed, constraints, evidence))
+        (rows, build_candidates(rows, listed, constraints, evidence))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
     # All models are decided even if one is requested, since their variances are pooled.
-    made = decide_together(studied, constraints, evidence)
+    made = decide_with_pooled_variance(studied, constraints, evidence)
     return [d for d in made if constraints.model in (None, d.model)]
 
 
-def decide_together(
+def decide_with_pooled_variance(
     studied: Sequence[tuple[pd.DataFrame, list[Candidate]]],
     constraints: Constraints,
     evidence: Sequence[Evidence] = (),
@@ -283,7 +283,7 @@ def find_common_sentences(decisions: Sequence[Decision]) -> list[str]:
     return [s for s in decisions[0].sure if all(s in other.sure for other in decisions)]
 
 
-def answers_as_json(
+def build_answers_json(
     decisions: Sequence[Decision],
     notes: Sequence[str],
     constraints: Constraints,
@@ -340,7 +340,7 @@ def write_decisions(
     notes = describe_study_findings(findings)
     write_atomic(
         answers_out,
-        json.dumps(answers_as_json(decisions, notes, constraints, further), indent=1) + "\n",
+        json.dumps(build_answers_json(decisions, notes, constraints, further), indent=1) + "\n",
     )
     return describe_decisions(decisions, notes, constraints, further=further.values())
 

@@ -64,7 +64,7 @@ def compute_differences_from_choice(logs: np.ndarray, chosen: np.ndarray) -> mod
     The chosen candidate's difference from itself has no degrees of freedom.
     """
     first = np.take_along_axis(logs, chosen[..., None, None], axis=-2)
-    differences = moderated.paired_differences(logs, first)
+    differences = moderated.compute_paired_differences(logs, first)
     itself = np.arange(logs.shape[-2]) == chosen[..., None]
     return differences._replace(repeats=np.where(itself, 0, differences.repeats))
 
@@ -92,7 +92,7 @@ def compare_with_choice(
     itself = np.arange(means.shape[-1]) == chosen[..., None]
     first = np.take_along_axis(means, chosen[..., None], axis=-1)
     mean = np.where(np.isfinite(differences.mean) & ~itself, differences.mean, means - first)
-    half = moderated.half_widths(variance, dof, differences.repeats, tail)
+    half = moderated.compute_half_widths(variance, dof, differences.repeats, tail)
     low, high = mean - half, mean + half
     beyond = mean > np.log1p(margin) + 1e-12
     screened = (differences.repeats == 1) & (mean >= np.log(moderated.SCREEN)) & (dof == 0)

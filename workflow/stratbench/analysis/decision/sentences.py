@@ -12,9 +12,9 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import MAX_REPEATS, ComparisonWithChoice, Ranking
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import (
-    bytes_text,
     counted,
-    joined_with_and,
+    format_bytes,
+    join_with_and,
     plural,
 )
 from stratbench.statistics.moderated import ROUGH
@@ -124,7 +124,9 @@ def describe_results(first: Candidate, noun: str) -> str:
     """Return a sentence with the results of the choice."""
     if first.projected:
         return first.projected_figures
-    parts = [f"{format_name(first, noun)} trains in {describe_amount(first)}{unit_of_cost(first)}"]
+    parts = [
+        f"{format_name(first, noun)} trains in {describe_amount(first)}{describe_price(first)}"
+    ]
     if first.rate_text:
         parts[0] += f" at {first.rate_text}"
     if first.mean_score is not None:
@@ -133,10 +135,10 @@ def describe_results(first: Candidate, noun: str) -> str:
         above = " above its base" if first.on_cpu else ""
         doubted = f" (doubted by the audit: {', '.join(first.memory_caveats)})"
         parts.append(
-            f"has a peak of {bytes_text(first.memory_bytes)} per worker{above}"
+            f"has a peak of {format_bytes(first.memory_bytes)} per worker{above}"
             f"{doubted if first.memory_caveats else ''}"
         )
-    return f"{joined_with_and(parts)}."
+    return f"{join_with_and(parts)}."
 
 
 def describe_missing_projections(
@@ -159,7 +161,7 @@ def describe_missing_projections(
     if not refused or not any(c.projected for c in candidates):
         return ""
     reasons = "; ".join(
-        f"{joined_with_and(list(names))} ({reason})" for reason, names in refused.items()
+        f"{join_with_and(list(names))} ({reason})" for reason, names in refused.items()
     )
     return f"There is no projection to {counted(constraints.gpus, noun)} for {reasons}."
 
@@ -200,7 +202,7 @@ def describe_amount(c: Candidate) -> str:
     return seconds if c.cost is None else f"{seconds} at a cost of {c.cost:.3g}"
 
 
-def unit_of_cost(c: Candidate) -> str:
+def describe_price(c: Candidate) -> str:
     """Return the GPU-hours and the price behind a cost as text, empty without a price."""
     if c.cost is None or not c.price_per_gpu_hour:
         return ""
@@ -243,8 +245,8 @@ def iter_changes(
     smaller = [c for c in ranked if needs_less_memory(c, first)]
     if smaller and first.memory_bytes:
         yield (
-            f"GPUs with less memory than {bytes_text(first.memory_bytes)}: then "
-            f"{format_full_name(smaller[0])} would be chosen ({bytes_text(smaller[0].memory_bytes or 0)})."
+            f"GPUs with less memory than {format_bytes(first.memory_bytes)}: then "
+            f"{format_full_name(smaller[0])} would be chosen ({format_bytes(smaller[0].memory_bytes or 0)})."
         )
     if constraints.homogeneous:
         yield from iter_slow_worker_changes(ranking)

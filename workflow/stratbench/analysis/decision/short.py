@@ -19,8 +19,8 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
 from stratbench.analysis.decision.tolerance import compute_chance_difference, have_equal_arithmetic
 from stratbench.analysis.records.measures import format_number
-from stratbench.cell.text.words import GIB, bytes_text, counted, joined_with_and
-from stratbench.statistics.unpaired import mean_of_logs
+from stratbench.cell.text.words import GIB, counted, format_bytes, join_with_and
+from stratbench.statistics.unpaired import compute_mean_of_logs
 
 #: Number of runs from which a time is shown with a confidence interval instead of the range of the runs.
 INTERVAL_FROM = 5
@@ -128,7 +128,7 @@ def describe_least_memory(candidates: Sequence[Candidate], margin: float) -> str
     known = [(c.memory_bytes, c.name) for c in candidates if c.memory_bytes is not None]
     least = min(known, default=None)
     text = least and (
-        f"The lowest need is {bytes_text(least[0] * (1 + margin))} per worker "
+        f"The lowest need is {format_bytes(least[0] * (1 + margin))} per worker "
         f"({least[1]}{', including the reserve' if margin else ''}). "
     )
     tries = "More workers, activation checkpointing or a smaller batch need less memory"
@@ -226,7 +226,7 @@ def append_token_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
 def compute_time_interval(values_s: np.ndarray) -> tuple[float, float]:
     """Return the 95 % t interval of a geometric mean, or the range of few values."""
     if len(values_s) >= INTERVAL_FROM:
-        _, low, high = mean_of_logs(np.log(values_s))
+        _, low, high = compute_mean_of_logs(np.log(values_s))
         if low is not None and high is not None:
             return low, high
     return float(values_s.min()), float(values_s.max())
@@ -291,7 +291,7 @@ def format_memory(first: Candidate) -> tuple[str, str, float | None]:
     if first.on_cpu or first.memory_caveats or not first.gpu_memory_bytes:
         base = "above its base" if first.on_cpu else ""
         note = "doubted by the audit" if first.memory_caveats else base
-        return bytes_text(first.memory_bytes), note, None
+        return format_bytes(first.memory_bytes), note, None
     taken = first.memory_bytes / first.gpu_memory_bytes
     held = first.memory_bytes / GIB
     peak = f"{held:.{1 if held >= 10 else 2}f} GiB"
@@ -359,7 +359,7 @@ def format_lead(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
         if count := groups[kind]:
             parts.append(f"{spell_number(count)} {one if count == 1 else many}")
     if parts:
-        text = joined_with_and(parts)
+        text = join_with_and(parts)
         sentences.append(f"{text[0].upper()}{text[1:]}.")
     return " ".join(sentences)
 

@@ -25,7 +25,7 @@ UNUSABLE = "unusable record"
 NO_MEASURE = (UNUSABLE, "does not learn")
 
 
-def judge_scores(candidates: Sequence[Candidate], constraints: Constraints) -> None:
+def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) -> None:
     """Exclude candidates with too bad a score, and set `score_loss_upper` of the others.
 
     Scores are compared with the best class of candidates. Candidates with equal arithmetic have the same
@@ -132,7 +132,7 @@ def compute_loss_half_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray
     """
     first = np.take_along_axis(values, best[..., None, None], axis=-2)
     itself = np.arange(values.shape[-2]) == best[..., None]
-    differences = moderated.paired_differences(values, first)
+    differences = moderated.compute_paired_differences(values, first)
     differences = differences._replace(repeats=np.where(itself, 0, differences.repeats))
     groups = moderated.compute_group_scatter(values)
     against = best[..., None] + np.zeros(itself.shape, dtype=int)
@@ -140,7 +140,7 @@ def compute_loss_half_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray
         differences, groups, np.array(False), against
     )
     tail = moderated.ALPHA / max(1, values.shape[-2] - 1)
-    half = moderated.half_widths(variance, dof, differences.repeats, tail)
+    half = moderated.compute_half_widths(variance, dof, differences.repeats, tail)
     return np.where(itself, 0.0, half)
 
 

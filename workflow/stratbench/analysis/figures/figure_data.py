@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.figures.marks import Mark, marks_by_strategy
-from stratbench.analysis.records.groups import bases_by_strategy
+from stratbench.analysis.figures.marks import Mark, assign_marks_by_strategy
+from stratbench.analysis.records.groups import map_base_strategies
 from stratbench.analysis.records.measures import DOUBT, Measure, list_measures
-from stratbench.analysis.records.score import Score, score_of
+from stratbench.analysis.records.score import Score, read_score
 from stratbench.analysis.tables.tables import group_rules_by_severity
 from stratbench.cell.text.words import counted, worker_noun
 
@@ -43,7 +43,7 @@ class FigureData:
     @property
     def score(self) -> Score:
         """The score of the experiment's task."""
-        return score_of(self.cells)
+        return read_score(self.cells)
 
     @property
     def measures(self) -> dict[str, Measure]:
@@ -91,10 +91,10 @@ class FigureData:
         return self.summary[self.summary["measure"] == measure]
 
 
-def marks_of(cells: pd.DataFrame, also: Iterable[str] = ()) -> dict[str, Mark]:
+def assign_marks(cells: pd.DataFrame, also: Iterable[str] = ()) -> dict[str, Mark]:
     """Return the marks of the strategies in rows of cells.csv and in `also`."""
-    bases = bases_by_strategy(cells)
-    return marks_by_strategy((name, bases.get(name)) for name in {*cells["strategy"], *also})
+    bases = map_base_strategies(cells)
+    return assign_marks_by_strategy((name, bases.get(name)) for name in {*cells["strategy"], *also})
 
 
 def build_figure_data(
@@ -113,7 +113,7 @@ def build_figure_data(
         decided: Content of answers.json, for the choices; None without choices.
         study_dir: The folder results/<study>; None to draw no timelines.
     """
-    marks = marks_of(cells)
+    marks = assign_marks(cells)
     answers = decided["answers"] if decided else []
     choices = {
         (a["experiment"], a["model"]): (a["short"]["strategy"], a["short"]["gpus"])

@@ -91,6 +91,6 @@ def log_chart(
             if ends := [*s.dots, *s.full, *s.dashed] if s.name else []:
                 names.append((shared.shorten_name(s.name), colour, True, max(ends)))
         curves.write_line_names(axes, names)
-        svg = base64.b64encode(sheet.svg_of(shared.find_root_figure(axes)).encode()).decode()
+        svg = base64.b64encode(sheet.render_svg(shared.find_root_figure(axes)).encode()).decode()
     image = '<img src="data:image/svg+xml;base64,{}" alt="{}">'
     return Markup(image).format(svg, label)

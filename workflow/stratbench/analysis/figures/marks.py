@@ -85,7 +85,7 @@ FILLS = {
 DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 4")
 
 
-def mark_of(family: str, index: int) -> Mark:
+def create_mark(family: str, index: int) -> Mark:
     """Return the mark of the `index`-th strategy of a family; an unknown family becomes `other`."""
     known = family if family in FAMILIES else "other"
     return Mark(known, index)
@@ -107,7 +107,7 @@ def next_free_number(family: dict[str, int]) -> int:
     return max(family.values(), default=-1) + 1
 
 
-def marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Mark]:
+def assign_marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Mark]:
     """Return the mark of every strategy of a study.
 
     Registered strategies have the same mark in every study. Variants are further members of their base
@@ -123,10 +123,10 @@ def marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Mark
     for name, base in sorted(dict(names).items()):
         if name in REGISTRY:
             family = strategy_class(name).family
-            marks[name] = mark_of(family, number_family_members()[family][name])
+            marks[name] = create_mark(family, number_family_members()[family][name])
         else:
             family = strategy_class(base).family if base in REGISTRY else "other"
-            marks[name] = mark_of(family, taken.get(family, 0))
+            marks[name] = create_mark(family, taken.get(family, 0))
             taken[family] = taken.get(family, 0) + 1
     return marks
 
@@ -165,7 +165,7 @@ def svg_outline_path(shape: str, x: float, y: float, radius: float) -> str:
     return f"M{'L'.join(points)}Z"
 
 
-def css_variables(dark: bool) -> str:
+def format_css_variables(dark: bool) -> str:
     """Return the colours of all families as CSS variables: `--replicas` (full) and `--replicas-q` (quiet)."""
     declarations = []
     for name, hue in FAMILIES.items():

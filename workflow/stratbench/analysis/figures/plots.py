@@ -41,7 +41,7 @@ from stratbench.analysis.records.columns import read_cells, read_epochs
 from stratbench.analysis.records.measures import MEASURES, Measure
 from stratbench.analysis.tables.summary import read_summary
 from stratbench.cell.files import write_atomic
-from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.cores import list_usable_cores
 
 #: The function that draws a measure, by the kind of chart in PLOTS.
 CHARTS: dict[str, Callable[[FigureData, Measure], CaptionedFigure]] = {
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for place, data in enumerate(found)
         for name, count in iter_figure_names(data)
     ]
-    n_processes = min(len(usable_cores()), 1 + len(asked) // FIGURES_A_PROCESS)
+    n_processes = min(len(list_usable_cores()), 1 + len(asked) // FIGURES_A_PROCESS)
     with ExitStack() as stack:
         drawing = map
         if n_processes > 1:

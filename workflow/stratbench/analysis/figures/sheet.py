@@ -153,13 +153,13 @@ def save_figure(figure: Figure, stem: Path) -> None:
     for suffix, metadata in FORMATS.items():
         with replacing(stem.with_suffix(suffix)) as unfinished:
             if suffix == ".svg":
-                Path(unfinished).write_text(svg_of(figure), encoding="utf-8")
+                Path(unfinished).write_text(render_svg(figure), encoding="utf-8")
             else:
                 figure.savefig(unfinished, metadata=metadata, facecolor=PAPER, format=suffix[1:])
     plt.close(figure)
 
 
-def svg_of(figure: Figure) -> str:
+def render_svg(figure: Figure) -> str:
     """Return the figure as a transparent SVG that follows the reader's theme; close the figure."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata=FORMATS[".svg"], transparent=True)

@@ -21,7 +21,7 @@ from stratbench.analysis.figures.curves import dash_style
 from stratbench.analysis.figures.figure_data import FigureData
 from stratbench.analysis.figures.measured import CaptionedFigure, shorten_outcome
 from stratbench.analysis.figures.sheet import BAD, BAND, LINE, MUTED, PX, RULE, choose_colour
-from stratbench.cell.text.words import MIB, bytes_text
+from stratbench.cell.text.words import MIB, format_bytes
 
 #: Maximum number of points in a line; longer lines are averaged, since a panel is small.
 MAX_POINTS = 80
@@ -127,7 +127,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
 
 def format_highest(value: float, unit: str) -> str:
     """Return the highest value of the vertical axes with its unit."""
-    return bytes_text(value * MIB) if unit == "MiB" else f"{value:.3g} {unit}"
+    return format_bytes(value * MIB) if unit == "MiB" else f"{value:.3g} {unit}"
 
 
 def find_largest_cell(data: FigureData, strategy: str) -> pd.Series:

@@ -38,7 +38,7 @@ from stratbench.analysis.figures.sheet import (
     choose_colour,
 )  # fmt: skip
 from stratbench.analysis.records.measures import ALONE, DOUBT, format_number
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 
 #: The drawn parts of a step in order of time: label, colour, whether filled, and the included phases.
 PARTS = (
@@ -116,7 +116,7 @@ def iter_breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[st
     yield f"Mean duration of a step over all workers, on {data.workers(data.shown_worker_count)}."
     hidden = [str(name) for name in parts.index if parts.loc[name, "communication"] == 0]
     if data.shown_worker_count > 1 and hidden:
-        sent = names_text(hidden, 3)
+        sent = format_names(hidden, 3)
         yield f"Forward and backward include the communication of {sent}."
 
 

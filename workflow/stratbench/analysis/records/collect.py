@@ -52,13 +52,13 @@ class Expected:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `expected_of` reads to a command line."""
+    """Add the options that `read_expectations` reads to a command line."""
     parser.add_argument("--skipped", default="{}", help="JSON: reasons of skipped cells, by path")
     parser.add_argument("--study", default="null", help="JSON: the config of the study")
     parser.add_argument("--targets", default="{}", help="JSON: scores to reach, by experiment")
 
 
-def expected_of(args: argparse.Namespace) -> Expected:
+def read_expectations(args: argparse.Namespace) -> Expected:
     """Return the Expected that a command line describes."""
     config = json.loads(args.study)
     study = Study(config, config["study"]) if config else None
@@ -86,7 +86,7 @@ def find_time_to_score_s(per_epoch: list[Row], target: float | None, better: str
 
 def describe_missing_record(log_dir: Path) -> Row:
     """Return status and reason of a cell without a record: `error` if its logs show one, else `missing`."""
-    reason = record.failure_reason(log_dir)
+    reason = record.read_failure_reason(log_dir)
     if reason is None:
         return {"status": "missing", "reason": "no record yet"}
     return {"status": "error", "reason": join_lines(reason)}
@@ -96,7 +96,7 @@ def build_cell_rows(
     cell: Cell,
     study_dir: Path,
     expected: Expected,
-    read: Callable[[Path], Record] = record.read_measured,
+    read: Callable[[Path], Record] = record.read_measured_record,
 ) -> tuple[Row, list[Row]]:
     """Return a cell's row of cells.csv and its rows of epochs.csv.
 
@@ -182,7 +182,7 @@ def collect(
     out: Path,
     epochs_out: Path,
     expected: Expected | None = None,
-    read: Callable[[Path], Record] = record.read_measured,
+    read: Callable[[Path], Record] = record.read_measured_record,
 ) -> list[Row]:
     """Write cells.csv and epochs.csv, and return the rows of cells without a usable record.
 
@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cells = read_expected_cells(args.expected)
     study_dir = args.records_root.parent
-    without = collect(cells, study_dir, args.out, args.epochs_out, expected_of(args))
+    without = collect(cells, study_dir, args.out, args.epochs_out, read_expectations(args))
     if without:
         file = sys.stdout if args.partial else sys.stderr
         print(describe_missing(without, len(cells)), file=file)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from stratbench.analysis.records import derived
-from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.derived import get_by_path
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.extensions import at
 from stratbench.cell.record import Record, RecordError, load_schema
@@ -315,7 +315,7 @@ def build_record_row(record: Record, timeline: Path) -> Row:
     Raises:
         RecordError: A column of numbers or flags would have a value that is not a finite number.
     """
-    row: Row = {name: value_at(record, path) for name, path in _FIELDS}
+    row: Row = {name: get_by_path(record, path) for name, path in _FIELDS}
     row |= {name: function(record) for name, function in _FUNCTIONS}
     figures = derived.compute_timeline_figures(timeline, row["device_kind"])
     row |= {name: figures.get(figure) for name, figure in _OF_TIMELINE}

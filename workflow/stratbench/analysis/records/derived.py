@@ -14,7 +14,7 @@ from stratbench.analysis.records.samples import BUSY, read_timeline
 from stratbench.cell.record import Record
 
 
-def value_at(value: Any, path: str) -> Any:
+def get_by_path(value: Any, path: str) -> Any:
     """Return the value at a dotted path in nested dicts. Return None if a part of the path is absent."""
     for key in path.split("."):
         if not isinstance(value, dict):
@@ -31,23 +31,23 @@ def time_to_result_s(record: Record) -> float | None:
 
     None outside of SLURM, unless the cell is elastic.
     """
-    wait_s, total_s = value_at(record, "time.queue_wait_s"), value_at(record, "time.total_s")
-    if wait_s is None and value_at(record, "elastic") is None:
+    wait_s, total_s = get_by_path(record, "time.queue_wait_s"), get_by_path(record, "time.total_s")
+    if wait_s is None and get_by_path(record, "elastic") is None:
         return None
-    between_s = value_at(record, "restarts.between_s") or 0.0
+    between_s = get_by_path(record, "restarts.between_s") or 0.0
     return None if total_s is None else (wait_s or 0.0) + total_s + between_s
 
 
 def score_error(record: Record) -> float | None:
     """Return the standard error of the last epoch's score. Return None if the cell did not finish."""
-    entries = value_at(record, "score.per_epoch") or [{}]
-    return None if value_at(record, "score.final") is None else entries[-1].get("score_error")
+    entries = get_by_path(record, "score.per_epoch") or [{}]
+    return None if get_by_path(record, "score.final") is None else entries[-1].get("score_error")
 
 
 def perplexity(record: Record) -> float | None:
     """Return the exponential of a score in nats per token. Return None for other or too large scores."""
-    final = value_at(record, "score.final")
-    if final is None or value_at(record, "task.unit") != "nats/token" or final > 700:
+    final = get_by_path(record, "score.final")
+    if final is None or get_by_path(record, "task.unit") != "nats/token" or final > 700:
         return None
     return math.exp(final)
 
@@ -57,7 +57,7 @@ def perplexity(record: Record) -> float | None:
 
 def list_worker_values(record: Record, path: str) -> list[str]:
     """Return the distinct values of a field in all workers' provenance, as sorted texts."""
-    values = (value_at(worker["provenance"], path) for worker in record["workers"])
+    values = (get_by_path(worker["provenance"], path) for worker in record["workers"])
     return sorted({str(value) for value in values if value is not None})
 
 
@@ -69,7 +69,7 @@ def join_or_none(texts: list[str]) -> str | None:
 def device_kind(record: Record) -> str | None:
     """Return `cuda` or `cpu`, as recorded by workers or else by the launcher."""
     kinds = {device.partition(":")[0] for device in list_worker_values(record, "device")}
-    return join_or_none(sorted(kinds)) or value_at(record, "provenance.device")
+    return join_or_none(sorted(kinds)) or get_by_path(record, "provenance.device")
 
 
 def device_name(record: Record) -> str | None:
@@ -107,9 +107,9 @@ def cpu_cores(record: Record) -> float | None:
     """Return the number of CPU cores that the workers may use, within quotas."""
     cores_of: dict[str, tuple[set[int], float]] = {}
     for worker in record["workers"]:
-        name = value_at(worker["provenance"], "host.name")
-        affinity = set(value_at(worker["provenance"], "host.affinity") or ())
-        quota = value_at(worker["provenance"], "host.cpu_quota_cores") or math.inf
+        name = get_by_path(worker["provenance"], "host.name")
+        affinity = set(get_by_path(worker["provenance"], "host.affinity") or ())
+        quota = get_by_path(worker["provenance"], "host.cpu_quota_cores") or math.inf
         cores_of[name] = (cores_of.get(name, (set(), 0.0))[0] | affinity, quota)
     total = sum(min(len(cores), quota) for cores, quota in cores_of.values())
     return round(total, 1) or None
@@ -117,27 +117,29 @@ def cpu_cores(record: Record) -> float | None:
 
 def other_cpu_cores(record: Record) -> float | None:
     """Return how many cores other processes used at the start, on the busiest node."""
-    nodes = (value_at(record, "provenance.busy_at_start") or {}).values()
+    nodes = (get_by_path(record, "provenance.busy_at_start") or {}).values()
     busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
     return max(busy, default=None)
 
 
 def node_cores(record: Record) -> int | None:
     """Return the number of logical cores of the smallest node, whether usable or not."""
-    counts = (value_at(worker["provenance"], "host.cores_logical") for worker in record["workers"])
+    counts = (
+        get_by_path(worker["provenance"], "host.cores_logical") for worker in record["workers"]
+    )
     return min((count for count in counts if count), default=None)
 
 
 def revision(record: Record) -> str | None:
     """Return the first 12 digits of the commit, with `+changes` if files differed."""
-    git = value_at(record, "provenance.git") or {}
+    git = get_by_path(record, "provenance.git") or {}
     commit = git.get("revision")
     return commit and commit[:12] + ("+changes" if git.get("dirty") else "")
 
 
 def slowdown(record: Record) -> str | None:
     """Return a text on how workers were slowed down on purpose."""
-    setting = value_at(record, "settings.slowdown")
+    setting = get_by_path(record, "settings.slowdown")
     if not setting:
         return None
     parts = []
@@ -159,12 +161,12 @@ def peak_memory_bytes(record: Record) -> int | None:
     set over its base, which contains libraries, weights and momentum.
     """
     on_cpu = "cpu" in (device_kind(record) or "").split("; ")
-    return value_at(record, f"memory.{'peak_over_base_bytes' if on_cpu else 'peak_bytes'}")
+    return get_by_path(record, f"memory.{'peak_over_base_bytes' if on_cpu else 'peak_bytes'}")
 
 
 def model_states_bytes(record: Record) -> int | None:
     """Return the bytes of parameters, gradients, optimizer state and buffers of the rank with most."""
-    states = value_at(record, "memory.model_states") or {}
+    states = get_by_path(record, "memory.model_states") or {}
     kinds = ("parameters", "gradients", "optimizer", "buffers")
     held = [states.get(f"{kind}_bytes") for kind in kinds]
     return sum(n_bytes or 0 for n_bytes in held) if any(held) else None
@@ -172,12 +174,12 @@ def model_states_bytes(record: Record) -> int | None:
 
 def start_skew_ms(record: Record) -> float | None:
     """Return the largest start skew of all epochs, in ms."""
-    return max(value_at(record, "time.start_skew_ms") or (), default=None)
+    return max(get_by_path(record, "time.start_skew_ms") or (), default=None)
 
 
 def breakdown_ms(record: Record) -> str | None:
     """Return the mean time per step of each phase in ms, as a JSON object."""
-    phases = value_at(record, "time.breakdown_ms")
+    phases = get_by_path(record, "time.breakdown_ms")
     return json.dumps(phases) if phases else None
 
 
@@ -186,15 +188,15 @@ def breakdown_ms(record: Record) -> str | None:
 
 def list_servers(record: Record) -> list[dict[str, Any]]:
     """Return the record's entries of parameter servers; empty without servers."""
-    return value_at(record, "server.servers") or []
+    return get_by_path(record, "server.servers") or []
 
 
 def count_processes(record: Record) -> int | None:
     """Return the number of workers plus servers, or None if the servers left no statistics."""
     servers = list_servers(record)
-    if value_at(record, "strategy.kind") == "server" and not servers:
+    if get_by_path(record, "strategy.kind") == "server" and not servers:
         return None
-    return value_at(record, "cell.gpus") + len(servers)
+    return get_by_path(record, "cell.gpus") + len(servers)
 
 
 def staleness(record: Record) -> str | None:
@@ -227,7 +229,7 @@ def compute_timeline_figures(path: Path, device_kind: str | None) -> dict[str, f
         return {}
     kind = "gpu" if device_kind == "cuda" else "process"
     figures: dict[str, float] = {}
-    series = timeline.of_kind(kind)
+    series = timeline.select_kind(kind)
     if kind == "gpu" and series:
         count = sum(one.count for one in series.values())
         figures["throttled_share"] = sum(one.slowed for one in series.values()) / count

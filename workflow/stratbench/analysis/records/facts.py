@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.derived import get_by_path
 from stratbench.analysis.records.samples import Series, Timeline
 from stratbench.cell.record import Record
 from stratbench.strategies.mesh import Mesh
@@ -37,7 +37,7 @@ class Facts:
         self.lost = {str(entry) for server in self.servers for entry in server.get("lost") or ()}
 
     def __call__(self, path: str) -> Any:
-        return value_at(self.record, path)
+        return get_by_path(self.record, path)
 
     def product(self, *paths: str) -> float | None:
         """Return the product of the fields at the paths, or None if one is absent."""
@@ -54,7 +54,7 @@ class Facts:
         """
         if self.timeline is None:
             return None
-        return self.timeline.series.get((host_of(worker) or "", kind, name or ""))
+        return self.timeline.series.get((get_host_name(worker) or "", kind, name or ""))
 
     def gpu_series(self, worker: dict[str, Any]) -> Series | None:
         """Return the samples of a worker's GPU, or None without samples."""
@@ -112,7 +112,7 @@ class Facts:
         return None if count is None else count * width
 
 
-def longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]) -> float:
+def sum_longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]) -> float:
     """Return the maximum over nodes of the sum of `seconds_of` over a node's pauses. 0 without pauses."""
     by_node: dict[int, float] = defaultdict(float)
     for pause in facts("pauses") or ():
@@ -120,18 +120,18 @@ def longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]
     return max(by_node.values(), default=0.0)
 
 
-def host_of(worker: dict[str, Any]) -> str | None:
+def get_host_name(worker: dict[str, Any]) -> str | None:
     """Return the name of a worker's host."""
-    return value_at(worker["provenance"], "host.name")
+    return get_by_path(worker["provenance"], "host.name")
 
 
 def get_gpu_id(worker: dict[str, Any]) -> str | None:
     """Return a GPU's id in a timeline: its NVML index, or a MIG instance's UUID."""
-    gpu = value_at(worker["provenance"], "gpu") or {}
+    gpu = get_by_path(worker["provenance"], "gpu") or {}
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
 
-def unless_equal(
+def iter_inequality(
     what: str,
     value: float | None,
     formula: str,
@@ -156,7 +156,7 @@ def unless_equal(
         yield f"{what} is {value:.6g}, but {formula} is {other:.6g}"
 
 
-def unless_at_most(
+def iter_excess(
     what: str,
     value: float | None,
     formula: str,

@@ -39,12 +39,12 @@ class Group(NamedTuple):
 GROUP = list(Group._fields)
 
 
-def rows_by_group(frame: pd.DataFrame) -> dict[Group, pd.DataFrame]:
+def group_rows(frame: pd.DataFrame) -> dict[Group, pd.DataFrame]:
     """Return the rows of each group, with groups in the order of their first row."""
     return {Group(*key): rows for key, rows in frame.groupby(GROUP, sort=False)}
 
 
-def bases_by_strategy(cells: pd.DataFrame) -> dict[str, str]:
+def map_base_strategies(cells: pd.DataFrame) -> dict[str, str]:
     """Return the base strategy of each strategy or variant, if the records state it."""
     known = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
     return dict(zip(known["strategy"], known["strategy_base"], strict=True))
@@ -77,9 +77,9 @@ class Repeats:
 
     def __init__(self, cells: pd.DataFrame, findings: Iterable[Row] = ()) -> None:
         #: The rows of each group, and below the rows with status `ok` of each group that has any.
-        self.all = rows_by_group(cells)
+        self.all = group_rows(cells)
         self._ok = cells[cells["status"] == "ok"]
-        self.ok = rows_by_group(self._ok)
+        self.ok = group_rows(self._ok)
         self._places = self._ok.groupby(GROUP).indices
         self._columns: dict[str, np.ndarray] = {}
         #: The kinds of values (time, memory, score or all) that the audit calls unusable, by group.
@@ -107,7 +107,9 @@ class Repeats:
         repeats = self.ok[group]["repeat"].tolist()
         return {r: value for r, value in zip(repeats, selected, strict=True) if value == value}
 
-    def common(self, groups: Sequence[Group], column: str, concerns: str = "") -> np.ndarray:
+    def read_common_values(
+        self, groups: Sequence[Group], column: str, concerns: str = ""
+    ) -> np.ndarray:
         """Return the values of the repeats that all groups share, shape [groups, repeats].
 
         Args:
@@ -130,6 +132,6 @@ class Repeats:
         values = list(self.values(group, column, concerns).values())
         return float(np.median(values)) if values else None
 
-    def are_served(self, groups: Iterable[Group]) -> bool:
+    def have_servers(self, groups: Iterable[Group]) -> bool:
         """Return whether any of the groups has parameter servers."""
         return any((self.all[group]["strategy_kind"] == "server").any() for group in groups)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from stratbench.analysis.records.columns import BY_NAME
-from stratbench.analysis.records.score import Score, score_of
+from stratbench.analysis.records.score import Score, read_score
 from stratbench.cell.coordinates import INCOMPARABLE
 from stratbench.cell.text.words import GIB, MIB
 
@@ -179,11 +179,11 @@ MEASURES: dict[str, Measure] = {
 
 def list_measures(rows: pd.DataFrame) -> dict[str, Measure]:
     """Return the measures by name, with titles and units for one experiment's rows of cells.csv."""
-    score = score_of(rows)
+    score = read_score(rows)
     return {name: m.named(score).with_unit_for(rows) for name, m in MEASURES.items()}
 
 
-def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
+def list_measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
     """Return the measures by name, for each experiment."""
     return {
         str(name): list_measures(rows) for name, rows in cells.groupby("experiment", sort=False)

@@ -124,7 +124,7 @@ class Timeline:
 
     series: dict[tuple[str, str, str], Series]
 
-    def of_kind(self, kind: str) -> dict[tuple[str, str], Series]:
+    def select_kind(self, kind: str) -> dict[tuple[str, str], Series]:
         """Return the series of one kind (host, process or gpu), by node and id."""
         return {(node, name): one for (node, its, name), one in self.series.items() if its == kind}
 

@@ -79,7 +79,7 @@ _SAID = {
 }
 
 
-def score_of(rows: pd.DataFrame) -> Score:
+def read_score(rows: pd.DataFrame) -> Score:
     """Return the score that one experiment's rows of cells.csv describe, accuracy by default."""
     recorded = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
     return Score(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})

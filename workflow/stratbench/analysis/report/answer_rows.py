@@ -12,9 +12,9 @@ from markupsafe import Markup
 from stratbench.analysis.figures.marks import (
     FAMILIES,
     Mark,
-    css_variables,
-    mark_of,
-    marks_by_strategy,
+    assign_marks_by_strategy,
+    create_mark,
+    format_css_variables,
     svg_outline_path,
 )
 
@@ -175,7 +175,7 @@ def iter_answer_rows(
     """
     listed = {a["short"]["strategy"] for a in answers if a["short"]["strategy"]}
     listed |= {o["strategy"] for a in answers for o in a["short"]["others"]}
-    marks = marks_by_strategy(({name: name for name in listed} | dict(bases)).items())
+    marks = assign_marks_by_strategy(({name: name for name in listed} | dict(bases)).items())
     for answer in answers:
         short = answer["short"]
         name = short["strategy"]
@@ -200,7 +200,9 @@ def list_ticks() -> list[dict[str, Any]]:
     return [{"x": compute_scale_x(t), "text": f"{t:g}×"} for t in TICKS]
 
 
-def first_screen(bases: Mapping[str, str | None], decided: Mapping[str, Any]) -> dict[str, Any]:
+def build_first_screen(
+    bases: Mapping[str, str | None], decided: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the template's values for the first screen: answer rows and mark colours.
 
     Args:
@@ -220,12 +222,12 @@ def first_screen(bases: Mapping[str, str | None], decided: Mapping[str, Any]) ->
         "families": [
             {
                 "name": name,
-                "variable": mark_of(name, 0).variable,
+                "variable": create_mark(name, 0).variable,
                 "path": svg_outline_path(hue.shape, 7, 7, 4.5),
                 "shown": name in shown,
             }
             for name, hue in FAMILIES.items()
         ],
-        "light_marks": Markup(css_variables(dark=False)),
-        "dark_marks": Markup(css_variables(dark=True)),
+        "light_marks": Markup(format_css_variables(dark=False)),
+        "dark_marks": Markup(format_css_variables(dark=True)),
     }

@@ -15,11 +15,11 @@ import pandas as pd
 
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
 from stratbench.analysis.records.findings import read_audit
-from stratbench.analysis.records.groups import bases_by_strategy
+from stratbench.analysis.records.groups import map_base_strategies
 from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, list_measures
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, list_readings
-from stratbench.analysis.records.score import score_of
-from stratbench.analysis.report.answer_rows import first_screen
+from stratbench.analysis.records.score import read_score
+from stratbench.analysis.report.answer_rows import build_first_screen
 from stratbench.analysis.report.sections import (
     iter_strategy_rows,
     list_machine_rows,
@@ -60,7 +60,7 @@ RUNS = {
 }  # fmt: skip
 
 
-def distinct_values(rows: pd.DataFrame, column: str) -> str:
+def format_distinct_values(rows: pd.DataFrame, column: str) -> str:
     """Return the distinct values of a column as a text, for the table of runs."""
     texts = [str(v).removesuffix(".0") for v in rows[column].dropna().unique()]
     return ", ".join(texts) or "not recorded"
@@ -71,7 +71,7 @@ def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
         noun = worker_noun(rows["device_kind"])
-        values = {words: distinct_values(rows, column) for words, column in RUNS.items()}
+        values = {words: format_distinct_values(rows, column) for words, column in RUNS.items()}
         values["workers"] += f" {plural(noun)}"
         values["repeats"] = str(rows["repeat"].nunique())
         values["epochs or steps"] = format_training_length(rows)
@@ -82,8 +82,8 @@ def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
 def format_training_length(rows: pd.DataFrame) -> str:
     """Return the number of epochs, or of steps for training without evaluation, as text."""
     if rows["steps"].notna().any():
-        return f"{distinct_values(rows, 'steps')} steps, no score"
-    return distinct_values(rows, "epochs")
+        return f"{format_distinct_values(rows, 'steps')} steps, no score"
+    return format_distinct_values(rows, "epochs")
 
 
 def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
@@ -142,7 +142,7 @@ def describe_devices(cells: pd.DataFrame) -> str:
         text = f"CPU processes{shared} of {of} ({devices}); not valid for GPUs."
     elif kinds:
         text = f"up to {counted(int(known['gpus'].max()), 'worker')} with {devices} on "
-        text += f"{counted(len(hosts), 'host')}, {distinct_values(known, 'precision')}."
+        text += f"{counted(len(hosts), 'host')}, {format_distinct_values(known, 'precision')}."
     else:
         text = "nothing yet."
     counts = cells["status"].value_counts()
@@ -158,12 +158,17 @@ def describe_matrix(rows: pd.DataFrame) -> str:
     """Return a line on an experiment: `6 epochs, global batch 128 · 10 strategies …`."""
     noun = plural(worker_noun(rows["device_kind"]))
     steps = rows["steps"].notna().any()
-    length = format_training_length(rows) if steps else f"{distinct_values(rows, 'epochs')} epochs"
-    batch = distinct_values(rows, "global_batch")
+    length = (
+        format_training_length(rows)
+        if steps
+        else f"{format_distinct_values(rows, 'epochs')} epochs"
+    )
+    batch = format_distinct_values(rows, "global_batch")
     return " · ".join(
         [
             f"{length}, global batch {batch}",
-            f"{counted(rows['strategy'].nunique(), 'strategy')} on {distinct_values(rows, 'gpus')} {noun}",
+            f"{counted(rows['strategy'].nunique(), 'strategy')} on {format_distinct_values(rows, 'gpus')} "
+            f"{noun}",
             counted(rows["repeat"].nunique(), "repeat"),
         ]
     )
@@ -174,7 +179,7 @@ def describe_experiment(rows: pd.DataFrame) -> str:
     slowed = sorted(set(rows["slowdown"].dropna()))
     note = f" Workers were slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
     if rows["steps"].notna().any():
-        note += f" The cells trained for {distinct_values(rows, 'steps')} steps without evaluation."
+        note += f" The cells trained for {format_distinct_values(rows, 'steps')} steps without evaluation."
     return workers_are(rows) + note
 
 
@@ -279,7 +284,7 @@ def iter_cell_lines(
             return None
         return quote(Path(os.path.relpath(study_dir / path, page_dir)).as_posix())
 
-    scores = {name: score_of(rows) for name, rows in cells.groupby("experiment", sort=False)}
+    scores = {name: read_score(rows) for name, rows in cells.groupby("experiment", sort=False)}
     for row in cells.itertuples():
         score = scores[row.experiment]
         yield {
@@ -321,7 +326,7 @@ def iter_experiment_sections(
         ]
         yield {
             "name": str(name),
-            "dataset": distinct_values(rows, "dataset"),
+            "dataset": format_distinct_values(rows, "dataset"),
             "matrix": describe_matrix(rows),
             "about": describe_experiment(rows),
             "models": models,
@@ -349,7 +354,7 @@ def build_page_values(
         "study": str(cells["study"].iloc[0]),
         "notices": notices,
         "measured": describe_devices(cells),
-        **first_screen(bases_by_strategy(cells), decided),
+        **build_first_screen(map_base_strategies(cells), decided),
         "strategies": list(iter_strategy_rows(cells)),
         "experiments": list(iter_experiment_sections(inputs)),
         "sections": list(sections),

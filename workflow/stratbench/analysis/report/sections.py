@@ -7,13 +7,13 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.records.groups import bases_by_strategy
+from stratbench.analysis.records.groups import map_base_strategies
 from stratbench.strategies import REGISTRY, strategy_class
 
 
 def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
     """Yield name, summary and update rule of each strategy. A variant has those of its base strategy."""
-    bases = bases_by_strategy(cells)
+    bases = map_base_strategies(cells)
     for name in cells["strategy"].unique():
         of = bases.get(name, name)
         if of not in REGISTRY:  # only records state the base strategy of a variant

@@ -11,7 +11,7 @@ from typing import Any
 from stratbench.analysis.figures.figure_list import INDEX
 
 
-def data_uri(svg: bytes) -> str:
+def build_data_uri(svg: bytes) -> str:
     """Return an SVG as a data URI. In an image it can neither load nor run anything."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
@@ -24,4 +24,4 @@ def iter_shown_figures(folder: Path) -> Iterator[dict[str, Any]]:
     for figure in json.loads(index.read_text(encoding="utf-8")):
         path = folder / figure["file"]
         if path.exists():
-            yield figure | {"uri": data_uri(path.read_bytes())}
+            yield figure | {"uri": build_data_uri(path.read_bytes())}

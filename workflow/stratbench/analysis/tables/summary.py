@@ -19,13 +19,13 @@ from stratbench.analysis.records.measures import (
     Measure,
     format_number,
     format_status,
-    measures_by_experiment,
+    list_measures_by_experiment,
 )
 from stratbench.statistics.intervals import (
     IntervalEstimate,
+    compute_mean_ratio,
     compute_median_and_spread,
-    mean_ratio,
-    paired_ratios,
+    compute_paired_ratios,
 )
 
 SUMMARY_COLUMNS = (
@@ -47,7 +47,7 @@ def describe_outcome(frame: pd.DataFrame) -> str:
     return ", ".join(f"{n} × {name}" if n > 1 else name for name, n in counts.items())
 
 
-def outcome_kinds(outcome_text: str) -> str:
+def format_outcome_kinds(outcome_text: str) -> str:
     """Return outcomes without counts, for cells without values: `3 × OOM` gives `OOM`."""
     kinds = [part.split(" × ")[-1] for part in outcome_text.split(", ")]
     return ", ".join(dict.fromkeys(kinds))
@@ -117,7 +117,7 @@ def count_missing_repeats(
 
 def describe_outcomes_without_value(groups: Repeats, group: Group) -> str:
     """Return the outcomes of a group without a value; empty if its cells are `ok`."""
-    return outcome_kinds(describe_outcome(groups.all[group]))
+    return format_outcome_kinds(describe_outcome(groups.all[group]))
 
 
 def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | str:
@@ -156,7 +156,7 @@ def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     baseline = find_baseline(groups, group, measure)
     if isinstance(baseline, str):
         return {"text": baseline}
-    pair = groups.common((group, baseline), measure.column)
+    pair = groups.read_common_values((group, baseline), measure.column)
     if not pair.size:
         return {"text": "n/a (no repeat in common with the baseline)"}
     if measure.is_per_worker:
@@ -165,8 +165,8 @@ def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
         pair = pair[::-1]
     paired = count_missing_repeats(groups, group, measure, pair.shape[1], "without a baseline")
     if baseline == group:  # the ratio to itself is exactly 1 and has no interval
-        return {"value": mean_ratio(*pair)} | paired
-    return {"pair": pair, "served": groups.are_served((group, baseline))} | paired
+        return {"value": compute_mean_ratio(*pair)} | paired
+    return {"pair": pair, "served": groups.have_servers((group, baseline))} | paired
 
 
 def fill_ratios(rows: list[Row]) -> None:
@@ -177,7 +177,7 @@ def fill_ratios(rows: list[Row]) -> None:
             by_measure[row["measure"]].append(row)
     for same in by_measure.values():
         served = [row.pop("served") for row in same]
-        ratios = paired_ratios([row.pop("pair") for row in same], served)
+        ratios = compute_paired_ratios([row.pop("pair") for row in same], served)
         for row, ratio in zip(same, ratios, strict=True):
             row["value"] = ratio.value
             if ratio.low is not None:
@@ -195,7 +195,7 @@ def format_cell(row: Row, measure: Measure) -> str:
     return text
 
 
-def doubts_by_group(
+def group_findings(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], dict[str, str]]:
     """Return the audit's severities by rule, for each (time, memory or score, *group)."""
@@ -215,7 +215,7 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
     The column `flags` has severity and name of the audit's rules that concern the value, except notes.
     """
     groups = Repeats(cells)
-    measures = measures_by_experiment(cells)
+    measures = list_measures_by_experiment(cells)
     rows: list[Row] = []
     for group, repeats in groups.all.items():
         common = group._asdict() | {
@@ -228,7 +228,7 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
             made = row_of(groups, group, measure)
             rows.append(common | {"measure": measure.name, "unit": measure.unit} | made)
     fill_ratios(rows)
-    doubts = doubts_by_group([] if findings is None else findings.to_dict("records"), groups.all)
+    doubts = group_findings([] if findings is None else findings.to_dict("records"), groups.all)
     for row in rows:
         measure = measures[row["experiment"]][row["measure"]]
         row["text"] = format_cell(row, measure)

@@ -17,7 +17,7 @@ from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import SEVERITIES, read_audit
 from stratbench.analysis.records.groups import GROUP, Group
 from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, list_measures, marked
-from stratbench.analysis.records.score import score_of
+from stratbench.analysis.records.score import read_score
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import counted, worker_noun
@@ -116,7 +116,7 @@ def describe_lowest_score(cells: pd.DataFrame, measure: Measure) -> str:
     """Return a sentence on the lowest possible score. Return an empty text if it is unknown."""
     if measure.name_source != "score":
         return ""
-    score = score_of(cells)
+    score = read_score(cells)
     if score.least_possible is None:
         return ""
     return (
@@ -140,10 +140,14 @@ def build_wide_rows(
     rows = rows[rows["experiment"] == cells["experiment"].iloc[0]]
     counts = sorted({int(n) for n in rows["gpus"]})
     listed = rows.to_dict("records")
-    return counts, lines_by_model((Group(*(row[name] for name in GROUP)), row) for row in listed)
+    return counts, group_lines_by_model(
+        (Group(*(row[name] for name in GROUP)), row) for row in listed
+    )
 
 
-def lines_by_model(entries: Iterable[tuple[Group, Any]]) -> list[tuple[str, str, dict[int, Any]]]:
+def group_lines_by_model(
+    entries: Iterable[tuple[Group, Any]],
+) -> list[tuple[str, str, dict[int, Any]]]:
     """Return (model, strategy, entry by number of workers) tuples for the groups of one experiment."""
     by_model: dict[str, dict[str, dict[int, Any]]] = {}
     for group, entry in entries:
@@ -186,10 +190,10 @@ def build_wide_table(
         (model, strategy, {n: marked(row["text"], row["flags"]) for n, row in by_count.items()})
         for model, strategy, by_count in lines
     )
-    return table_by_count(counts, texts, worker_noun(cells["device_kind"]))
+    return build_table_by_count(counts, texts, worker_noun(cells["device_kind"]))
 
 
-def table_by_count(
+def build_table_by_count(
     counts: Sequence[int], lines: Iterable[tuple[str, str, Mapping[int, str]]], noun: str
 ) -> pd.DataFrame:
     """Return a table of texts: model, strategy, and a column per worker count.

@@ -14,25 +14,25 @@ _MAX_SHOWN = 80  # maximum number of characters of a wrong value in a message
 WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 
 
-def unit_for(n_bytes: float) -> tuple[str, int]:
+def choose_byte_unit(n_bytes: float) -> tuple[str, int]:
     """Return the largest unit (KiB, MiB, GiB) that an amount reaches, and its bytes."""
     return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
 
 
-def bytes_text(n_bytes: float) -> str:
+def format_bytes(n_bytes: float) -> str:
     """Return bytes as text: GiB with three digits, MiB or KiB without decimals."""
-    name, unit = unit_for(n_bytes)
+    name, unit = choose_byte_unit(n_bytes)
     value = float(n_bytes) / unit  # `float`, since two bools of numpy add up to True
     decimals = (abs(value) < 99.95) + (abs(value) < 9.995) if unit == GIB else 0
     return f"{value:,.{decimals}f} {name}" if n_bytes else "0"
 
 
-def hours_text(hours: float) -> str:
+def format_hours(hours: float) -> str:
     """Return hours as text with two significant digits, from 10 hours on as an integer."""
     return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
-def seconds_text(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return an upper bound on a time as text, in s, min or h."""
     if seconds < 1:
         return "1 s"
@@ -41,7 +41,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def short_time(seconds: float) -> str:
+def format_short_time(seconds: float) -> str:
     """Return a time in s, ms or µs, with at most three significant digits."""
     unit, name = next(((u, n) for u, n in ((1, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "µs"))
     value = seconds / unit
@@ -60,13 +60,13 @@ def plural(noun: str) -> str:
     return noun + ("es" if noun.endswith("s") else "s")
 
 
-def names_text(names: Sequence[str], max_names: int = 4) -> str:
+def format_names(names: Sequence[str], max_names: int = 4) -> str:
     """Return at most `max_names` names for a sentence: `a, b, c, d and 2 more`."""
     shown = ", ".join(names[:max_names])
     return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more"
 
 
-def joined_with_and(values: Iterable[object]) -> str:
+def join_with_and(values: Iterable[object]) -> str:
     """Return values as a list for a sentence: `1, 2 and 4`."""
     *texts, last = map(str, values)
     return f"{', '.join(texts)} and {last}" if texts else last
@@ -111,7 +111,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def repr_of(value: Any) -> str:
+def format_wrong_value(value: Any) -> str:
     """Return a wrong value for a message, in YAML's notation and cut if long."""
     names = {None: "null", True: "true", False: "false"}
     text = next((name for known, name in names.items() if value is known), repr(value))

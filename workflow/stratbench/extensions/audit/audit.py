@@ -100,7 +100,9 @@ def run_rule(rule: Rule, evidence: AuditData) -> Iterator[Finding]:
 
 
 def read_records(
-    cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read_measured
+    cells: pd.DataFrame,
+    study_dir: Path,
+    read: Callable[[Path], Record] = record.read_measured_record,
 ) -> list[Record]:
     """Read the usable records of the rows of cells.csv.
 

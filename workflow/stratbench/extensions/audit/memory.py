@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from stratbench.analysis.records.groups import GROUP, Group
-from stratbench.cell.text.words import MIB, bytes_text
+from stratbench.cell.text.words import MIB, format_bytes
 from stratbench.extensions.audit.rule import AuditData, Case, iter_rows, rule
 
 #: Largest credible reduction of memory by sharding, as a multiple of the number of workers.
@@ -37,7 +37,9 @@ def find_too_large_memory_reduction(evidence: AuditData) -> Iterator[Case]:
             if not whole or not held or (on_cpu and column != "model_states_bytes"):
                 continue
             if whole / held > REDUCED * group.gpus:
-                sizes = f"{other.strategy} {bytes_text(whole)}, {group.strategy} {bytes_text(held)}"
+                sizes = (
+                    f"{other.strategy} {format_bytes(whole)}, {group.strategy} {format_bytes(held)}"
+                )
                 yield group, f"{name}: {sizes}: {whole / held:.2f} times on {group.gpus}"
 
 
@@ -77,5 +79,5 @@ def find_uneven_memory_of_repeats(evidence: AuditData) -> Iterator[Case]:
         ):
             yield (
                 group,
-                f"{bytes_text(peaks.min())} to {bytes_text(peaks.max())} over {len(peaks)} repeats",
+                f"{format_bytes(peaks.min())} to {format_bytes(peaks.max())} over {len(peaks)} repeats",
             )

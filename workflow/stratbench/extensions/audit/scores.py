@@ -12,7 +12,7 @@ import pandas as pd
 
 from stratbench.analysis.records.facts import Facts
 from stratbench.analysis.records.measures import ALONE
-from stratbench.analysis.records.score import Score, score_of
+from stratbench.analysis.records.score import Score, read_score
 from stratbench.extensions.audit.rule import (
     AuditData,
     Case,
@@ -39,7 +39,9 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
     learnt in as many epochs, or no more than guessing reaches. Check the learning rate, BatchNorm statistics
     that do not reach the evaluated model, and gradients that are summed instead of averaged.
     """
-    scores = {name: score_of(rows) for name, rows in evidence.ok.groupby("experiment", sort=False)}
+    scores = {
+        name: read_score(rows) for name, rows in evidence.ok.groupby("experiment", sort=False)
+    }
     expected: dict[tuple[str, str, float | None], tuple[str, float | None]] = {}
     for row in evidence.rows:
         if pd.isna(row.score_final):
@@ -145,7 +147,7 @@ def find_async_unlike_sync_on_one_worker(evidence: AuditData) -> Iterator[Case]:
         mine, its = (evidence.median(k, "score_final") for k in (group, nearest[0]))
         if mine is None or its is None:
             continue
-        score = score_of(evidence.groups[group])
+        score = read_score(evidence.groups[group])
         n = evidence.multiply_medians(
             group, "test_samples", "counts_per_sample"
         ) or evidence.median(group, "test_samples")

@@ -11,7 +11,7 @@ import pandas as pd
 from stratbench.analysis.records.columns import Row
 from stratbench.analysis.records.findings import SEVERITIES, format_tally
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
-from stratbench.cell.text.words import counted, names_text
+from stratbench.cell.text.words import counted, format_names
 from stratbench.extensions.audit.across_cells.confounding import find_confounded_host
 
 TEMPLATE = Path(__file__).parent / "templates" / "audit.html.j2"
@@ -97,7 +97,7 @@ def describe_places(findings: Sequence[Mapping[str, Any]]) -> str:
         dict.fromkeys(row["experiment"] for row in findings if pd.notna(row["experiment"]))
     )
     return (
-        f"{names_text(names, MAX_NAMED)}, {len(findings)} places"
+        f"{format_names(names, MAX_NAMED)}, {len(findings)} places"
         if names
         else f"{len(findings)} places"
     )
@@ -165,7 +165,7 @@ def make_audit_lead(
         return "Each record is checked by itself and against the other records."
     if not doubts:
         return "No doubtful finding concerns a choice or its nearest rival."
-    names = names_text([rule["name"] for rule in doubts], MAX_NAMED)
+    names = format_names([rule["name"] for rule in doubts], MAX_NAMED)
     return f"These rules concern a choice or its nearest rival: {names}."
 
 

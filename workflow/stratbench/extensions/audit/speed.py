@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from stratbench.analysis.records.facts import Facts
-from stratbench.analysis.records.groups import GROUP, Group, rows_by_group
+from stratbench.analysis.records.groups import GROUP, Group, group_rows
 from stratbench.analysis.records.measures import ALONE
 from stratbench.extensions.audit.across_cells.machines import are_busy
 from stratbench.extensions.audit.rule import (
@@ -80,7 +80,7 @@ def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
     column, cells = "throughput_samples_per_s", evidence.cells
     limited = cells[(cells["status"] == "timeout") & cells["time_limit_s"].notna()]
     stopped: defaultdict[Group, list[tuple[int, float]]] = defaultdict(list)
-    for group, rows in rows_by_group(limited).items():
+    for group, rows in group_rows(limited).items():
         stopped[group.with_gpus(0)].append((group.gpus, float(rows["time_limit_s"].min())))
     for group in evidence.groups:
         strategy, gpus = group.strategy, group.gpus

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from stratbench.analysis.records.derived import value_at
-from stratbench.analysis.records.facts import Facts, host_of, longest_pauses_s
+from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.facts import Facts, get_host_name, sum_longest_pauses_s
 from stratbench.analysis.records.samples import BUSY, Series
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, Key, make_cell_key, record_rule, rule
@@ -41,10 +41,12 @@ OTHERS, OTHERS_SHARE = 0.5, 0.05
 
 def is_crowded(facts: Facts) -> bool:
     """Return whether the load was so high that processes may have waited for a core for seconds."""
-    cores = [value_at(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers]
-    loads = [value_at(worker["provenance"], "load_1m") or 0.0 for worker in facts.workers]
+    cores = [
+        get_by_path(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers
+    ]
+    loads = [get_by_path(worker["provenance"], "load_1m") or 0.0 for worker in facts.workers]
     if facts.timeline is not None:
-        hosts = facts.timeline.of_kind("host").values()
+        hosts = facts.timeline.select_kind("host").values()
         loads += [one.overall["load_1m"].most for one in hosts if "load_1m" in one.overall]
     return bool(any(cores)) and max(loads, default=0.0) > CROWDED * max(cores)
 
@@ -54,7 +56,7 @@ def find_pauses_in_training(facts: Facts) -> Iterator[str]:
     """The cell was paused while it trained: its job was suspended, its processes were stopped, or the machine
     slept. Its times include the pause; delete its record to train it again.
     """
-    paused_s = longest_pauses_s(facts, lambda p: p["length_s"] if p["in_training"] else 0.0)
+    paused_s = sum_longest_pauses_s(facts, lambda p: p["length_s"] if p["in_training"] else 0.0)
     trained_s = facts("time.train_time_s") or facts("time.total_s")
     if paused_s > NEGLIGIBLE * trained_s:
         yield f"paused for {paused_s:.3g} s in {trained_s:.4g} s of training"
@@ -98,7 +100,7 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
         key = make_cell_key(record["cell"])
         facts = Facts(record, evidence.timelines.get(key))
         for worker in record["workers"] if facts.timeline else ():
-            one, name = facts.gpu_series(worker), value_at(worker["provenance"], "gpu.name")
+            one, name = facts.gpu_series(worker), get_by_path(worker["provenance"], "gpu.name")
             if name and one and one.working_clock and one.working_clock.count >= SAMPLES:
                 by_gpu[name].append((key, record, worker, one))
     for members in by_gpu.values():
@@ -108,7 +110,7 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
         best = max(median(clocks) for clocks in usual.values())
         for _, record, worker, one in members:
             clock = one.working_clock.mean
-            allowed = value_at(worker["provenance"], "gpu.application_sm_clock_mhz") or 0
+            allowed = get_by_path(worker["provenance"], "gpu.application_sm_clock_mhz") or 0
             usual, whose = max((best, "others at"), (allowed, "its application clock is"))
             if clock < (1 - SLOW_CLOCK) * usual and not is_at_power_limit(worker, one):
                 figures = (
@@ -120,7 +122,7 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
 def is_at_power_limit(worker: dict[str, Any], one: Series) -> bool:
     """Return whether a GPU was at its power limit, which explains a low clock."""
     limit_w, power = (
-        value_at(worker["provenance"], "gpu.power_limit_w"),
+        get_by_path(worker["provenance"], "gpu.power_limit_w"),
         one.training.get("power_w"),
     )
     share = power.mean / limit_w if limit_w and power else None
@@ -138,18 +140,18 @@ def find_loaded_machines(facts: Facts) -> Iterator[str]:
         return
     by_host: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for worker in facts.workers:
-        by_host[host_of(worker) or ""].append(worker)
+        by_host[get_host_name(worker) or ""].append(worker)
     for host, workers in by_host.items():
         machine = workers[0]["provenance"] or {}
-        cores = value_at(machine, "host.cores_logical")
+        cores = get_by_path(machine, "host.cores_logical")
         if not cores:
             continue
         own_cores = set().union(
-            *(value_at(w["provenance"], "host.affinity") or () for w in workers)
+            *(get_by_path(w["provenance"], "host.affinity") or () for w in workers)
         )
         node = facts.node_of(workers[0]["rank"])
-        before = value_at(facts("provenance.busy_at_start"), f"{node}.load_1m")
-        ends = [value_at(worker["provenance"], "load_1m") or 0.0 for worker in workers]
+        before = get_by_path(facts("provenance.busy_at_start"), f"{node}.load_1m")
+        ends = [get_by_path(worker["provenance"], "load_1m") or 0.0 for worker in workers]
         one = facts.samples_on(workers[0], "host", host)
         threads = facts("provenance.threads_per_worker") or 1
         processes = len(workers) + len(facts.servers)
@@ -210,7 +212,7 @@ def estimate_cores_of_others(facts: Facts, host: str, one: Series | None, cores:
         return 0.0
     own = [
         series.training["cpu_pct"].mean
-        for (node, _), series in facts.timeline.of_kind("process").items()
+        for (node, _), series in facts.timeline.select_kind("process").items()
         if node == host and "cpu_pct" in series.training
     ]
     return (cores * used.mean - sum(own)) / 100

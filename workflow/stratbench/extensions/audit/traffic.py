@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.derived import get_by_path
 from stratbench.analysis.records.facts import Facts
 from stratbench.extensions.audit.rule import AuditData, Case, record_rule, rule
-from stratbench.telemetry.machine.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import find_datasheet
 
 #: Largest possible bytes per second, by kind of strategy. For collectives it is what one GPU sends over
 #: NVLink 5, for servers the traffic of one server node.
@@ -84,10 +84,10 @@ def find_unused_nvlink(facts: Facts) -> Iterator[str]:
         facts(f"communication.{name}") for name in ("sent_bytes_per_step", "total_ms", "exposed_ms")
     )
     step_ms = facts("time.step_ms.mean")
-    gpus = [value_at(worker["provenance"], "gpu") or {} for worker in facts.workers]
+    gpus = [get_by_path(worker["provenance"], "gpu") or {} for worker in facts.workers]
     if not total_ms or not step_ms or facts("provenance.nodes") != 1 or facts("settings.slowdown"):
         return
-    sheets = [datasheet_of(gpu.get("name") or "") for gpu in gpus]
+    sheets = [find_datasheet(gpu.get("name") or "") for gpu in gpus]
     links = min((gpu.get("nvlinks_active") or 0 for gpu in gpus), default=0)
     if not links or any(sheet is None or not sheet.link.startswith("NVLink") for sheet in sheets):
         return

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from stratbench.analysis.records.derived import cpu_cores, value_at
+from stratbench.analysis.records.derived import cpu_cores, get_by_path
 from stratbench.analysis.records.facts import Facts
 from stratbench.extensions.audit.rule import record_rule
-from stratbench.strategies import REGISTRY, mesh_of, traits_of
+from stratbench.strategies import REGISTRY, get_mesh, get_traits
 
 #: Largest tolerated share of its training time for which a worker waits for a core. Three processes on two
 #: idle cores wait for 14 %, and two workers beside a busy foreign process for at least 26 %.
@@ -26,11 +26,11 @@ def find_traits_unlike_strategy(facts: Facts) -> Iterator[str]:
     by_zeros = bool(facts("strategy.details.moved_by_zeros"))
     strategy = (name, facts("strategy.options"), facts.gpus)
     adds_up = facts("task.loss_adds_up") is not False
-    traits = asdict(traits_of(*strategy, by_zeros, facts.elastic, adds_up))
+    traits = asdict(get_traits(*strategy, by_zeros, facts.elastic, adds_up))
     for trait, recorded in (facts("strategy.traits") or {}).items():
         if recorded != traits.get(trait):
             yield f"strategy.traits.{trait} is {recorded}, but {name} declares {traits.get(trait)}"
-    if (mesh := mesh_of(name, facts("strategy.options"), facts.gpus)) != facts.mesh:
+    if (mesh := get_mesh(name, facts("strategy.options"), facts.gpus)) != facts.mesh:
         yield f"strategy.mesh is {facts.mesh}, but {name} has {mesh}"
 
 
@@ -43,7 +43,7 @@ def find_lost_workers(facts: Facts) -> Iterator[str]:
         return
     if facts.lost and not facts.elastic:
         entries = (w for server in facts.servers for w in server.get("lost") or ())
-        reasons = {value_at(w, "own_reason") for w in entries} - {None}
+        reasons = {get_by_path(w, "own_reason") for w in entries} - {None}
         reason = f": {'; '.join(sorted(reasons))}" if reasons else ""
         yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{reason}"
     missing = sorted(set(range(facts.gpus)) - {worker["rank"] for worker in facts.workers})

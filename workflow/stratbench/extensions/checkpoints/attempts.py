@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.extensions.checkpoints.checkpoints import (
     delete_checkpoints,
     delete_later_checkpoints,
@@ -30,7 +30,7 @@ from stratbench.train.job import Job
 
 def get_checkpoint_folder(run: RunFolder, rank: int) -> Path:
     """Return the folder with the checkpoints of worker `rank`."""
-    return run.kept / worker_name(rank)
+    return run.kept / format_worker_name(rank)
 
 
 def find_common_step(run: RunFolder, workers: int) -> int | None:

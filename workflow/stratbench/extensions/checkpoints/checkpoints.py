@@ -191,7 +191,7 @@ class Writer:
         """
         self._folder, self._clean_up, self._counts = folder, clean_up, counts
         self._copies: list[Tensor] = []
-        self._thread: threading.Thread | None = None
+        self._start_thread: threading.Thread | None = None
         self._error: Exception | None = None
         #: For each checkpoint: seconds for which the training was blocked, and seconds of writing.
         self.held_up_s: list[float] = []
@@ -199,8 +199,8 @@ class Writer:
 
     def wait_for_write(self) -> None:
         """Wait for the current write, and raise its error if it failed, such as OSError."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._start_thread is not None:
+            self._start_thread.join()
         if self._error is not None:
             raise self._error
 
@@ -225,7 +225,7 @@ class Writer:
         """
         import torch
 
-        if self._thread is not None and self._thread.is_alive() and not wait:
+        if self._start_thread is not None and self._start_thread.is_alive() and not wait:
             return False
         self.wait_for_write()
         began = time.perf_counter()
@@ -240,10 +240,10 @@ class Writer:
         event = torch.cuda.Event() if on_cuda else None
         if event is not None:
             event.record()
-        self._thread = threading.Thread(
+        self._start_thread = threading.Thread(
             target=self._write, args=(step, event, more, facts), daemon=True
         )
-        self._thread.start()
+        self._start_thread.start()
         self.held_up_s.append(time.perf_counter() - began)
         if wait:
             self.wait_for_write()

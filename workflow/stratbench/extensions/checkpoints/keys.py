@@ -26,10 +26,10 @@ class Checkpoints(Keys):
     def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
         """Yield messages on strategies of an experiment that do not support checkpoints."""
         from stratbench.strategies import strategy_class
-        from stratbench.study.config.consistency import strategies_of
+        from stratbench.study.config.consistency import iter_strategy_options
 
         every = block["checkpoint_every"]
-        for name, base, options in strategies_of(block, study) if every else ():
+        for name, base, options in iter_strategy_options(block, study) if every else ():
             if (reason := strategy_class(base).restart_reason(options, block)) is not None:
                 yield (
                     f".checkpoint_every = {every}: {name}: {reason}; remove {name} from strategies, or "

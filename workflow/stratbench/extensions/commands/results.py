@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from stratbench.cell.files import last_lines
+from stratbench.cell.files import read_last_lines
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands.files import get_command_name, get_report_path, read_ends
 from stratbench.extensions.commands.reading import CommandReport, ReportError, read_report
 from stratbench.strategies import strategy_class
 from stratbench.telemetry.machine import environment
-from stratbench.telemetry.machine.foreign_processes import gpu_at
-from stratbench.telemetry.machine.node import facts_of_node
+from stratbench.telemetry.machine.foreign_processes import find_worker_gpu
+from stratbench.telemetry.machine.node import collect_node_facts
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.timeline import PhaseLog, read_samples
 from stratbench.train.inputs import files_entry, unbuilt_model
@@ -165,14 +165,14 @@ def collect_provenance(job: Job, report: CommandReport) -> dict[str, Any]:
     """Return the provenance of worker 0: this node, its GPU, and the version of torch by the report."""
     facts: dict[str, Any] = {
         "device": "cuda" if job.use_cuda else "cpu",
-        "host": facts_of_node(),
+        "host": collect_node_facts(),
         "load_1m": os.getloadavg()[0],
-        "environment": environment.of_training(os.environ),
+        "environment": environment.select_training_variables(os.environ),
     }
     if version := report.facts.get("torch"):
         facts["software"] = {"torch": str(version)}
     places = [p["gpu"] for p in job.folder.read_places().values() if "gpu" in p]
-    gpu = gpu_at(Nvml(), places[0]) if places else None
+    gpu = find_worker_gpu(Nvml(), places[0]) if places else None
     return facts | ({"gpu": gpu.static()} if gpu else {})
 
 
@@ -231,7 +231,7 @@ def describe_failure(job: Job, exits: Sequence[Any]) -> str:
 def read_last_log_lines(job: Job) -> list[str]:
     """Return the last lines of the command's logs on all nodes."""
     paths = (job.folder.log(get_command_name(node)) for node in range(job.n_nodes))
-    return [line for path in paths if path.exists() for line in last_lines(path)]
+    return [line for path in paths if path.exists() for line in read_last_lines(path)]
 
 
 def find_hang_reason(job: Job) -> str | None:

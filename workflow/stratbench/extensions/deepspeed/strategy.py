@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.cell.options import option
-from stratbench.cell.text.words import names_text, repr_of
+from stratbench.cell.text.words import format_names, format_wrong_value
 from stratbench.strategies import base
 from stratbench.strategies.counted import Counted
 from stratbench.strategies.needs import check_installed
-from stratbench.strategies.sharding.sharded import Sharded, mean_buffers
+from stratbench.strategies.sharding.sharded import Sharded, averaging_buffers
 from stratbench.workload.network.precision import PURE_BF16
 
 if TYPE_CHECKING:
@@ -108,16 +108,16 @@ class DeepSpeed(Counted):
             yield f".loss_chunks = {chunks}: the loss in chunks is not tested with DeepSpeed; set it to 1"
         if mode := values["activation_checkpointing"]:
             yield (
-                f".activation_checkpointing = {repr_of(mode)}: recomputing blocks is not tested with "
-                "DeepSpeed; "
+                f".activation_checkpointing = {format_wrong_value(mode)}: recomputing blocks is not tested "
+                "with DeepSpeed; "
                 "set it to false"
             )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
         if trial.sparse:
-            yield base.sparse_gradient(trial.sparse, "has no place in a flat bucket")
-        dtypes = base.dtype_names(model.parameters())
+            yield base.sparse_gradient_reason(trial.sparse, "has no place in a flat bucket")
+        dtypes = base.list_dtype_names(model.parameters())
         if len(dtypes) > 1:
             yield (
                 f"it has parameters of several dtypes ({', '.join(dtypes)}), which DeepSpeed would put into "
@@ -125,14 +125,14 @@ class DeepSpeed(Counted):
             )
         if self.options.stage == 3 and (early := trial.uncalled + trial.late):
             yield (
-                f"forward reads {names_text(early)} outside of a call of its module, but stage 3 gathers "
+                f"forward reads {format_names(early)} outside of a call of its module, but stage 3 gathers "
                 "parameters only for the call; call the module itself, or use stage 1 or 2"
             )
-        yield from base.refusals_of_parts(trial, as_parameters=False)
+        yield from base.iter_sharding_refusals(trial, as_parameters=False)
         if worker.world_size == 1:
             return
         if trial.by_chance:
-            yield base.by_chance(trial.by_chance)
+            yield base.skipped_at_random_reason(trial.by_chance)
         elif trial.by_data:
             yield base.by_data(trial.by_data)
 
@@ -192,7 +192,7 @@ class DeepSpeed(Counted):
             count_parameters(p for m in ms for p in m.parameters()) for _, ms in worker.wrap_groups
         ]
         group = max(groups, default=self._trained)
-        return engine_config(
+        return make_engine_config(
             o.stage,
             o.match_other_strategies,
             o.bucket_cap_mb,
@@ -244,7 +244,7 @@ class DeepSpeed(Counted):
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        with mean_buffers(self.model, self.worker.world_size), super().evaluating() as model:
+        with averaging_buffers(self.model, self.worker.world_size), super().evaluating() as model:
             yield model
         self._free_gathered()
 
@@ -307,7 +307,7 @@ class DeepSpeed(Counted):
             yield
 
 
-def engine_config(
+def make_engine_config(
     stage: int,
     match_other_strategies: bool,
     bucket_cap_mb: int,

@@ -24,7 +24,7 @@ from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.elastic.keys import Elastic
 from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
-from stratbench.telemetry.machine.busy import busy_check
+from stratbench.telemetry.machine.busy import measure_other_load
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import agent
@@ -32,7 +32,7 @@ from stratbench.train.ending import Ending, slow
 from stratbench.train.forkserver import fork_server, shares_gpus
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import is_over
-from stratbench.workload.tasks import task_of
+from stratbench.workload.tasks import get_task
 
 #: Longest time for which members may write their files after the end of the training, in seconds.
 LAST_FILES_S = 60.0
@@ -190,7 +190,7 @@ def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
     folder = job.folder
     host = socket.gethostname() if across_nodes else None
     listeners = Listeners("127.0.0.1" if host is None else "0.0.0.0", host)
-    better = task_of(job.settings, job.data_shape).better
+    better = get_task(job.settings, job.data_shape).better
     coordinator = Coordinator(
         load_secret(folder.secret),
         listeners,
@@ -217,13 +217,13 @@ def open_backend(job: Job, worker_job: WorkerJob | None) -> Iterator[Backend]:
     folder = job.folder
     agent.set_environment(job, on_one_host=worker_job is None)
     if worker_job is not None:
-        folder.write_busy(0, busy_check())
+        folder.write_busy(0, measure_other_load())
         yield SlurmJobs(worker_job, folder, job.cell.path)
         return
     with fork_server(may_share=not job.use_cuda or shares_gpus()) as server:
         sampler = Sampler(folder.samples(0), folder.pids(0), job.origin_s)
         try:
-            folder.write_busy(0, busy_check())
+            folder.write_busy(0, measure_other_load())
             yield LocalJobs(server, folder.job, sampler.watch)
         finally:
             sampler.stop()

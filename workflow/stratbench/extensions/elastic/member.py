@@ -18,7 +18,12 @@ from stratbench.extensions.elastic.talk import (
 )
 from stratbench.extensions.servers.wire.frames import ProtocolError
 from stratbench.extensions.servers.wire.handshake import JoinRefused, join_handshake, load_secret
-from stratbench.extensions.servers.wire.transport import Closed, Connection, Silent, dial
+from stratbench.extensions.servers.wire.transport import (
+    Closed,
+    Connection,
+    Silent,
+    connect_to_server,
+)
 
 #: Seconds after which a worker asks again if all places are taken, and after which it ends if nobody answers.
 AGAIN_S, NOBODY_S = 30.0, 60.0
@@ -107,7 +112,7 @@ def join_as_member(
     deadline = time.monotonic() + NOBODY_S
     while not leaving.is_set():
         try:
-            connection = Connection(dial(folder.rendezvous, 0, "auto", deadline)[0])
+            connection = Connection(connect_to_server(folder.rendezvous, 0, "auto", deadline)[0])
             connection.deadline = time.monotonic() + 15.0
             welcome = join_handshake(connection, load_secret(folder.secret), {"number": number})
             connection.deadline = None

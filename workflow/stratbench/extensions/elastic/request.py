@@ -13,9 +13,9 @@ from stratbench.study.resources import (
     JOB_MIB,
     JobRequest,
     PlannedNeeds,
-    plain_request,
+    build_plain_request,
+    count_workers_per_node,
     runtime_min,
-    workers_of_node,
 )
 
 
@@ -34,8 +34,8 @@ def request_workers(
     if "elastic" not in settings.more:
         return None
     share = {k: v for k, v in settings.options.items() if k != "servers"}
-    each_mib = -(-needs.host_mem_mib // workers_of_node(cell, cluster))
-    each = plain_request(
+    each_mib = -(-needs.host_mem_mib // count_workers_per_node(cell, cluster))
+    each = build_plain_request(
         replace(cell, gpus=1),
         replace(settings, gpus=1, options=share),
         cluster,

@@ -38,7 +38,7 @@ from stratbench.train.ending import Ending, slow
 from stratbench.train.forkserver import Process, fork_server
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import is_over
-from stratbench.workload.tasks import task_of
+from stratbench.workload.tasks import get_task
 
 #: Seconds in which servers may save their state before they are killed. SLURM allows 30 by default.
 SAVE_S = 25.0
@@ -84,7 +84,7 @@ def make_server_configs(job: Job, across_nodes: bool) -> list[ElasticServerConfi
         incarnation=1 + read_last_incarnation(own),
         resumes=has_state(own, count_servers(s)),
         target_score=s.of(Elastic).ends_at,
-        higher_is_better=task_of(s, job.data_shape).better == "higher",
+        higher_is_better=get_task(s, job.data_shape).better == "higher",
     )
     if elastic.incarnation > 1:
         how = (

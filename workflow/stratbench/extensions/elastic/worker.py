@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.extensions.elastic.group import ElasticGroup
 from stratbench.extensions.elastic.member import Over, join_as_member
 from stratbench.extensions.elastic.servers.channel import ATTEMPT_S, ReturningChannel, RunOverError
@@ -59,7 +59,7 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
     folder = job.folder
     if folder.ended.exists():
         worker.leave(0)
-    worker.log_to(folder.log(worker_name(number)))
+    worker.log_to(folder.log(format_worker_name(number)))
     origin_s = time.monotonic() - (began_unix_s - job.origin_unix_s)
     with scratch() if folder.local is None else nullcontext(folder.local) as local:
         job = replace(job, origin_s=origin_s, folder=replace(folder, local=local))

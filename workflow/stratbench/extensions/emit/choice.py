@@ -11,10 +11,10 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.words import bytes_text, counted
-from stratbench.strategies import mesh_of, traits_of
+from stratbench.cell.text.words import counted, format_bytes
+from stratbench.strategies import get_mesh, get_traits
 from stratbench.strategies.mesh import Mesh
-from stratbench.workload.network.models import model_of
+from stratbench.workload.network.models import get_model
 from stratbench.workload.network.registry import FAMILIES, facts_of
 
 #: Settings that define how a cell is measured and what it trains. A trainer has its own.
@@ -22,7 +22,7 @@ MEASUREMENT_SETTINGS = {
     *("strategy", "options", "model", "dataset", "own_model", "own_task", "task", "data_spec"),
     *("warmup_steps", "profile", "more"),
 }
-#: Beginning of a record's text on sharded classes (`workload.network.sharding.rule_of`).
+#: Beginning of a record's text on sharded classes (`workload.network.sharding.describe_sharding_groups`).
 INSTANCES_OF = "instances of "
 #: Values that switch a setting off.
 OFF = (None, False, 0, "none")
@@ -42,7 +42,7 @@ class Choice:
         self.cell = Cell(**record["cell"])
         self.settings = Settings.of_record(record["settings"])
         self.options: dict[str, Any] = dict(self.settings.options)
-        self.mesh: Mesh = mesh_of(self.settings.strategy, self.options, self.settings.gpus)
+        self.mesh: Mesh = get_mesh(self.settings.strategy, self.options, self.settings.gpus)
         self._values: dict[str, Any] = asdict(self.settings)
         self._written = set(MEASUREMENT_SETTINGS)
         self._notes: list[str] = []
@@ -110,7 +110,7 @@ class Choice:
         self._written.add("shard_group_size")
         if self.options.get("shard_group_size") == "node":
             return min(self.settings.gpus, self.workers_per_node)
-        traits = traits_of(self.settings.strategy, self.settings.options, self.settings.gpus)
+        traits = get_traits(self.settings.strategy, self.settings.options, self.settings.gpus)
         return traits.weight_parts or 1
 
     @property
@@ -119,7 +119,7 @@ class Choice:
 
         The list is empty if a rule by size made the groups.
         """
-        network = facts_of(model_of(self.settings))
+        network = facts_of(get_model(self.settings))
         if network.own is not None:
             # A model may declare these classes itself, as those of transformers do. Then the record has
             # them.
@@ -140,7 +140,7 @@ class Choice:
         measured = [f"a step took {step:.3g} ms (median)"] if step else []
         if memory and memory.get("peak_bytes"):
             key = "peak_over_base_bytes" if memory.get("peak_over_base_bytes") else "peak_bytes"
-            measured.append(f"a worker's peak was {bytes_text(memory[key])}")
+            measured.append(f"a worker's peak was {format_bytes(memory[key])}")
         if self.record["status"] != "ok":
             measured.append(f"the cell ended as {self.record['status']}: {self.record['reason']}")
         where = "CPU processes" if self.record["provenance"]["device"] == "cpu" else "GPUs"

@@ -35,14 +35,16 @@ class Work:
             device: Device of this worker.
         """
         self.settings = s = Settings.of_record(record.read(path)["settings"])
-        self.rank, network, dtype = rank, models.model_of(s), weights_dtype(s.precision)
+        self.rank, network, dtype = rank, models.get_model(s), weights_dtype(s.precision)
         shape = models.input_shape(network, tuple(DeviceData.load(Path(data)).meta["shape"]))
         self.data = DeviceData.load(
             data, device, shape, dtype, batch_format(s.precision, device.type), s.data_placement
         )
         meta = self.data.meta
-        self.task = tasks.task_of(s, shape, meta.get("values", False))
-        self.model = models.for_training(network, meta["classes"], shape, s.seed, device, dtype)
+        self.task = tasks.get_task(s, shape, meta.get("values", False))
+        self.model = models.build_for_training(
+            network, meta["classes"], shape, s.seed, device, dtype
+        )
         seed_generators(s.seed + 1 + rank)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

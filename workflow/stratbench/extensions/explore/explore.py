@@ -19,13 +19,13 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.figures.marks import FAMILIES, FILLS, corners, marks_by_strategy
+from stratbench.analysis.figures.marks import FAMILIES, FILLS, assign_marks_by_strategy, corners
 from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, Column, Row
 from stratbench.analysis.records.findings import SEVERITIES
-from stratbench.analysis.records.groups import GROUP, bases_by_strategy
+from stratbench.analysis.records.groups import GROUP, map_base_strategies
 from stratbench.analysis.records.measures import FACTORS
 from stratbench.analysis.records.reading import Reading, ReportInput
-from stratbench.analysis.records.score import score_of
+from stratbench.analysis.records.score import read_score
 from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import WORKER_NOUNS, plural
@@ -74,7 +74,7 @@ def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
     Scores with different units are shown in the units of the records.
     """
     if column.name in SCORES and cells["score_unit"].dropna().nunique() <= 1:
-        score = score_of(cells)
+        score = read_score(cells)
         return score.shown_unit, score.factor
     units = ((shown, by) for (own, shown), by in FACTORS.items() if own == column.unit)
     return next(units, (column.unit, 1.0))
@@ -251,8 +251,8 @@ def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[st
         cells: Rows of cells.csv, with a column `set` if there are several sets.
         findings: Rows of audit.csv, with `set` as well if there are several sets.
     """
-    bases = bases_by_strategy(cells)
-    marks = marks_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
+    bases = map_base_strategies(cells)
+    marks = assign_marks_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
     hues = {name: [hue.light[0], hue.dark[0]] for name, hue in FAMILIES.items()}
     audit = collect_audit(cells, findings)
     return {

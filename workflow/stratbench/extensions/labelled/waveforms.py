@@ -13,8 +13,8 @@ from stratbench.workload.data.own_files import (
     ByClass,
     Labelled,
     divided,
-    files_of,
     list_class_folders,
+    list_sample_files,
 )
 from stratbench.workload.data.sources import DataError, Source, Split
 
@@ -64,7 +64,7 @@ def read_waveform_folder(
 
 def _list_files_by_label(name: str, folder: Path, labels: Path) -> ByClass:
     """Return the files of each label, as a table states them."""
-    files: dict[str, Path] = dict(files_of([folder], WAVEFORMS))
+    files: dict[str, Path] = dict(list_sample_files([folder], WAVEFORMS))
     by_label: ByClass = {}
     for file, label in rows_of(name, labels, COLUMNS):
         if (path := files.pop(PurePath(file).as_posix(), None)) is None:

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stratbench.cell.text.words import repr_of
+from stratbench.cell.text.words import format_wrong_value
 from stratbench.extensions.libraries.package_files import (
     find_folder,
     iter_config_keys,
@@ -20,7 +20,7 @@ from stratbench.extensions.libraries.package_files import (
     suggest_name,
 )
 from stratbench.workload.data.kinds import Samples
-from stratbench.workload.data.own_files import content_sha256
+from stratbench.workload.data.own_files import hash_files
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network.libraries import Library
 
@@ -156,7 +156,7 @@ def _class_and_config(named: str) -> tuple[str, dict[str, Any]]:
 
 def _read_config(named: str, path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
-    where = f".transformers = {repr_of(named)}"
+    where = f".transformers = {format_wrong_value(named)}"
     if not file.is_file():
         raise ValueError(
             f"{where}: there is no file {file}; name a config.json, a folder with one, or a class such as "
@@ -193,7 +193,7 @@ def _weights_of(named: str, known: Path) -> dict[str, Any]:
             "read; convert them with transformers (save_pretrained), or remove `weights`"
         )
     try:
-        sha256 = content_sha256([file.resolve() for file in files], WEIGHTS, known)
+        sha256 = hash_files([file.resolve() for file in files], WEIGHTS, known)
     except DataError as e:
         raise ValueError(f".weights = true: {e}") from e
     return {"weights": str(folder.resolve()), "weights_sha256": sha256}

@@ -6,10 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stratbench.strategies import mesh_of, strategy_class
+from stratbench.strategies import get_mesh, strategy_class
 from stratbench.study.config.config import Study
-from stratbench.study.resources import JobRequest, largest_request, plain_request, runtime_min
-from stratbench.study.slurm.nodes import Node, most_nodes
+from stratbench.study.resources import (
+    JobRequest,
+    build_plain_request,
+    combine_requests,
+    runtime_min,
+)
+from stratbench.study.slurm.nodes import Node, count_fitting_nodes
 from stratbench.workload.network import models
 
 #: Maximum seconds for which links are measured.
@@ -33,10 +38,10 @@ def links_request(study: Study, cluster: Mapping[str, Any], offered: Sequence[No
     def make_request(nodes: int) -> JobRequest:
         workers = nodes * cluster["gpus_per_node"]
         full = {replace(c, gpus=workers, repeat=0): study.settings(c) for c in study.cells}
-        requests = [plain_request(c, s, cluster, LINKS_S) for c, s in full.items()]
-        return largest_request(requests, runtime_min(LINKS_S, cluster))
+        requests = [build_plain_request(c, s, cluster, LINKS_S) for c, s in full.items()]
+        return combine_requests(requests, runtime_min(LINKS_S, cluster))
 
-    return make_request(2 if most_nodes(make_request(2), offered) > 1 else 1)
+    return make_request(2 if count_fitting_nodes(make_request(2), offered) > 1 else 1)
 
 
 def links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:
@@ -56,7 +61,7 @@ def links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:
         if strategy.kind == "server":
             wire = s.options["transport"]
             transports.add("shm" if wire == "auto" else wire)
-        mesh = mesh_of(s.strategy, s.options, cell.gpus)
+        mesh = get_mesh(s.strategy, s.options, cell.gpus)
         counts |= {n for n in (cell.gpus, mesh.replicas, mesh.tensor, mesh.stages) if 1 < n <= most}
         every_kind |= strategy.collectives is None
         kinds |= set(strategy.collectives or ())

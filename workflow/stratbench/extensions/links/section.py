@@ -16,7 +16,7 @@ from typing import Any
 from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.files import read_rows
-from stratbench.cell.text.words import bytes_text, short_time
+from stratbench.cell.text.words import format_bytes, format_short_time
 from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, named_algorithms
 
 TEMPLATE = Path(__file__).parent / "templates" / "links.html.j2"
@@ -61,13 +61,13 @@ def _make_table_row(r: dict[str, str]) -> dict[str, Any]:
         "name": _describe_kind(r["library"], r["kind"]),
         "level": "between nodes" if r["level"] == "between" else "within nodes",
         "algorithm": r["algorithm"],
-        "alpha": short_time(float(r["alpha_s"])),
-        "rate": f"{bytes_text(rate)}/s" if math.isfinite(rate) else "not measurable",
-        "knee": bytes_text(knee) if math.isfinite(knee) else "–",
+        "alpha": format_short_time(float(r["alpha_s"])),
+        "rate": f"{format_bytes(rate)}/s" if math.isfinite(rate) else "not measurable",
+        "knee": format_bytes(knee) if math.isfinite(knee) else "–",
         "off": f"{100 * (math.exp(log_sd) - 1):.0f} %",
         "doubtful": log_sd > TRUSTED_SD,
         "workers": r["workers"],
-        "largest": bytes_text(float(r["largest_bytes"])),
+        "largest": format_bytes(float(r["largest_bytes"])),
         "times": r["times"],
     }
 
@@ -118,8 +118,8 @@ def _draw_times(
             "bytes of the whole tensor",
             "time",
             every[:: max(1, len(every) // 5)],
-            bytes_text,
-            short_time,
+            format_bytes,
+            format_short_time,
             f"Time of {name} over bytes, measured and fitted, by workers",
         ),
     }

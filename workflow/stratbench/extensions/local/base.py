@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 from stratbench.strategies import base
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Local(base.Collective):
         yield from super().refusals_of_model(model, worker)
         if names := [name for name, p in model.named_parameters() if p.is_complex()]:
             yield (
-                f"{names_text(names)} is complex, but the distance of workers is computed in real numbers; "
+                f"{format_names(names)} is complex, but the distance of workers is computed in real numbers; "
                 "keep the real and imaginary parts as two parameters"
             )
 
@@ -137,7 +137,7 @@ class Local(base.Collective):
         return (squares[0] / squares[1]).sqrt()
 
     def communication(self) -> dict[str, Any]:
-        return base.ring_traffic(self.sent_bytes / max(1, self.steps))
+        return base.describe_ring_traffic(self.sent_bytes / max(1, self.steps))
 
     def report(self) -> dict[str, Any]:
         report = super().report()

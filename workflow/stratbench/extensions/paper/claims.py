@@ -13,7 +13,7 @@ from stratbench.analysis.records.groups import GROUP, Repeats
 from stratbench.extensions.audit.audit import audit
 from stratbench.extensions.paper import published
 from stratbench.extensions.paper.metrics import METRICS, ClaimFigure
-from stratbench.statistics.intervals import IntervalEstimate, paired_ratios
+from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
 
 CLAIM_COLUMNS = (
     *("id", "version", "where", "claim", "metric", "model", "low", "high", "holds", "figures"),
@@ -29,7 +29,9 @@ def add_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
     variances of the figures are pooled.
     """
     paired = [figure for figure in figures if figure.pair is not None]
-    ratios = iter(paired_ratios([f.pair for f in paired], [f.served for f in paired], len(paired)))
+    ratios = iter(
+        compute_paired_ratios([f.pair for f in paired], [f.served for f in paired], len(paired))
+    )
     return [figure if figure.pair is None else figure.with_ends(next(ratios)) for figure in figures]
 
 

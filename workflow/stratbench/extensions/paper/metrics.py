@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from stratbench.analysis.records.groups import Group, Repeats
-from stratbench.statistics.intervals import IntervalEstimate, mean_ratio
+from stratbench.statistics.intervals import IntervalEstimate, compute_mean_ratio
 
 #: Names of metrics in claims.csv: on memory, and on model size (with the factor from the number of
 #: parameters).
@@ -67,10 +67,12 @@ def make_ratio_figure(
         label: Label of the figure.
         scale: Converts the ratio.
     """
-    pair = groups.common((one, other), column, concerns)
+    pair = groups.read_common_values((one, other), column, concerns)
     if pair.size:
-        served = groups.are_served((one, other))
-        return ClaimFigure(label, scale(mean_ratio(*pair)), pair=pair, scale=scale, served=served)
+        served = groups.have_servers((one, other))
+        return ClaimFigure(
+            label, scale(compute_mean_ratio(*pair)), pair=pair, scale=scale, served=served
+        )
     if column != "train_time_s":
         return None
     for stopped, ended, upward in ((one, other, True), (other, one, False)):
@@ -158,7 +160,7 @@ def make_points_metric(one: str, other: str) -> Callable[[Repeats], Iterator[Cla
     def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
         for group in groups.ok:
             for rival in iter_counterparts(groups, group, other) if group.strategy == one else ():
-                pair = groups.common((group, rival), "score_final", "score")
+                pair = groups.read_common_values((group, rival), "score_final", "score")
                 if pair.size:
                     yield make_median_figure(group, 100 * (pair[0] - pair[1]))
 
@@ -177,7 +179,7 @@ def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
         others = [next(iter_counterparts(groups, group, n), None) for n in ("ps-sync", "ps-async")]
         if None in others:
             continue
-        sync, lossy, mine = groups.common((*others, group), "score_final", "score")
+        sync, lossy, mine = groups.read_common_values((*others, group), "score_final", "score")
         shares = (mine - lossy)[sync > lossy] / (sync - lossy)[sync > lossy]
         if shares.size:
             yield make_median_figure(group, shares)

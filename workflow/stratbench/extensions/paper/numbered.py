@@ -14,13 +14,13 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.records.groups import bases_by_strategy
+from stratbench.analysis.records.groups import map_base_strategies
 from stratbench.analysis.records.measures import (
     NO_CELL,
     Measure,
     format_number,
+    list_measures_by_experiment,
     marked,
-    measures_by_experiment,
 )
 from stratbench.analysis.tables.tables import workers_are, write_table
 from stratbench.cell.files import write_atomic
@@ -120,7 +120,7 @@ def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     Its columns are experiment, strategy, workers, property, text (the range over models), models, records
     (the cells of the values), outcomes (of cells that did not finish) and flags (of the audit).
     """
-    lines, measures = [], measures_by_experiment(cells)
+    lines, measures = [], list_measures_by_experiment(cells)
     most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
     largest = summary[summary["gpus"] == most]
     for (experiment, strategy), rows in largest.groupby(["experiment", "strategy"], sort=False):
@@ -179,8 +179,8 @@ def iter_paper_tables(
         summary: Rows of summary.csv.
         table_8: Result of `make_table_8`.
     """
-    bases = bases_by_strategy(cells)
-    measures = measures_by_experiment(cells)
+    bases = map_base_strategies(cells)
+    measures = list_measures_by_experiment(cells)
     for table in TABLES.values():
         yield table.name, make_numbered_table(summary, bases, measures, table)
     yield "table_8", widen_table_8(table_8)

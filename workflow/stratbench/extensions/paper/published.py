@@ -8,7 +8,7 @@ import pandas as pd
 
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.installation import REFERENCE
-from stratbench.strategies import option_defaults, strategy_class, traits_of
+from stratbench.strategies import get_option_defaults, get_traits, strategy_class
 
 #: The number of parameters of each model with 1000 classes, as the paper states it.
 PARAMETERS = {
@@ -97,7 +97,7 @@ def make_cells_of_version(version: str) -> pd.DataFrame:
                 "device_kind": "cuda",
                 "device_name": setup["device"],
             }
-            | asdict(traits_of(strategy, option_defaults(strategy), gpus))
+            | asdict(get_traits(strategy, get_option_defaults(strategy), gpus))
         )
     return pd.DataFrame(rows, columns=list(COLUMNS))
 

@@ -34,9 +34,13 @@ from stratbench.extensions.plan.schedule import (
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import set_job_environment
-from stratbench.study.model_question import add_question, question_of
-from stratbench.study.resources import job_request
-from stratbench.study.slurm.nodes import cluster_nodes, describe_types, nodes_of_partition
+from stratbench.study.model_question import add_question_options, read_question
+from stratbench.study.resources import build_job_request
+from stratbench.study.slurm.nodes import (
+    describe_mixed_gpu_types,
+    read_cluster_nodes,
+    select_partition_nodes,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,9 +61,11 @@ def main(argv: list[str] | None = None) -> int:
         checked = check_study(config, study, resharding=not args.check and not args.model)
         if args.check:
             print(folded([check_text(checked)]))
-            nodes = nodes_of_partition(cluster_nodes(), args.partition)
-            requests = (job_request(s.cell, s.settings, cluster, None) for s in checked.subjects)
-            if mixed := describe_types(nodes, requests):
+            nodes = select_partition_nodes(read_cluster_nodes(), args.partition)
+            requests = (
+                build_job_request(s.cell, s.settings, cluster, None) for s in checked.subjects
+            )
+            if mixed := describe_mixed_gpu_types(nodes, requests):
                 print(folded([mixed]))
             return 1 if checked.refused else 0
         if checked.refused:
@@ -94,7 +100,7 @@ def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
     def tell(first: Answer) -> None:
         print(format_first_choice(first), file=sys.stderr, flush=True)
 
-    print(format_answer(answer_question(config, question_of(args), tell)))
+    print(format_answer(answer_question(config, read_question(args), tell)))
 
 
 def list_projected(
@@ -132,7 +138,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", help="plan this model alone, without a study")
     parser.add_argument("--dataset", help="data set to train on; default: data of a usual shape")
-    add_question(parser)
+    add_question_options(parser)
     parser.add_argument(
         "--partition", default="*", help="SLURM partition in which cells will run; default: any"
     )

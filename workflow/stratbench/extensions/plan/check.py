@@ -28,7 +28,7 @@ from stratbench.study.config.config import Study
 from stratbench.workload.network import models
 from stratbench.workload.network.libraries import library_of
 from stratbench.workload.task_trial import NO_SUM
-from stratbench.workload.users_code import ModelError, error_text
+from stratbench.workload.users_code import ModelError, format_error
 
 if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
@@ -171,7 +171,7 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
     """
     subjects = [subject_of(config, study, cell) for cell in study.cells]
     requests = [s.request for s in subjects]
-    max_gpus = {name: max(e.matrix["gpus"]) for name, e in study.experiments.items()}
+    max_gpus = {name: max(e.expand_arguments["gpus"]) for name, e in study.experiments.items()}
     others = {
         s.cell: switch_resharding(s.request)
         for s in subjects
@@ -305,7 +305,7 @@ def check_network(request: Request) -> CheckResult:
     except ModelError as error:
         result = CheckResult(fault=str(error))
     except Exception as error:  # a model may raise anything
-        result = CheckResult(fault=f"{models.in_words(request.network)}: {error_text(error)}")
+        result = CheckResult(fault=f"{models.in_words(request.network)}: {format_error(error)}")
     return replace(result, seconds=time.perf_counter() - started)
 
 
@@ -350,7 +350,7 @@ def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
         model, _, worker = fake.build_worker(request, on_fakes)
         groups = worker.wrap_groups
         network, shape = request.network, request.input_shape
-        trial = models.trial_of(
+        trial = models.take_model_trial(
             network, model, request.classes, shape, groups, worker.task, request.dtype
         )
         names = {module: name for name, module in model.named_modules()}
@@ -367,7 +367,7 @@ def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
             frozen=_count_elements(p for p in model.parameters() if not p.requires_grad),
             groups=sizes,
             root=parameters - sum(size for _, size in sizes),
-            rule=models.sharding_rule(request.network, model),
+            rule=models.describe_sharding_rule(request.network, model),
             batchnorm=models.has_batchnorm(model),
             dropout=trial.draws,
             writes_buffers=models.has_batchnorm(model) or bool(trial.written),
@@ -489,7 +489,5 @@ def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str
             if by_rules:
                 return None
             label = models.in_words(request.network)
-            return (
-                f"{label}: {request.strategy} cannot train it: its step raised {error_text(error)}"
-            )
+            return f"{label}: {request.strategy} cannot train it: its step raised {format_error(error)}"
     return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from stratbench.cell.text.words import GIB, MIB
 from stratbench.study.config.messages import ConfigError
-from stratbench.telemetry.machine.hardware import Datasheet, all_datasheets, datasheet_of
+from stratbench.telemetry.machine.hardware import Datasheet, find_datasheet, list_datasheets
 
 #: Maximum fraction of the advertised memory that the driver reserves (ECC and its own needs).
 DRIVER_SHARE = 0.06
@@ -82,14 +82,14 @@ class Device:
 
 def find_matching_gpus(text: str) -> list[Datasheet]:
     """Return the GPUs that `text` may mean, such as `A10G 24GB`."""
-    if (exact := datasheet_of(text)) is not None:
+    if (exact := find_datasheet(text)) is not None:
         return [exact]
     size = re.search(r"(\d+)\s*gi?b\b", text, re.IGNORECASE)
     words = set(re.sub(r"\d+\s*gi?b\b", " ", text, flags=re.IGNORECASE).lower().split())
     words -= {"nvidia", "tesla", "geforce"}
     return [
         peak
-        for peak in all_datasheets()
+        for peak in list_datasheets()
         if words
         and words <= set(peak.name.lower().split())
         and (size is None or int(size[1]) == round(peak.memory_gib))
@@ -111,7 +111,7 @@ def find_gpu(text: str, where: str = "config: cluster.gpu") -> Datasheet:
 
 def list_known_gpus() -> str:
     """Return the names of the table's GPUs, separated by commas."""
-    return ", ".join(peak.name for peak in all_datasheets())
+    return ", ".join(peak.name for peak in list_datasheets())
 
 
 def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:

@@ -25,7 +25,7 @@ from stratbench.study import resources
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.device_data import packed_bytes
+from stratbench.workload.data.device_data import compute_packed_bytes
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
             settings,
             data,
             on_cuda=settings.device != "cpu",
-            local_world=resources.workers_of_node(cell, config["cluster"]),
+            local_world=resources.count_workers_per_node(cell, config["cluster"]),
         ),
     )
 
@@ -273,7 +273,7 @@ def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int
         n_bytes += sum(states.values()) - states["gradients_bytes"]
     if s.served:
         passes = s.settings.passes(s.data.train_samples)
-        n_bytes += passes * packed_bytes(s.data, s.settings.augment)
+        n_bytes += passes * compute_packed_bytes(s.data, s.settings.augment)
     if not s.request.on_cuda:
         needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes
         return n_bytes + CPU_PROCESS_BYTES + needed_bytes

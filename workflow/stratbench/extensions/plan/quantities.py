@@ -11,7 +11,7 @@ from typing import Any
 from stratbench.extensions.plan.device_rates import NETWORK_GB_PER_S
 from stratbench.extensions.plan.duration import Span
 from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned, compute_cost
-from stratbench.telemetry.machine.hardware import all_datasheets
+from stratbench.telemetry.machine.hardware import list_datasheets
 
 
 def totals(plan: Plan, device: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def list_assumed_rates(plan: Plan) -> list[str]:
     """Return texts on the rates of links that some cell uses and the config does not give."""
     cells = [c for c in plan.cells if c.needs is not None]
     rates = []
-    sheet = next((gpu for gpu in all_datasheets() if gpu.name == plan.device), None)
+    sheet = next((gpu for gpu in list_datasheets() if gpu.name == plan.device), None)
     linked = any(c.cell.gpus > 1 and c.subject.request.on_cuda for c in cells)
     if sheet and linked and not plan.cluster["link_gb_per_s"]:
         rates.append(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
 from stratbench.workload.torch_internals import BatchNorm, tree_leaves
@@ -26,30 +26,30 @@ def iter_remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
         yield formats
     norms = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, BatchNorm))
     if written := [name for name in trial.written if not name.startswith(norms)]:
-        yield f"forward writes the buffers {names_text(written)}"
+        yield f"forward writes the buffers {format_names(written)}"
     if trial.replaced:
         yield (
-            f"forward replaces the buffers {names_text(trial.replaced)} by new tensors: strategies that send "
-            "or average buffers keep using the old tensors; write to them in place (copy_, add_)"
+            f"forward replaces the buffers {format_names(trial.replaced)} by new tensors: strategies that "
+            "send or average buffers keep using the old tensors; write to them in place (copy_, add_)"
         )
     if trial.overwritten:
         yield (
-            f"forward changes the parameters {names_text(trial.overwritten)}: strategies that gather or pull "
-            "weights would lose the change, so they refuse the model"
+            f"forward changes the parameters {format_names(trial.overwritten)}: strategies that gather or "
+            "pull weights would lose the change, so they refuse the model"
         )
     if trial.hooked:
         yield (
-            f"{names_text(trial.hooked)} has a gradient hook, which gets each worker's own gradient before "
+            f"{format_names(trial.hooked)} has a gradient hook, which gets each worker's own gradient before "
             "the average, and with gradient_accumulation_steps that of each part"
         )
     if counted := set(trial.counts + trial.kept_aside).intersection(trial.attributes):
         yield (
-            f"forward changes the plain attributes {names_text(sorted(counted))}: the warm-up restores them, "
-            "but no checkpoint has them; use a buffer (register_buffer), which checkpoints save"
+            f"forward changes the plain attributes {format_names(sorted(counted))}: the warm-up restores "
+            "them, but no checkpoint has them; use a buffer (register_buffer), which checkpoints save"
         )
     if loose := find_unregistered_parameters(model):
         yield (
-            f"{names_text(loose)} contains parameters that no module has registered and that are not "
+            f"{format_names(loose)} contains parameters that no module has registered and that are not "
             "trained; use nn.ParameterList or nn.ParameterDict, or assign them to attributes"
         )
 

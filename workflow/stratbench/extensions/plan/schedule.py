@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import bytes_text, counted, seconds_text
+from stratbench.cell.text.words import counted, format_bytes, format_seconds
 from stratbench.extensions.plan.check import Checked, Network
 from stratbench.extensions.plan.device_rates import (
     Device,
@@ -38,7 +38,7 @@ from stratbench.strategies import acceptance
 from stratbench.study import resources
 from stratbench.study.config.config import Study
 from stratbench.study.slurm import nodes
-from stratbench.telemetry.machine.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import find_datasheet
 
 Records = Mapping[Cell, Mapping[str, Any]]
 
@@ -188,7 +188,7 @@ def make_plan(
     on_cpu = any(not s.request.on_cuda for s in checked.subjects)
     skipped = ("infeasible",) if cluster["skip_infeasible"] else ()
     to_train = [c for c in cells if not c.recorded and c.state not in skipped]
-    of_partition = nodes.nodes_of_partition(nodes.cluster_nodes(), partition)
+    of_partition = nodes.select_partition_nodes(nodes.read_cluster_nodes(), partition)
     refusals = {
         c.cell: nodes.refusal(c.cell, c.subject.settings, c.asked, of_partition) for c in to_train
     }
@@ -199,10 +199,8 @@ def make_plan(
         gpu=named,
         others=[g.name for g in gpus[1:]] + ["CPU"] * on_cpu if on_gpu else [],
         cells=cells,
-        unheld=nodes.lines_of_refusals(
-            {cell: reason for cell, reason in refusals.items() if reason}
-        ),
-        gpu_types=nodes.describe_types(of_partition, (c.asked for c in to_train)),
+        unheld=nodes.format_refusals({cell: reason for cell, reason in refusals.items() if reason}),
+        gpu_types=nodes.describe_mixed_gpu_types(of_partition, (c.asked for c in to_train)),
         projected=projected,
         resharding=checked.resharding,
     )
@@ -218,7 +216,7 @@ def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any
         path = cell.record_path(results)
         if os.path.lexists(path):
             try:
-                of_cell = record.read_measured(path)
+                of_cell = record.read_measured_record(path)
             except record.RecordError as error:
                 print(f"left out: {error}")
                 continue
@@ -240,7 +238,7 @@ def select_timed_records(records: Records, gpu: str | None) -> Records:
     def names_other_gpu(record: Mapping[str, Any]) -> bool:
         """Return whether the record names another GPU; records of CPU cells name none."""
         known = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
-        sheets = [datasheet_of(gpu.get("name") or "") for gpu in known]
+        sheets = [find_datasheet(gpu.get("name") or "") for gpu in known]
         return named is not None and any(sheet and sheet not in named for sheet in sheets)
 
     return {cell: r for cell, r in records.items() if not names_other_gpu(r)}
@@ -263,7 +261,7 @@ def _plan_cell(
     needs, fits_on = None, {}
     if footprint is not None:
         footprint = footprint.fullest(s.samples_per_step, devices[0].resident_threads)
-        needs = derive_needs(s, footprint, resources.node_count(s.cell, cluster))
+        needs = derive_needs(s, footprint, resources.count_nodes(s.cell, cluster))
         spans = [measured] + [None] * len(devices)
         fits_on = {
             device.name: _predict_fit(s, footprint, needs, device, span, cluster)
@@ -279,7 +277,7 @@ def _plan_cell(
         footprint=footprint,
         needs=needs,
         fits_on=fits_on,
-        asked=resources.job_request(
+        asked=resources.build_job_request(
             s.cell,
             s.settings,
             cluster,
@@ -290,7 +288,7 @@ def _plan_cell(
                 longest_s=longest_time_s(fit),
             ),
         ),
-        least_samples=acceptance.least_samples(
+        least_samples=acceptance.compute_least_samples(
             checked.networks[Network.of(s.request)].batchnorm,
             s.settings.gradient_accumulation_steps,
         ),
@@ -407,18 +405,18 @@ def _find_state(
         return "recorded", f"{found['status']}: {found['reason']}"
     if s.cell in checked.refused:
         return "unsupported", checked.refused[s.cell]
-    failed = record.failure_reason(s.cell.log_dir(results))
+    failed = record.read_failure_reason(s.cell.log_dir(results))
     if failed is not None:
         return "failed", failed
     if fit is None:
         reason = checked.rehearsals[s.request].unpredicted
         if s.request.by_command and measured is not None:
-            reason = f"{reason}: {' to '.join(map(seconds_text, measured))} by {measured.source}"
+            reason = f"{reason}: {' to '.join(map(format_seconds, measured))} by {measured.source}"
         return "to do", f"could not be predicted: {reason}"
     if not fit.may_run:
         return (
             "infeasible",
-            f"needs {bytes_text(fit.needed_bytes)}{_describe_data_share(s, fit)}",
+            f"needs {format_bytes(fit.needed_bytes)}{_describe_data_share(s, fit)}",
         )
     return "to do", ""
 
@@ -435,7 +433,7 @@ def _describe_data_share(s: Subject, fit: DeviceFit) -> str:
         or n_bytes < fit.needed_bytes / 10
     ):
         return ""
-    held = f", {bytes_text(n_bytes)} of it for the data"
+    held = f", {format_bytes(n_bytes)} of it for the data"
     return f"{held} (data_placement: host stores them in host memory)"
 
 

@@ -10,16 +10,16 @@ from typing import Any
 from stratbench.command import CommandError
 from stratbench.command.in_folder import require
 from stratbench.command.subcommands import (
-    Adder,
+    SubcommandAdder,
     answer_by_rule,
     answer_with_torch,
     changed,
     refuse,
 )
-from stratbench.study.model_question import add_question, options_of
+from stratbench.study.model_question import add_question_options, format_question_options
 
 
-def add_subcommands(add: Adder) -> None:
+def add_subcommands(add: SubcommandAdder) -> None:
     """Add `plan` and `check` to the command line."""
     plan = add("plan", run_plan, "predict memory, time and cost of each cell")
     plan.add_argument(
@@ -38,7 +38,7 @@ def add_subcommands(add: Adder) -> None:
         type=Path,
         help="for a single model or a bundle: folder to write; default: STUDY.plan",
     )
-    add_question(plan)
+    add_question_options(plan)
     add("check", answer_with_torch, "check whether each strategy of a study can train each model")
 
 
@@ -59,7 +59,7 @@ def refuse_question(given: argparse.Namespace) -> None:
     """Raise CommandError for an option that applies to a single model only."""
     if given.dataset is not None:
         raise CommandError("--dataset: needs --model NAME; add it")
-    for option in options_of(given):
+    for option in format_question_options(given):
         raise CommandError(f"{option}: needs --model NAME and --gpus N; add them")
 
 
@@ -84,7 +84,7 @@ def plan_model(given: argparse.Namespace, others: list[str]) -> int:
     arguments = ["--config", json.dumps(changed(config, given.config)), "--model", given.model]
     arguments += ["--dataset", given.dataset] if given.dataset else []
     arguments += ["--out", str(given.out)] if given.out else []
-    options = options_of(given)
+    options = format_question_options(given)
     if options and "--gpus" not in options:
         raise CommandError(f"{next(iter(options))}: needs --gpus N; add it")
     if options and given.out:

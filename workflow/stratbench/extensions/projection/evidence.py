@@ -28,7 +28,7 @@ from stratbench.extensions.projection.servers import (
     compute_synchronous_step_s,
 )
 from stratbench.extensions.projection.stragglers import Stragglers, fit_stragglers
-from stratbench.strategies import traits_of
+from stratbench.strategies import get_traits
 from stratbench.telemetry.collectives import CollectiveCall
 
 
@@ -346,7 +346,7 @@ def _make_server_replay(
     @cache
     def waits_for_slowest(workers: int) -> bool:
         settings = at(workers).settings
-        return traits_of(settings.strategy, settings.options, workers).waits_for_slowest
+        return get_traits(settings.strategy, settings.options, workers).waits_for_slowest
 
     def replay_step(workers: int, compute_s: float, spreads: float = 0.0) -> float:
         if nodes_of(workers) > 1:

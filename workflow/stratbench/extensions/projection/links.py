@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from stratbench.cell.text.words import bytes_text
+from stratbench.cell.text.words import format_bytes
 from stratbench.extensions.links.collective_cost import (
     FASTEST,
     Level,
@@ -50,8 +50,8 @@ class Links:
         largest = self.largest.get(kind, RATE_RULES_BYTES)
         if n_bytes > MAX_LARGER * largest and largest < RATE_RULES_BYTES:
             raise Unmeasured(
-                f"{kind} was measured up to {bytes_text(largest)} with {self.library}, and a step sends "
-                f"{bytes_text(n_bytes)} at once: run `links` again with larger tensors"
+                f"{kind} was measured up to {format_bytes(largest)} with {self.library}, and a step sends "
+                f"{format_bytes(n_bytes)} at once: run `links` again with larger tensors"
             )
 
     def levels_of(self, kind: str) -> Mapping[Level, LinkModel]:

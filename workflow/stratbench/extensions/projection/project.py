@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from stratbench.cell.text.words import short_time
+from stratbench.cell.text.words import format_short_time
 from stratbench.extensions.projection import naive
 from stratbench.extensions.projection.limits import (
     projection_refusal_reason,
@@ -320,7 +320,7 @@ def _describe_rule(projection: Projection) -> str:
     """Return the name of the rule, and a note if the host limits the step."""
     if not projection.host_issue_s:
         return projection.rule
-    host = short_time(projection.host_issue_s)
+    host = format_short_time(projection.host_issue_s)
     return f"{projection.rule}, limited by the host, which needs {host} to issue a step"
 
 
@@ -329,7 +329,7 @@ def describe_projected_count(projection: Projection, unit: str = "GPUs") -> str:
     if projection.refusal_reason:
         return f"{projection.workers} {unit}: not projected: {projection.refusal_reason}."
     low, middle, high = (
-        short_time(t)
+        format_short_time(t)
         for t in (
             projection.interval.low_s,
             projection.interval.middle_s,
@@ -347,5 +347,5 @@ def describe_projected_count(projection: Projection, unit: str = "GPUs") -> str:
         ratio = f"{1 - projection.skill.error_reduction:.2f} times that of {best}"
         return f"{text}; on the measured counts the rule's error is {ratio}."
     naive_s = projection.step_s_by_naive_rule[best]
-    naive = short_time(naive_s) if naive_s > 0 else "a time below zero here"
+    naive = format_short_time(naive_s) if naive_s > 0 else "a time below zero here"
     return f"{text}. On the measured counts {best} had smaller errors; it projects {naive}."

@@ -38,7 +38,7 @@ from stratbench.extensions.projection.project import (
 )
 from stratbench.extensions.projection.servers import ServerQueue
 from stratbench.study.config.config import Study
-from stratbench.study.resources import node_count
+from stratbench.study.resources import count_nodes
 
 
 def project_strategy(
@@ -62,7 +62,7 @@ def project_strategy(
 
     def nodes_of(workers: int) -> int:
         cell = replace(evidence.largest_cell, gpus=workers)
-        return nodes.get(workers) or node_count(cell, config["cluster"])
+        return nodes.get(workers) or count_nodes(cell, config["cluster"])
 
     points = [replace(p, nodes=nodes_of(p.workers)) for p in evidence.measured_steps]
     places = [(n, nodes_of(n)) for n in counts]

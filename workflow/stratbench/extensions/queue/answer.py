@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.text.words import counted, hours_text
+from stratbench.cell.text.words import counted, format_hours
 from stratbench.extensions.queue.break_even import (
     ASYNCHRONOUS,
     GANG,
@@ -188,7 +188,7 @@ def _compare_with_record(
     recorded = [max(0.0, e.start_s - history.compute_queue_time_s(e)) for e in begun]
     ours, theirs = sum(simulated) / len(simulated) / 3600, sum(recorded) / len(recorded) / 3600
     text = (
-        f"The history's jobs waited {hours_text(theirs)} h on average, and {hours_text(ours)} h in the "
+        f"The history's jobs waited {format_hours(theirs)} h on average, and {format_hours(ours)} h in the "
         "simulation"
     )
     if (
@@ -230,9 +230,9 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
 
 def _describe_width(row: WidthRow) -> str:
     text = (
-        f"{row.label} GPUs: {counted(row.jobs, 'job')} waited {hours_text(row.mean_s / 3600)} h on average, "
-        f"{hours_text(row.median_s / 3600)} h in the median, and one in ten over "
-        f"{hours_text(row.p90_s / 3600)} h"
+        f"{row.label} GPUs: {counted(row.jobs, 'job')} waited {format_hours(row.mean_s / 3600)} h on "
+        f"average, {format_hours(row.median_s / 3600)} h in the median, and one in ten over "
+        f"{format_hours(row.p90_s / 3600)} h"
     )
     if row.used is not None:
         text += f"; they used {row.used:.0%} of their requested wall time"

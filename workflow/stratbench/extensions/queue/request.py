@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
-from stratbench.cell.options import schema_of
+from stratbench.cell.options import build_schema
 from stratbench.cell.settings import Keys, setting
 
 #: Number of nodes of the simulated cluster if neither the config nor a history states it.
@@ -86,7 +86,7 @@ class DecideQueue(Keys):
     """Key of the block `decide` on a training in a queue."""
 
     # fmt: off
-    queue: dict[str, Any] | None = setting(None, additionalProperties=False, **schema_of(QueueRequest),
+    queue: dict[str, Any] | None = setting(None, additionalProperties=False, **build_schema(QueueRequest),
         help="A training that waits in a queue: `decide` simulates whether its result comes first as "
         "one job (a gang) or as separate worker jobs (docs/elastic.md). null: no queue.")
     # fmt: on

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stratbench.cell.run_folder import rank_of
+from stratbench.cell.run_folder import parse_rank
 from stratbench.extensions.servers.cells import count_servers, read_servers
 from stratbench.extensions.servers.node import has_joined
 from stratbench.extensions.servers.wire.link import RunEnded, ServerLost
@@ -36,7 +36,9 @@ def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, A
     if exits.timed_out or exits.hung:
         return hung_or_slow(job, exits)
     if len(servers) < count_servers(job.settings):
-        dead = next((p for p in exits.processes if rank_of(p.name) is None and p.exit_code), None)
+        dead = next(
+            (p for p in exits.processes if parse_rank(p.name) is None and p.exit_code), None
+        )
         return Ending("error", str(dead or "a parameter server left no statistics"))
     evaluates = not job.settings.steps  # else whoever is through tells as much
     if not any(w["status"] == "ok" and (w["per_epoch"] or not evaluates) for w in workers.values()):

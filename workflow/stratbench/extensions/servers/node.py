@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from stratbench.cell.run_folder import RunFolder, rank_of, server_name, worker_name
+from stratbench.cell.run_folder import RunFolder, format_server_name, format_worker_name, parse_rank
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.strategy import node_of_server, server_configs
 from stratbench.telemetry.timeline import read_phases
@@ -40,7 +40,7 @@ class ServedProcesses(NodeProcesses):
 
     def tolerates(self, name: str) -> bool:
         """Return whether the process is a worker that had joined the servers."""
-        rank = rank_of(name)
+        rank = parse_rank(name)
         return rank is not None and has_joined(self.job, rank)
 
     def stuck(self, ended: Mapping[str, int]) -> bool:
@@ -58,7 +58,7 @@ class ServedProcesses(NodeProcesses):
     def abandoned(self) -> set[str]:
         """Return names of the workers that the servers gave up; empty before server 0 has ended."""
         server = self.job.folder.read_server(0)
-        return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
+        return {format_worker_name(w["worker"]) for w in server["lost"]} if server else set()
 
 
 def server_processes(
@@ -73,7 +73,9 @@ def server_processes(
         entry: The function that each process calls.
     """
     return [
-        Process(fork_server, server_name(c.server), entry, json.dumps(asdict(c)), str(run.path))
+        Process(
+            fork_server, format_server_name(c.server), entry, json.dumps(asdict(c)), str(run.path)
+        )
         for c in configs
     ]
 

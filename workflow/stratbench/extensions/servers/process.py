@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.run_folder import RunFolder, server_name
+from stratbench.cell.run_folder import RunFolder, format_server_name
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.wire.handshake import load_secret
@@ -33,8 +33,8 @@ def serve_as_process(
         serve: Runs the server, given its config and the secret.
     """
     folder = RunFolder(Path(run_dir))
-    log_to(folder.log(server_name(config.server)))
-    tell_stacks(folder.stack(server_name(config.server)))
+    log_to(folder.log(format_server_name(config.server)))
+    tell_stacks(folder.stack(format_server_name(config.server)))
     hold_as_worker(folder.logs)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:

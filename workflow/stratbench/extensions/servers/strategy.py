@@ -14,9 +14,9 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 from stratbench.extensions.servers.policies.options import EveryPushOptions
-from stratbench.extensions.servers.policies.policies import policies_that_take, policy_class
+from stratbench.extensions.servers.policies.policies import list_policies_for, policy_class
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, strategy_class
@@ -203,7 +203,7 @@ class ParameterServer(base.Strategy):
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         optimizer = values["optimizer"]
         if reason := cls.Options.refusal(optimizer):
-            others = ", ".join(policies_that_take(optimizer))
+            others = ", ".join(list_policies_for(optimizer))
             yield f".optimizer = {optimizer!r}: {reason} ({others} take it)"
         if values["precision"] == PURE_BF16:
             yield ".precision = 'bf16-true': servers keep the weights in float32; use bf16"
@@ -228,7 +228,7 @@ class ParameterServer(base.Strategy):
             )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        dtypes = base.dtype_names(p for p in model.parameters() if p.requires_grad)
+        dtypes = base.list_dtype_names(p for p in model.parameters() if p.requires_grad)
         if len(dtypes) > 1:
             yield (
                 f"its parameters have several dtypes ({', '.join(dtypes)}), and servers keep one "
@@ -236,16 +236,17 @@ class ParameterServer(base.Strategy):
             )
         trial, trained = worker.trial, {n for n, p in model.named_parameters() if p.requires_grad}
         if changed := [name for name in trial.overwritten if name in trained]:
-            yield base.changes_lost(changed)
+            yield base.lost_changes_reason(changed)
         if trial.kept_aside:
             yield (
-                f"forward changes {names_text(trial.kept_aside)}, and evaluation depends on it, but the "
+                f"forward changes {format_names(trial.kept_aside)}, and evaluation depends on it, but the "
                 "servers keep weights and buffers of real numbers alone; make it a float buffer "
                 "(register_buffer) that is written in place"
             )
         elif trial.counts:
             yield (
-                f"forward changes {names_text(trial.counts)}, and training depends on it, but servers hand a "
+                f"forward changes {format_names(trial.counts)}, and training depends on it, but servers "
+                "hand a "
                 "batch to whichever worker is free, so that no worker knows how many there were; use ddp"
             )
 
@@ -441,9 +442,9 @@ class ParameterServer(base.Strategy):
 
     def drop_epoch(self, epoch: int) -> None:
         """Delete the servers' state after `epoch`, once it has been evaluated."""
-        from stratbench.extensions.servers.ps.snapshots import drop_snapshot
+        from stratbench.extensions.servers.ps.snapshots import delete_snapshot
 
-        drop_snapshot(self.channel.snapshot_dir, epoch)
+        delete_snapshot(self.channel.snapshot_dir, epoch)
 
     def report(self) -> dict[str, Any]:
         s = self.worker.settings

@@ -32,7 +32,7 @@ def bundle_study(args: argparse.Namespace) -> int:
 
 def export_to_formats(args: argparse.Namespace) -> int:
     """Write a result set in the formats of other tools."""
-    result_set = read_set(args.set, expected=collect.expected_of(args))
+    result_set = read_set(args.set, expected=collect.read_expectations(args))
     for folder in export_set(result_set, dict.fromkeys(args.to), args.out):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         print(f"{folder} ({size / 2**20:.1f} MiB)")

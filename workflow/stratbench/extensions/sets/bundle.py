@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.derived import get_by_path
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular
@@ -71,7 +71,9 @@ def write_bundle(
     files = {
         name: json.dumps(record, indent=1) + "\n" for name, record in {**cleaned, **extra}.items()
     }
-    created = max((value_at(r, "provenance.finished") or "" for r in cleaned.values()), default="")
+    created = max(
+        (get_by_path(r, "provenance.finished") or "" for r in cleaned.values()), default=""
+    )
     out = out or study_dir / f"{study}{SUFFIX}"
     return out, write_archive(out, files | timelines, study, created, hosts)
 
@@ -95,7 +97,7 @@ def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
         ):
             continue
         try:
-            yield path.relative_to(study_dir).as_posix(), record.read_measured(path)
+            yield path.relative_to(study_dir).as_posix(), record.read_measured_record(path)
         except record.RecordError as e:
             raise SetError(f"{e}; delete it to train its cell again") from e
 
@@ -166,7 +168,7 @@ def collect_environment(records: Iterable[Record]) -> dict[str, list[Any]]:
     by_path: dict[str, list[Any]] = {path: [] for path in ENVIRONMENT}
     for worker in (worker for one in records for worker in one["workers"]):
         for path, values in by_path.items():
-            value = value_at(worker["provenance"], path)
+            value = get_by_path(worker["provenance"], path)
             if value is not None and value not in values:
                 values.append(value)
     return by_path

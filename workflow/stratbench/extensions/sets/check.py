@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from stratbench.analysis.records.findings import SEVERITIES, format_tally
-from stratbench.analysis.report.report import STATUS_WORDS, distinct_values
+from stratbench.analysis.report.report import STATUS_WORDS, format_distinct_values
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.extensions.sets.reading import ResultSet
 
@@ -48,9 +48,9 @@ def describe_workers(cells: pd.DataFrame) -> str:
     counts = sorted(map(int, cells["gpus"].unique()))
     noun = worker_noun(known["device_kind"])
     return (
-        f"{distinct_values(known, 'device_name')}; cells on "
+        f"{format_distinct_values(known, 'device_name')}; cells on "
         f"{' or '.join(map(str, counts))} {plural(noun) if counts[-1] > 1 else noun}; "
-        f"torch {distinct_values(cells, 'torch')}"
+        f"torch {format_distinct_values(cells, 'torch')}"
     )
 
 
@@ -67,9 +67,9 @@ def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
 
 def describe_work(rows: pd.DataFrame) -> str:
     """Describe the work of cells: the values that other cells must share to be comparable."""
-    parts = [f"models {distinct_values(rows, 'model')}"]
+    parts = [f"models {format_distinct_values(rows, 'model')}"]
     parts += [
-        f"{words} {distinct_values(rows, column)}"
+        f"{words} {format_distinct_values(rows, column)}"
         for column, words in SHARED.items()
         if rows[column].notna().any()
     ]

@@ -17,10 +17,10 @@ from stratbench.extensions.sets.archive import SetError, extract_bundle
 from stratbench.extensions.sets.check import INVALID, compute_exit_code, describe_set
 from stratbench.extensions.sets.export import export_set
 from stratbench.extensions.sets.folders import claim_folder
-from stratbench.extensions.sets.keys import existing_sets
+from stratbench.extensions.sets.keys import list_existing_sets
 from stratbench.extensions.sets.reading import ResultSet, read_set
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import check_keys, checked_block, constraints_of
+from stratbench.study.config.schema import check_block, check_keys, collect_constraints
 from stratbench.workload.data.own_data import is_own
 from stratbench.workload.tasks import TASKS
 
@@ -64,14 +64,14 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     folder = out or Path(f"{result_set.study}.decision")
     config = changed(result_set.config or {}, pairs)
     try:
-        blocks = {key: checked_block(key, config.get(key, {})) for key in ("decide", "cluster")}
+        blocks = {key: check_block(key, config.get(key, {})) for key in ("decide", "cluster")}
         check_keys("decide", blocks["decide"], blocks)
     except ConfigError as error:
         raise CommandError(str(error)) from None
     claim_folder(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
     try:
-        constraints = Constraints(**constraints_of(blocks))
+        constraints = Constraints(**collect_constraints(blocks))
         evidence = read_evidence((), constraints)
         tables = (result_set.cells, result_set.findings)
         made = decisions(*tables, constraints, list(evidence.values()))
@@ -101,15 +101,15 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
         )
     try:
         keys = ("compare", "decide", "cluster")
-        blocks = {key: checked_block(key, config.get(key, {})) for key in keys}
-        blocks["sets"] = checked_block("sets", named)
+        blocks = {key: check_block(key, config.get(key, {})) for key in keys}
+        blocks["sets"] = check_block("sets", named)
         check_keys("top", blocks, blocks)
         return compare_sets(
-            existing_sets(blocks),
+            list_existing_sets(blocks),
             out or Path("compare"),
             blocks["compare"]["fail_above"],
             blocks["compare"]["prices"],
-            Constraints(**constraints_of(blocks)),
+            Constraints(**collect_constraints(blocks)),
         )
     except (SetError, ConfigError) as error:
         raise CommandError(str(error)) from None

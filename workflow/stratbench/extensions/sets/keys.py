@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from stratbench.cell.settings import Keys, setting
-from stratbench.cell.text.words import repr_of
+from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.messages import ConfigError, wrong_value_message
 
 #: Prefix of the name of a version of the paper's tables, and the versions.
@@ -45,7 +45,8 @@ class Sets(Keys):
 
         sets, prices = block["sets"], config["compare"]["prices"]
         if len(sets) == 1:
-            yield f"sets = {repr_of(dict(sets))}: has a single set; name two or more, as in {_EXAMPLE}"
+            given = format_wrong_value(dict(sets))
+            yield f"sets = {given}: has a single set; name two or more, as in {_EXAMPLE}"
         places: dict[str, str] = {}
         for name, text in sets.items():
             if name.lower() in PAGES:
@@ -54,8 +55,8 @@ class Sets(Keys):
             place = text if is_paper else os.path.realpath(os.path.expanduser(text))
             if place in places:
                 yield (
-                    f"sets.{name} = {repr_of(text)}: is the same set as sets.{places[place]}; keep one of "
-                    "them"
+                    f"sets.{name} = {format_wrong_value(text)}: is the same set as sets.{places[place]}; "
+                    "keep one of them"
                 )
             places[place] = name
             if is_paper and text.removeprefix(PAPER) not in VERSIONS:
@@ -98,7 +99,7 @@ class Bundle(Keys):
     # fmt: on
 
 
-def existing_sets(config: Mapping[str, Any]) -> dict[str, str]:
+def list_existing_sets(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the config's sets by name, after a check that each file or folder exists.
 
     Raises:
@@ -110,7 +111,7 @@ def existing_sets(config: Mapping[str, Any]) -> dict[str, str]:
     for name, text in sets.items():
         if not text.startswith(PAPER) and not os.path.exists(os.path.expanduser(text)):
             raise ConfigError(
-                f"config: sets.{name} = {repr_of(text)}: there is no such file or folder; give a bundle, "
-                f"a folder results/<study>, or {PAPER}{VERSIONS[0]}"
+                f"config: sets.{name} = {format_wrong_value(text)}: there is no such file or folder; give "
+                f"a bundle, a folder results/<study>, or {PAPER}{VERSIONS[0]}"
             )
     return sets

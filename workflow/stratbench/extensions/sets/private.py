@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.derived import get_by_path
 from stratbench.cell.record import Record
 from stratbench.telemetry.machine import environment
 
@@ -28,7 +28,10 @@ _NODES = {"SLURM_JOB_NODELIST", "SLURMD_NODENAME"}
 #: Environment variables of SLURM that name a site's cluster or partition, with their replacements.
 _SITE = {"SLURM_CLUSTER_NAME": "cluster", "SLURM_JOB_PARTITION": "partition"}
 #: Sections of a worker's environment variables, each with the function that keeps the allowed ones.
-_LISTED = {"environment": environment.of_training, "slurm": environment.of_slurm}
+_LISTED = {
+    "environment": environment.select_training_variables,
+    "slurm": environment.select_slurm_variables,
+}
 
 
 def remove_secrets(value: Any, is_record: bool = False) -> Any:
@@ -50,7 +53,7 @@ def _remove_secrets(
     if isinstance(value, list):
         return [_remove_secrets(inner, is_record, path, is_secret) for inner in value]
     if isinstance(value, str):
-        return LEFT_OUT if is_secret or environment.tells_secret(value) else value
+        return LEFT_OUT if is_secret or environment.contains_secret(value) else value
     if not isinstance(value, dict):
         return value
     cleaned = {}
@@ -59,10 +62,14 @@ def _remove_secrets(
             cleaned[key] = _LISTED[key]({k: str(v) for k, v in inner.items()})
         elif not is_record and _has_user_keys(path) and isinstance(inner, dict):
             cleaned[key] = _remove_secrets(inner, is_record, (*path, key))
-        elif environment.hides_number(key) and inner is not None and not isinstance(inner, bool):
+        elif (
+            environment.is_secret_number_name(key)
+            and inner is not None
+            and not isinstance(inner, bool)
+        ):
             cleaned[key] = LEFT_OUT
         else:
-            secret = is_secret or environment.names_secret(key)
+            secret = is_secret or environment.is_secret_name(key)
             cleaned[key] = _remove_secrets(inner, is_record, (*path, key), secret)
     return cleaned
 
@@ -154,7 +161,7 @@ class Replacements:
                     f"a host has the name of the device {provenance.get('device')}, so that names of hosts "
                     "cannot be replaced"
                 )
-            if name := value_at(provenance, "host.name"):
+            if name := get_by_path(provenance, "host.name"):
                 new["provenance"]["host"]["name"] = self.replace_names(name)
             for key in ("environment", "slurm"):
                 if key in provenance:
@@ -181,7 +188,7 @@ def collect_replacements(
         for worker in record["workers"]:
             provenance = worker["provenance"] or {}
             slurm = provenance.get("slurm") or {}
-            hosts |= {value_at(provenance, "host.name") or "", slurm.get("SLURMD_NODENAME", "")}
+            hosts |= {get_by_path(provenance, "host.name") or "", slurm.get("SLURMD_NODENAME", "")}
             hosts |= set(expand_node_list(slurm.get("SLURM_JOB_NODELIST", "")))
         for text in _iter_texts(record):
             gpus |= {match[0] for match in _GPU.finditer(text)}

@@ -145,7 +145,7 @@ def _read_folder(
             f"{source} has no record and no list of cells; name a folder results/<study>"
         )
     # The tables and the audit both need the records, which may be thousands of files.
-    read = functools.cache(record.read_measured)
+    read = functools.cache(record.read_measured_record)
     with tempfile.TemporaryDirectory(prefix="stratbench-set-") as work:
         out, epochs_out = Path(work, "cells.csv"), Path(work, "epochs.csv")
         bad = [

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from stratbench.command import CommandError
 from stratbench.command.in_folder import require
-from stratbench.command.subcommands import Adder, Run, answer_by_rule, pairs, refuse
+from stratbench.command.subcommands import Run, SubcommandAdder, answer_by_rule, pairs, refuse
 
 SET = "a bundle, a folder results/STUDY, or paper:v2"
 
 
-def add_subcommands(add: Adder) -> None:
+def add_subcommands(add: SubcommandAdder) -> None:
     """Add the subcommands on result sets, and the argument SET of other subcommands."""
     add_set_argument(add.find("decide"), decide_set, SET, "decision")
     add_set_argument(add.find("plan"), plan_set, "a bundle")
@@ -67,7 +67,7 @@ def add_set_argument(
     command.set_defaults(run=partial(run_on_set, of_set, of_study, bool(written)))
 
 
-def add_compare(add: Adder) -> None:
+def add_compare(add: SubcommandAdder) -> None:
     """Add the subcommand `compare`, for named sets or those of the config."""
     compare = add("compare", run_compare, "two result sets or more, side by side")
     compare.add_argument(

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from torch import Tensor, nn
 
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 
 #: Pieces of a model: each is the path of a module, or a function with the paths that it reads.
 Plan = tuple[str | tuple[Callable[[nn.Module, Tensor], Tensor], tuple[str, ...]], ...]
@@ -72,7 +72,7 @@ def faults_of(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
     read = {p for piece in pieces for p in piece.parameters(model)}
     if left := [name for name, p in model.named_parameters() if p not in read]:
         yield (
-            f"its pieces do not read {names_text(left)}; add the modules that do, in the order of "
+            f"its pieces do not read {format_names(left)}; add the modules that do, in the order of "
             "forward"
         )
 
@@ -81,7 +81,7 @@ def _make_module_call(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
     return lambda model, x: attrgetter(path)(model)(x)
 
 
-def units_of(
+def list_units(
     model: nn.Module, pieces: list[Piece], groups: list[tuple[str, list[nn.Module]]]
 ) -> list[list[Piece]]:
     """Return the units of a model's cuts, each a list of consecutive pieces.

@@ -173,7 +173,7 @@ class Pipeline(ModelSplit):
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         from stratbench.extensions.splitting import pieces
 
-        network = models.model_of(worker.settings)
+        network = models.get_model(worker.settings)
         if reason := self.why_not(network):
             yield reason
             return
@@ -188,7 +188,7 @@ class Pipeline(ModelSplit):
             yield str(e)
             return
         yield from pieces.faults_of(model, chain)
-        max_stages = len(pieces.units_of(model, chain, worker.wrap_groups))
+        max_stages = len(pieces.list_units(model, chain, worker.wrap_groups))
         stages = self.count_stages(worker.world_size)
         if stages > max_stages:
             yield f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
@@ -254,11 +254,11 @@ class Pipeline(ModelSplit):
         self, model: nn.Module, worker: base.Worker
     ) -> list[tuple[list[Piece], list[MeasuredUnit]]]:
         """Cut the model into stages of similar work, and return pieces and measured units of each stage."""
-        from stratbench.extensions.splitting.pieces import units_of
+        from stratbench.extensions.splitting.pieces import list_units
         from stratbench.extensions.splitting.stages import balance_stages
 
-        pieces = declared.pieces_of(models.model_of(worker.settings), model)
-        units = units_of(model, pieces, worker.wrap_groups)
+        pieces = declared.pieces_of(models.get_model(worker.settings), model)
+        units = list_units(model, pieces, worker.wrap_groups)
         measured = self.measure_model_units(model, units)
         waiting = self.count_pending_microbatches(self.count_stages(worker.world_size))
         ends = [0, *accumulate(balance_stages(measured, waiting))]
@@ -344,9 +344,9 @@ class Pipeline(ModelSplit):
                     setattr(module, name, None)
 
     def kept_tensors(self) -> dict[str, list[Tensor]]:
-        from stratbench.workload.torch_internals import receive_buffers
+        from stratbench.workload.torch_internals import list_receive_buffers
 
-        return {"received": receive_buffers(self._stages)}
+        return {"received": list_receive_buffers(self._stages)}
 
     # --- a step ------------------------------------------------------------------------------------
 
@@ -490,7 +490,7 @@ class Pipeline(ModelSplit):
         return [p for p in self.parameters if p not in self._counted_elsewhere]
 
     def gradient_norm(self) -> Tensor:
-        return base.norm_of_parts(super().gradient_norm(), self.worker.mesh.stages, self._pipe)
+        return base.reduce_norm(super().gradient_norm(), self.worker.mesh.stages, self._pipe)
 
     # --- evaluation and the record -----------------------------------------------------------------
 

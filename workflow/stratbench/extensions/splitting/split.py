@@ -60,7 +60,7 @@ class ModelSplit(Counted):
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().refusals_of_model(model, worker)
-        yield from base.refusals_of_parts(worker.trial)
+        yield from base.iter_sharding_refusals(worker.trial)
 
     def partly_trained(self, x: Tensor, y: Tensor) -> list[str]:
         """Return undivided parameters whose gradient is incomplete on a worker. All workers must call it."""

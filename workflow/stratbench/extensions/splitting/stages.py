@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratbench.extensions.splitting.pieces import Piece
-from stratbench.workload.torch_internals import count_uncounted, get_storage_key, is_view
+from stratbench.workload.torch_internals import get_storage_key, is_view, make_flop_formulas
 
 #: Class of torch.distributed.pipelining for each schedule.
 SCHEDULES = {
@@ -76,7 +76,7 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
 
         with (
             saved_tensors_hooks(keep, lambda t: t),
-            FlopCounterMode(display=False, custom_mapping=count_uncounted()) as counter,
+            FlopCounterMode(display=False, custom_mapping=make_flop_formulas()) as counter,
         ):
             for piece in unit:
                 x = piece.call(like, x)

@@ -11,7 +11,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 from stratbench.extensions.splitting import declared
 from stratbench.extensions.splitting.split import ModelSplit, describe_divisible_models
 from stratbench.strategies import base
@@ -122,7 +122,7 @@ class TensorParallel(ModelSplit, Sharded):
         return None
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        network = models.model_of(worker.settings)
+        network = models.get_model(worker.settings)
         if reason := self.why_not(network):
             yield reason
         elif worker.settings.own_model is not None:
@@ -140,8 +140,8 @@ class TensorParallel(ModelSplit, Sharded):
                 yield (
                     "sequence_parallel: true divides the stream from the module that tensor_plan calls "
                     "`first` to the "
-                    f"one that it calls `scores`, and it has no {names_text(sorted(missing))}; name them, or "
-                    "set sequence_parallel to false"
+                    f"one that it calls `scores`, and it has no {format_names(sorted(missing))}; name "
+                    "them, or set sequence_parallel to false"
                 )
 
     def divides(self, gpus: int) -> bool:
@@ -161,7 +161,7 @@ class TensorParallel(ModelSplit, Sharded):
         if tensor > 1:
             again = list_repeated_parameters(model)
             plan = separate_head_projections(
-                model, declared.tensor_plan(models.model_of(worker.settings), model)
+                model, declared.tensor_plan(models.get_model(worker.settings), model)
             )
             parallelize_module(
                 model, mesh["tensor"], make_styles(model, plan, self.options.sequence_parallel)
@@ -205,11 +205,11 @@ class TensorParallel(ModelSplit, Sharded):
         import torch
         import torch.distributed as dist
 
-        from stratbench.telemetry.shards import local_part
+        from stratbench.telemetry.shards import get_local_shard
 
         if self._is_last:
             with torch.no_grad():
-                own = local_part(parameter.grad).div_(replicas)
+                own = get_local_shard(parameter.grad).div_(replicas)
             self._pending_reductions.append((own, dist.all_reduce(own, group=group, async_op=True)))
 
     def synchronising(self, last: bool) -> AbstractContextManager:
@@ -224,9 +224,9 @@ class TensorParallel(ModelSplit, Sharded):
             return super().add_gradients(x, y, parts, last)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        from stratbench.telemetry.shards import local_part
+        from stratbench.telemetry.shards import get_local_shard
 
-        return local_part(super().forward(x, y))
+        return get_local_shard(super().forward(x, y))
 
     def link_gradients(self) -> None:
         if self._averages:
@@ -245,7 +245,7 @@ class TensorParallel(ModelSplit, Sharded):
         import torch
         import torch.distributed as dist
 
-        from stratbench.telemetry.shards import local_part
+        from stratbench.telemetry.shards import get_local_shard
 
         if not self.options.sequence_parallel or self.worker.mesh.tensor == 1:
             return []
@@ -257,7 +257,7 @@ class TensorParallel(ModelSplit, Sharded):
         apart = torch.zeros(len(named), dtype=torch.float64, device=self.worker.device)
         for i, p in enumerate(named.values()):
             if p.grad is not None and not is_by_plan(p):
-                least, most = local_part(p.grad).clone(), local_part(p.grad).clone()
+                least, most = get_local_shard(p.grad).clone(), get_local_shard(p.grad).clone()
                 dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._tensor_group)
                 dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._tensor_group)
                 if least.numel():

@@ -19,7 +19,7 @@ import yaml
 
 from stratbench.cell.files import write_atomic
 from stratbench.cell.installation import ROOT
-from stratbench.cell.text.words import bytes_text, counted, folded, seconds_text
+from stratbench.cell.text.words import counted, folded, format_bytes, format_seconds
 from stratbench.extensions.tune.answer import describe_answer, read_answer
 from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
 from stratbench.extensions.tune.page import render_answer_page
@@ -134,9 +134,11 @@ def describe_filter_results(sieved: Sequence[Sieved]) -> list[str]:
     lines = [f"{counted(len(sieved), 'combination')}: {', '.join(texts)}.", ""]
     left = [s for s in sieved if s.fate == MEASURED]
     for each in sorted(left, key=lambda s: s.time_s if s.time_s is not None else float("inf")):
-        time = seconds_text(each.time_s) if each.time_s is not None else "time not planned"
+        time = format_seconds(each.time_s) if each.time_s is not None else "time not planned"
         memory = (
-            bytes_text(each.memory_bytes) if each.memory_bytes is not None else "memory not planned"
+            format_bytes(each.memory_bytes)
+            if each.memory_bytes is not None
+            else "memory not planned"
         )
         lines.append(f"  {each.combination.name}: {time}, {memory} per worker; {each.reason}")
     if any(s.amounts is not None for s in sieved):

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from stratbench.cell.files import read_json
-from stratbench.cell.text.words import bytes_text, counted, short_time
+from stratbench.cell.text.words import counted, format_bytes, format_short_time
 from stratbench.extensions.tune.sieves import Sieved
 from stratbench.extensions.tune.space import Combination
-from stratbench.statistics.intervals import IntervalEstimate, paired_ratios
+from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: s
             if choice is not None and np.isfinite(both).all(0).any():
                 pairs.setdefault(choice, []).append(both)
     columns = {choice: _average_common_blocks(each) for choice, each in pairs.items()}
-    ratios = paired_ratios(list(columns.values()), [False] * len(columns))
+    ratios = compute_paired_ratios(list(columns.values()), [False] * len(columns))
     return [
         Effect(*choice, ratio, len(pairs[choice]), columns[choice].shape[1])
         for choice, ratio in zip(columns, ratios, strict=True)
@@ -244,10 +244,10 @@ def describe_memory_use(answer: TuneAnswer, winner: MeasuredCombination) -> str:
     if peak is None:
         return "The memory of the fastest combination was not measured."
     if room is None:
-        return f"The fastest combination needs {bytes_text(peak)} per worker."
+        return f"The fastest combination needs {format_bytes(peak)} per worker."
     left = room - peak
-    words = f"{bytes_text(left)} are free" if left >= 0 else f"{bytes_text(-left)} too much"
-    return f"The fastest combination needs {bytes_text(peak)} of {bytes_text(room)} per worker: {words}."
+    words = f"{format_bytes(left)} are free" if left >= 0 else f"{format_bytes(-left)} too much"
+    return f"The fastest combination needs {format_bytes(peak)} of {format_bytes(room)} per worker: {words}."
 
 
 def describe_further_gain(answer: TuneAnswer) -> str:
@@ -280,4 +280,6 @@ def describe_effect_evidence(effect: Effect) -> str:
 
 def step_time_text(combination: MeasuredCombination) -> str:
     """Return the time per step as text, or the reason why it is unknown."""
-    return short_time(combination.step_s) if combination.step_s else combination.verdict_words
+    return (
+        format_short_time(combination.step_s) if combination.step_s else combination.verdict_words
+    )

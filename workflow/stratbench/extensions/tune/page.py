@@ -10,9 +10,13 @@ from typing import Any
 from markupsafe import Markup
 
 from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
-from stratbench.analysis.figures.marks import css_variables, mark_of, marks_by_strategy
+from stratbench.analysis.figures.marks import (
+    assign_marks_by_strategy,
+    create_mark,
+    format_css_variables,
+)
 from stratbench.cell.text.pages import render
-from stratbench.cell.text.words import bytes_text, counted, short_time
+from stratbench.cell.text.words import counted, format_bytes, format_short_time
 from stratbench.extensions.tune.answer import (
     Effect,
     MeasuredCombination,
@@ -53,8 +57,8 @@ def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str)
         "effects": [_effect_row(e) for e in estimate_choice_effects(answer.measured, answer.baseline)],
         "measured": [_measured_row(answer, m) for m in _sort_by_step_time(answer.measured)],
         "others": list(_describe_dropped(sieved)),
-        "light_marks": Markup(css_variables(dark=False)),
-        "dark_marks": Markup(css_variables(dark=True)),
+        "light_marks": Markup(format_css_variables(dark=False)),
+        "dark_marks": Markup(format_css_variables(dark=True)),
     })  # fmt: skip
 
 
@@ -76,20 +80,20 @@ def _sort_by_step_time(measured: Sequence[MeasuredCombination]) -> list[Measured
 def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
     """Return a chart of time over memory by strategy, with the Pareto front."""
     strategies = dict.fromkeys(m.combination.strategy for m in answer.measured)
-    marks = marks_by_strategy((name, name) for name in strategies)
+    marks = assign_marks_by_strategy((name, name) for name in strategies)
     series = []
     for strategy in strategies:
         own = [m for m in answer.measured if m.combination.strategy == strategy]
         dots = [(m.memory_bytes, m.step_s) for m in own if m.memory_bytes and m.step_s]
         if dots:
-            mark = marks.get(strategy) or mark_of("other", 0)
+            mark = marks.get(strategy) or create_mark("other", 0)
             series.append(ChartSeries(strategy, mark.variable, dots, mark=mark))
     front = [(m.memory_bytes, m.step_s) for m in answer.front if m.memory_bytes and m.step_s]
     series.append(ChartSeries("", "muted", full=front))
     sizes = [m.memory_bytes for m in answer.measured if m.memory_bytes]
     ends = sorted({min(sizes), max(sizes)})
     return log_chart(
-        series, "peak memory per worker", "time per step", ends, bytes_text, short_time,
+        series, "peak memory per worker", "time per step", ends, format_bytes, format_short_time,
         "Time per step over peak memory per worker, one dot per measured combination",
     )  # fmt: skip
 
@@ -107,7 +111,7 @@ def _measured_row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
     return {
         "name": m.name,
         "step": step_time_text(m),
-        "memory": bytes_text(m.memory_bytes) if m.memory_bytes else "",
+        "memory": format_bytes(m.memory_bytes) if m.memory_bytes else "",
         "ratio": ratio["text"],
         "words": ratio["reason"] or ratio["words"],
     }

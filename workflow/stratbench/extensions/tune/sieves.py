@@ -26,12 +26,17 @@ from stratbench.extensions.tune.space import Combination
 from stratbench.extensions.verdict.block_rules import (
     SEGMENT_START_S,
     STEP_NOISE,
-    expected_cost,
-    segment_s,
-    segment_steps,
+    choose_segment_steps,
+    estimate_block_and_full_cell_costs,
+    estimate_segment_seconds,
 )
-from stratbench.extensions.verdict.blocks import BlockError, block_files, read_block, trained_digest
-from stratbench.strategies import strategy_class, traits_of
+from stratbench.extensions.verdict.blocks import (
+    BlockError,
+    hash_trained_settings,
+    list_block_files,
+    read_block,
+)
+from stratbench.strategies import get_traits, strategy_class
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
@@ -107,7 +112,7 @@ def sieve(
         for planned in make_plan(whole, check_study(whole, study), {}).cells:
             name = planned.cell.strategy
             s = _apply_plan(by_name[name].combination, planned, whole["cluster"]["memory_margin"])
-            if (name, trained_digest(planned.subject.settings)) in out_of_memory:
+            if (name, hash_trained_settings(planned.subject.settings)) in out_of_memory:
                 s = replace(s, fate=OUT_OF_MEMORY, reason="ran out of memory in a block")
             by_name[name] = s
         drop_slow(by_name, baseline, whole["tune"]["keep_within"], fit_public_margins())
@@ -165,7 +170,9 @@ def postpone_beyond_budget(
     paid = timed[:2]
     for s in timed[2:]:
         costs = [(p.segment_gpu_s, p.training_gpu_s) for p in (*paid, s)]
-        gpu_hours = sum(expected_cost(*map(list, zip(*costs, strict=True)))) / 3600
+        gpu_hours = (
+            sum(estimate_block_and_full_cell_costs(*map(list, zip(*costs, strict=True)))) / 3600
+        )
         if gpu_hours <= budget_gpu_hours:
             paid.append(s)
             continue
@@ -182,7 +189,7 @@ def read_out_of_memory(results: str, study: str) -> set[tuple[str, str]]:
     They are pairs of name and digest of settings.
     """
     names = set()
-    for path in block_files(results, study):
+    for path in list_block_files(results, study):
         try:
             block = read_block(path)
         except BlockError:
@@ -225,7 +232,7 @@ def _options_of_unknown_kind(c: Combination) -> str:
 def measure_difference_amounts(s: Subject) -> dict[str, float]:
     """Return how much a cell has of each kind of difference, such as its number of stages."""
     settings, mesh, options = s.settings, s.mesh, s.settings.options
-    traits = traits_of(settings.strategy, options, s.cell.gpus)
+    traits = get_traits(settings.strategy, options, s.cell.gpus)
     parts = settings.gradient_accumulation_steps * s.strategy.parts * mesh.tensor
     return {
         "micro-batch": s.samples_per_step / parts,
@@ -331,6 +338,6 @@ def _plan_gpu_seconds(planned: Planned, usual_s: float) -> tuple[float, float]:
     """Return the planned GPU-seconds of one segment of a block, and of a whole training."""
     gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.on_cuda else "cpu"
     step_s, start_s = usual_s / planned.subject.steps, SEGMENT_START_S[device]
-    steps = segment_steps(start_s, step_s, *STEP_NOISE[device])
-    segment = gpus * segment_s(start_s, step_s, steps)
+    steps = choose_segment_steps(start_s, step_s, *STEP_NOISE[device])
+    segment = gpus * estimate_segment_seconds(start_s, step_s, steps)
     return segment, gpus * (start_s + usual_s)

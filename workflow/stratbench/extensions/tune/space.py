@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from stratbench.cell.settings import OF_A_VARIANT
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
+from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
 from stratbench.strategies.needs import faults
 
 #: Values to try of settings that a variant may change. Those of `gradient_accumulation_steps` follow from
@@ -98,7 +98,7 @@ def _has_ddp_updates(name: str, gpus: int) -> bool:
     if strategy.kind == "own" or (strategy.max_workers or gpus) < gpus:
         return False
     try:
-        return traits_of(name, option_defaults(name), gpus).equals_ddp
+        return get_traits(name, get_option_defaults(name), gpus).equals_ddp
     except ValueError:  # the strategy cannot divide this number of workers
         return False
 

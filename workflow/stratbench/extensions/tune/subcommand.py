@@ -37,12 +37,17 @@ def run_tune(args: argparse.Namespace, others: list[str]) -> int:
     Returns:
         The exit code.
     """
-    from stratbench.command.in_folder import QUIET, command_line, profile_folder, require
+    from stratbench.command.in_folder import (
+        QUIET,
+        build_snakemake_command,
+        find_profile_folder,
+        require,
+    )
     from stratbench.command.subcommands import pairs
 
     require("torch")
-    profile = profile_folder(args.profile)
-    filter_command = command_line(
+    profile = find_profile_folder(args.profile)
+    filter_command = build_snakemake_command(
         "tune", "-c1", "--quiet", "all", config=pairs(args), program=QUIET
     )
     code = subprocess.run(filter_command, check=False).returncode
@@ -59,7 +64,7 @@ def run_tune(args: argparse.Namespace, others: list[str]) -> int:
         "config.yaml",
         str(tuned),
     )
-    verdict_command = command_line(*arguments, config=["verdict={rounds: all}", *own])
+    verdict_command = build_snakemake_command(*arguments, config=["verdict={rounds: all}", *own])
     while not code:
         measured = tuned.read_bytes()
         code = subprocess.run(verdict_command, check=False).returncode

@@ -142,7 +142,7 @@ class BlockRun:
             "hosts": sorted(self._hosts),
             "device": "cuda" if self._use_cuda else "cpu",
             "gpu_names": sorted(self._gpu_names),
-            "software_gpu": self._use_cuda and software_gpu.is_here(),
+            "software_gpu": self._use_cuda and software_gpu.is_installed(),
             "allocation": os.environ.get("SLURM_JOB_ID"),
             "started": started.isoformat(timespec="seconds"),
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -176,7 +176,9 @@ class BlockRun:
         """Choose the steps per segment from the burn-in segment, unless the plan has set them."""
         if self._steps is None:
             noise = block_rules.STEP_NOISE["cuda" if self._use_cuda else "cpu"]
-            self._steps = block_rules.segment_steps(segment.start_s, segment.mean_step_s, *noise)
+            self._steps = block_rules.choose_segment_steps(
+                segment.start_s, segment.mean_step_s, *noise
+            )
         if self._discard is None:
             self._discard = block_rules.count_discarded_steps(self._steps)
 

@@ -32,7 +32,7 @@ SEGMENT_START_S = {"cuda": 6.0, "cpu": 0.7}
 SEGMENTS_PER_STRATEGY, STRATEGIES_PER_FULL_CELL = 7.5, 9
 
 
-def segment_steps(
+def choose_segment_steps(
     start_s: float, step_s: float, step_cv: float, correlation: float, process_sd: float
 ) -> int:
     """Return the number of steps per segment that is most informative per second of run time.
@@ -78,7 +78,7 @@ def compute_block_value(logs: Sequence[float]) -> float:
     return statistics.median(logs)
 
 
-def segment_s(start_s: float, step_s: float, steps: int) -> float:
+def estimate_segment_seconds(start_s: float, step_s: float, steps: int) -> float:
     """Return the seconds of one segment: its start, its discarded steps and its timed steps.
 
     Args:
@@ -89,7 +89,9 @@ def segment_s(start_s: float, step_s: float, steps: int) -> float:
     return start_s + (steps + count_discarded_steps(steps)) * step_s
 
 
-def expected_cost(segments: Sequence[float], full_cells: Sequence[float]) -> tuple[float, float]:
+def estimate_block_and_full_cell_costs(
+    segments: Sequence[float], full_cells: Sequence[float]
+) -> tuple[float, float]:
     """Return the expected cost of a verdict on one comparison: of its blocks, and of its full cells.
 
     Args:

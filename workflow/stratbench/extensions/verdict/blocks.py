@@ -126,7 +126,7 @@ def remove_length_and_seed(settings: Settings | Mapping[str, Any]) -> dict[str, 
     return {key: value for key, value in values.items() if key not in _LENGTH}
 
 
-def trained_digest(settings: Settings | Mapping[str, Any]) -> str:
+def hash_trained_settings(settings: Settings | Mapping[str, Any]) -> str:
     """Return a short hash of the settings that a segment and its full run have in common."""
     text = json.dumps(remove_length_and_seed(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -194,7 +194,7 @@ class PairedBlock:
     #: Kind of device: `cuda` or `cpu`.
     device: str
     gpu_seconds: float
-    #: Hash of each strategy's settings, from `trained_digest`.
+    #: Hash of each strategy's settings, from `hash_trained_settings`.
     trained: Mapping[str, str] = field(default_factory=dict)
     #: Names of the block's GPUs; empty on CPUs, and if no worker reported them.
     gpu_names: tuple[str, ...] = ()
@@ -228,7 +228,7 @@ class PairedBlock:
         return next(bad, None)
 
 
-def block_files(results: str | Path, study: str) -> list[Path]:
+def list_block_files(results: str | Path, study: str) -> list[Path]:
     """Return the paths of the block.json files of a study's complete blocks, sorted."""
     return sorted((Path(results) / study / "blocks").glob(f"*/*/*gpu/block*/{BLOCK_FILE}"))
 
@@ -255,7 +255,7 @@ def read_block(path: str | Path) -> PairedBlock:
         hosts=tuple(sorted(result["hosts"])),
         device=result["device"],
         gpu_seconds=result["gpu_seconds"],
-        trained={name: trained_digest(s) for name, s in result["trained"].items()},
+        trained={name: hash_trained_settings(s) for name, s in result["trained"].items()},
         gpu_names=tuple(sorted(result["gpu_names"])),
     )
 

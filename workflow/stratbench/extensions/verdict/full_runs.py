@@ -12,7 +12,7 @@ from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, rule
 from stratbench.extensions.verdict import blocks
 from stratbench.extensions.verdict.block_rules import MAX_OFF
-from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, trained_digest
+from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, hash_trained_settings
 
 
 @rule("full-run-against-steps", "warning", "time")
@@ -52,7 +52,7 @@ def list_log_step_times(timed: list[PairedBlock], record: Record) -> list[float]
     """Return the log step times of a record's strategy in blocks with the same settings."""
     if not timed:
         return []
-    strategy, trained = record["cell"]["strategy"], trained_digest(record["settings"])
+    strategy, trained = record["cell"]["strategy"], hash_trained_settings(record["settings"])
     logs = [block.value(strategy) for block in timed if block.trained.get(strategy) == trained]
     return [log for log in logs if math.isfinite(log)]
 
@@ -60,7 +60,7 @@ def list_log_step_times(timed: list[PairedBlock], record: Record) -> list[float]
 def read_blocks(study_dir: Path) -> list[PairedBlock]:
     """Read the complete blocks below results/<study>, without unreadable ones: the verdict reports those."""
     complete = []
-    for path in blocks.block_files(study_dir.parent, study_dir.name):
+    for path in blocks.list_block_files(study_dir.parent, study_dir.name):
         with contextlib.suppress(blocks.BlockError):
             complete.append(blocks.read_block(path))
     return complete

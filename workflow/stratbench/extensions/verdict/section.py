@@ -8,16 +8,16 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from stratbench.analysis.figures.figure_data import marks_of
+from stratbench.analysis.figures.figure_data import assign_marks
 from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.rows import FigureRow, Point, Rows, draw_rows
-from stratbench.analysis.figures.sheet import RC, svg_of
-from stratbench.analysis.report.shown import data_uri
+from stratbench.analysis.figures.sheet import RC, render_svg
+from stratbench.analysis.report.shown import build_data_uri
 
 
 def make_verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
     """Return the values that the template of the section needs."""
-    marks = marks_of(
+    marks = assign_marks(
         cells,
         {
             strategy
@@ -144,7 +144,7 @@ def draw_interval_figures(
             continue
         with plt.rc_context(RC):
             rows = [make_ratio_row(r) for r in sorted(known, key=lambda r: r["ratio"])]
-            svg = svg_of(draw_rows(Rows.of_ratios(rows, marks, verdict["margin"])))
+            svg = render_svg(draw_rows(Rows.of_ratios(rows, marks, verdict["margin"])))
         title = f"{comparison['model']}, {comparison['workers']}"
         yield {
             "title": title,
@@ -152,7 +152,7 @@ def draw_interval_figures(
             "the lower bound, on which decisions are based. The shaded band is "
             f"{100 * verdict['margin']:g} %. The axis is logarithmic.",
             "alt": f"Time of every strategy relative to the leader's, with its lower bound: {title}.",
-            "uri": data_uri(svg.encode()),
+            "uri": build_data_uri(svg.encode()),
         }
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stratbench.cell.text.words import hours_text
+from stratbench.cell.text.words import format_hours
 from stratbench.extensions.plan.quantities import cells_by
 from stratbench.extensions.plan.schedule import Plan, Planned
 from stratbench.extensions.verdict.block_rules import (
     MATRIX_REPEATS,
     SEGMENT_START_S,
     STEP_NOISE,
-    expected_cost,
-    segment_s,
-    segment_steps,
+    choose_segment_steps,
+    estimate_block_and_full_cell_costs,
+    estimate_segment_seconds,
 )
 
 #: Largest share of the full matrix's cost that a verdict should take.
@@ -55,11 +55,11 @@ def estimate_verdict_cost(comparison: list[Planned], slow: bool) -> VerdictCost:
         train_s, total_s = ([*span][slow] for span in (c.fit.train, c.fit.total))
         device = "cpu" if c.fit.device == "CPU" else "cuda"
         step_s, start_s = train_s / c.subject.steps, SEGMENT_START_S[device]
-        steps = segment_steps(start_s, step_s, *STEP_NOISE[device])
-        segments.append(gpus * segment_s(start_s, step_s, steps))
+        steps = choose_segment_steps(start_s, step_s, *STEP_NOISE[device])
+        segments.append(gpus * estimate_segment_seconds(start_s, step_s, steps))
         cells.append(gpus * total_s)
         starts.append(gpus * start_s)
-    times_s, trained_s = expected_cost(segments, cells)
+    times_s, trained_s = estimate_block_and_full_cell_costs(segments, cells)
     return VerdictCost(times_s, trained_s, MATRIX_REPEATS * sum(cells), sum(starts) / sum(segments))
 
 
@@ -96,7 +96,7 @@ def iter_cost_sentences(plan: Plan) -> Iterator[str]:
         sum(c.verdict_s for c in costs) / sum(c.matrix_s for c in costs) for costs in ends
     )
     yield (
-        f"About {hours_text(hours[0])} to {hours_text(hours[1])} worker-hours, {shares[0]:.0%} to "
+        f"About {format_hours(hours[0])} to {format_hours(hours[1])} worker-hours, {shares[0]:.0%} to "
         f"{shares[1]:.0%} of the full matrix of {MATRIX_REPEATS} repeats (full runs for scores included; up "
         "to twice as much on nodes that others use, too)."
     )

@@ -22,8 +22,8 @@ from stratbench.extensions.verdict.blocks import (
     BLOCK_PATTERN,
     BlockPlan,
     ComparisonKey,
+    hash_trained_settings,
     remove_length_and_seed,
-    trained_digest,
 )
 from stratbench.strategies import make_strategy
 from stratbench.study.config.config import Study
@@ -32,7 +32,7 @@ from stratbench.study.jobs import Jobs
 from stratbench.study.resources import (
     UNLIMITED_MIN,
     JobRequest,
-    largest_request,
+    combine_requests,
 )
 
 #: Longest time that the processes of a segment may take to start and to end, in seconds.
@@ -84,7 +84,7 @@ class Round:
         """A sentence on the cost of the round, and how many rounds may follow."""
         return self.content["outlook"]
 
-    def keep(self) -> None:
+    def write_round_file(self) -> None:
         """Write round.json, which the jobs of the round read."""
         write_atomic(self.file, json.dumps(self.content, indent=1) + "\n")
 
@@ -109,7 +109,7 @@ class Round:
         made = [plan.folder(results) / BLOCK_FILE for plan in self.blocks.values()]
         return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
 
-    def block_of(self, wildcards: Mapping[str, str]) -> BlockPlan:
+    def get_block_plan(self, wildcards: Mapping[str, str]) -> BlockPlan:
         """Return the plan of the block that a job's wildcards name.
 
         Raises:
@@ -137,7 +137,7 @@ class Round:
             for name in plan.order
         }
 
-    def limit_s(self, plan: BlockPlan) -> float | None:
+    def compute_segment_time_limit_s(self, plan: BlockPlan) -> float | None:
         """Return the time limit of each segment of a block in seconds, or None for no limit."""
         cell = plan.cell(plan.order[0])
         samples = self._study.dataset(plan.dataset).train_samples
@@ -155,11 +155,11 @@ class Round:
         """Return the resources that a block requests from the scheduler: the maximum over its strategies."""
         cells = [plan.cell(name) for name in plan.order]
         minutes = compute_block_limit_minutes(
-            self.limit_s(plan), len(cells), self.config["cluster"]
+            self.compute_segment_time_limit_s(plan), len(cells), self.config["cluster"]
         )
-        return largest_request(map(self._jobs.request_of, cells), minutes)
+        return combine_requests(map(self._jobs.request_of, cells), minutes)
 
-    def goes_on(self) -> bool:
+    def is_followed_by_round(self) -> bool:
         """Return whether another round follows this one, now that all files of this one exist.
 
         Raises:
@@ -203,7 +203,7 @@ class Round:
             if cell.repeat == 0
         }
         unchanged = all(
-            trained_digest(now[strategy]) == of
+            hash_trained_settings(now[strategy]) == of
             for strategy, of in trained.items()
             if strategy in now
         )

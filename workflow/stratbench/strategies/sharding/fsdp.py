@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.cell.text.help_page import help_address
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 from stratbench.strategies import base
 from stratbench.strategies.mesh import refuse_uneven
 from stratbench.strategies.sharding.sharded import Sharded
@@ -120,51 +120,53 @@ class FSDP(Sharded):
         scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
         if scalars:
             yield (
-                f"FSDP divides parameters along a dimension, which {names_text(scalars)} does not have; use "
-                "a tensor of one element, nn.Parameter(torch.ones(1))"
+                f"FSDP divides parameters along a dimension, which {format_names(scalars)} does not have; "
+                "use a tensor of one element, nn.Parameter(torch.ones(1))"
             )
         if empty := [name for name, p in model.named_parameters() if not p.numel()]:
-            yield f"FSDP cannot divide {names_text(empty)}, which has no elements; remove it"
+            yield f"FSDP cannot divide {format_names(empty)}, which has no elements; remove it"
         scattered = [name for name, p in model.named_parameters() if not p.is_contiguous()]
         if scattered:
             yield (
-                f"FSDP needs contiguous parameters, and these are not contiguous: {names_text(scattered)}; "
+                f"FSDP needs contiguous parameters, and these are not contiguous: {format_names(scattered)}; "
                 "call .contiguous() before nn.Parameter"
             )
         if trial.sparse:
-            yield base.sparse_gradient(trial.sparse, "FSDP cannot divide")
+            yield base.sparse_gradient_reason(trial.sparse, "FSDP cannot divide")
         for label, dtypes in self._iter_group_dtypes(model, worker):
             if len(dtypes) > 1:
                 yield (
                     f"{label} has parameters of several dtypes ({', '.join(dtypes)}), which FSDP "
                     "cannot gather together; use one dtype, or put them into different groups"
                 )
-        yield from base.refusals_of_parts(trial)
+        yield from base.iter_sharding_refusals(trial)
         # Gathered parameters that are not freed after forward may be read until the next step.
         early = trial.uncalled
         if self.options.reshard_after_forward == "always":
             early += trial.late
         if early:
             yield (
-                f"forward reads {names_text(early)} outside of a call of its shard group, and FSDP gathers a "
+                f"forward reads {format_names(early)} outside of a call of its shard group, and FSDP "
+                "gathers a "
                 "group only for a call; call the module itself (neither its parts nor .forward), or name in "
                 "`wrap_classes` only classes whose instances are called"
             )
         if trial.written_views and self.options.reshard_after_forward == "always":
             yield (
-                f"{names_text(trial.written_views)} gives a view, which forward then changes in place "
+                f"{format_names(trial.written_views)} gives a view, which forward then changes in place "
                 "(h += r), so that FSDP does not gather its group for backward; return .clone() of it, add "
                 f"out of place, or set reshard_after_forward to never {help_address('gives a view')}"
             )
         if trial.at_times and worker.settings.gradient_accumulation_steps > 1:
             yield from self._accumulation_refusals(trial.at_times, worker)
         if worker.world_size > 1 and trial.by_chance:
-            yield base.by_chance(trial.by_chance)
+            yield base.skipped_at_random_reason(trial.by_chance)
         elif worker.world_size > 1 and trial.by_data:
             yield base.by_data(trial.by_data)
         elif worker.world_size > 1 and trial.reads_values and trial.unopened:
             yield (
-                f"forward reads values of tensors and did not call {names_text(trial.unopened)}: it seems to "
+                f"forward reads values of tensors and did not call {format_names(trial.unopened)}: it "
+                "seems to "
                 "choose modules by its data. Workers have different data, so they would gather different "
                 "groups; call all modules, and choose with torch.where or a factor of 0 or 1"
             )
@@ -172,7 +174,7 @@ class FSDP(Sharded):
     def _accumulation_refusals(self, names: list[str], worker: base.Worker) -> Iterator[str]:
         """Yield reasons why gradients cannot be accumulated if `names` get one in some parts only."""
         s, size = worker.settings, worker.world_size
-        may_lack = f"{names_text(names)} may get no gradient in some parts of a batch"
+        may_lack = f"{format_names(names)} may get no gradient in some parts of a batch"
         if self.options.gradient_sync == "last-part":
             if self._make_policy(s.precision) is not None:
                 yield (
@@ -198,8 +200,8 @@ class FSDP(Sharded):
         for label, modules in worker.wrap_groups:
             own = {p for m in modules for p in m.parameters()}
             left -= own
-            yield f"the shard group {label}", base.dtype_names(own)
-        yield "the model outside of its shard groups", base.dtype_names(left)
+            yield f"the shard group {label}", base.list_dtype_names(own)
+        yield "the model outside of its shard groups", base.list_dtype_names(left)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         import torch
@@ -307,7 +309,9 @@ class FSDP(Sharded):
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
         # The first term is the traffic within a group, the second averages gradients between groups.
         groups = w // s
-        return base.ring_traffic((s - 1) / s * moved_bytes + (groups - 1) / groups * averaged_bytes)
+        return base.describe_ring_traffic(
+            (s - 1) / s * moved_bytes + (groups - 1) / groups * averaged_bytes
+        )
 
     def report(self) -> dict[str, Any]:
         report = super().report()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.strategies import base
-from stratbench.workload.users_code import Refused, calls_differ
+from stratbench.workload.users_code import Refused, different_calls_reason
 
 if TYPE_CHECKING:
     import torch
@@ -115,38 +115,38 @@ class Sharded(base.Collective):
             return
         where = f"step {step}" if step <= steps else "the evaluation"
         s = self.worker.settings
-        raise Refused(calls_differ(s.model, s.strategy, where))
+        raise Refused(different_calls_reason(s.model, s.strategy, where))
 
     def updated_tensors(self) -> list[Tensor]:
         import torch
 
-        from stratbench.telemetry.shards import local_part
+        from stratbench.telemetry.shards import get_local_shard
 
         # An optimizer over DTensors spends several times as long on dispatch.
         with torch.no_grad():
-            return [local_part(p).detach() for p in self.parameters]
+            return [get_local_shard(p).detach() for p in self.parameters]
 
     def link_gradients(self) -> None:
         import torch
 
-        from stratbench.telemetry.shards import local_part
+        from stratbench.telemetry.shards import get_local_shard
 
         with torch.no_grad():
             for shard, p in zip(self.local, self.parameters, strict=True):
-                shard.grad = None if p.grad is None else local_part(p.grad)
+                shard.grad = None if p.grad is None else get_local_shard(p.grad)
                 p.grad = None
 
     def gradient_norm(self) -> Tensor:
         norm = super().gradient_norm()
         # The norm of shards in host memory is on the host, where NCCL cannot reduce it.
         on_device = norm.to(self.worker.device)
-        return base.norm_of_parts(on_device, self.group_size, self.shard_group).to(norm.device)
+        return base.reduce_norm(on_device, self.group_size, self.shard_group).to(norm.device)
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         from stratbench.telemetry.shards import free_gathered
 
-        with mean_buffers(self.model, self.worker.world_size), super().evaluating() as model:
+        with averaging_buffers(self.model, self.worker.world_size), super().evaluating() as model:
             yield model
         # Parameters that are not freed after forward stay gathered, because no backward follows here. A later
         # step would use these outdated copies.
@@ -154,15 +154,15 @@ class Sharded(base.Collective):
 
 
 @contextmanager
-def mean_buffers(model: nn.Module, workers: int) -> Iterator[None]:
+def averaging_buffers(model: nn.Module, workers: int) -> Iterator[None]:
     """Set BatchNorm's statistics to the mean over all workers until the block ends."""
     import torch
     import torch.distributed as dist
 
-    from stratbench.telemetry.shards import local_part
+    from stratbench.telemetry.shards import get_local_shard
 
     # A buffer of a module with divided weights is a DTensor that every worker holds completely.
-    buffers = [local_part(b) for b in model.buffers() if b.is_floating_point()]
+    buffers = [get_local_shard(b) for b in model.buffers() if b.is_floating_point()]
     own = [b.clone() for b in buffers]
     if buffers:
         mean = torch.cat([b.flatten() for b in buffers])

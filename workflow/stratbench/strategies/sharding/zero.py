@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.cell.options import option
-from stratbench.cell.text.words import names_text
+from stratbench.cell.text.words import format_names
 from stratbench.strategies import base
 from stratbench.strategies.ddp import DDP
 from stratbench.workload.users_code import ModelError
@@ -94,7 +94,7 @@ class ZeRO1(base.Collective):
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
         if trial.sparse:
-            yield base.sparse_gradient(trial.sparse, "has no place in a flat bucket")
+            yield base.sparse_gradient_reason(trial.sparse, "has no place in a flat bucket")
         if trial.parted and worker.world_size > 1:
             yield base.diverging_replicas_reason(trial.parted)
 
@@ -147,7 +147,7 @@ class ZeRO1(base.Collective):
             name = next(n for n, p in self.model.named_parameters() if p is parameter)
             s = self.worker.settings
             raise ModelError(
-                f"model {s.model!r}: {s.strategy} cannot train it: {base.adds_again([name])}"
+                f"model {s.model!r}: {s.strategy} cannot train it: {base.repeated_addition_reason([name])}"
             )
         view = bucket.views[parameter]
         if parameter in self._filled:
@@ -190,7 +190,7 @@ class ZeRO1(base.Collective):
             bucket.own_weights.grad = bucket.own_grads
 
     def gradient_norm(self) -> Tensor:
-        return base.norm_of_parts(super().gradient_norm(), self.worker.world_size)
+        return base.reduce_norm(super().gradient_norm(), self.worker.world_size)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         self._broadcast_buffers()
@@ -229,7 +229,7 @@ class ZeRO1(base.Collective):
         moved_bytes += sum(b.nbytes for b in self.model.buffers())
         if self.worker.settings.max_grad_norm is not None:
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
-        return base.ring_traffic((w - 1) / w * moved_bytes)
+        return base.describe_ring_traffic((w - 1) / w * moved_bytes)
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
@@ -290,11 +290,11 @@ class TorchZeRO1(DDP):
         yield from super().refusals_of_model(model, worker)
         if names := [n for n, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
             yield (
-                f"torch's ZeroRedundancyOptimizer takes no complex parameters ({names_text(names)}); use two "
-                "parameters, for the real and the imaginary part, or use zero1"
+                f"torch's ZeroRedundancyOptimizer takes no complex parameters ({format_names(names)}); use "
+                "two parameters, for the real and the imaginary part, or use zero1"
             )
             return
-        dtypes = base.dtype_names(p for p in model.parameters() if p.requires_grad)
+        dtypes = base.list_dtype_names(p for p in model.parameters() if p.requires_grad)
         if len(dtypes) > 1:
             yield (
                 f"its parameters have several dtypes ({', '.join(dtypes)}), but torch's "
@@ -328,6 +328,6 @@ class TorchZeRO1(DDP):
         traffic = super().communication()
         w = self.worker.world_size
         parameters = sum(p.nbytes for p in self.parameters)
-        return traffic | base.ring_traffic(
+        return traffic | base.describe_ring_traffic(
             traffic["sent_bytes_per_step"] + (w - 1) / w * parameters
         )

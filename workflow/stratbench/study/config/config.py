@@ -15,9 +15,9 @@ from stratbench.cell.coordinates import Cell, expand
 from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import (
     REGISTRY,
-    mesh_of,
-    option_defaults,
-    resolved_options,
+    get_mesh,
+    get_option_defaults,
+    resolve_options,
     strategy_class,
 )
 from stratbench.study.config.consistency import check_experiment
@@ -40,7 +40,7 @@ class Experiment:
     name: str
     values: Mapping[str, Any]
     #: Keyword arguments of `coordinates.expand`, which lists the cells.
-    matrix: dict[str, Any]
+    expand_arguments: dict[str, Any]
     cells: tuple[Cell, ...]
 
 
@@ -92,7 +92,7 @@ class Study:
         base, set_options = self.base_strategy(cell.strategy)
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]
-        options = resolved_options(base, set_options, cell.gpus) | self.own_files(cell.strategy)
+        options = resolve_options(base, set_options, cell.gpus) | self.own_files(cell.strategy)
         data = self._data.describe_by_identity(cell.dataset)
         return Settings(
             strategy=base,
@@ -106,7 +106,7 @@ class Study:
             data_spec=self._data.identity(cell.dataset),
             own_task=self.own_task(values["task"]),
             global_batch=batch,
-            per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
+            per_worker_batch=batch // get_mesh(base, options, cell.gpus).replicas,
             more=collect_extension_values("experiment", values, values),
             **{key: values[key] for key in GIVEN},
         )
@@ -161,7 +161,7 @@ class Study:
         key = f"strategy {strategy}"
         if key not in self._own_code:
             base, options = self.base_strategy(strategy)
-            files = strategy_class(base).files(option_defaults(base) | options)
+            files = strategy_class(base).files(get_option_defaults(base) | options)
             self._own_code[key] = {"sha256": users_code.digest_of(files)} if files else None
         return self._own_code[key] or {}
 

@@ -10,12 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from stratbench.cell.extensions import keys_of
-from stratbench.cell.options import json_types
-from stratbench.cell.text.words import counted, repr_of
-from stratbench.strategies import REGISTRY, mesh_of, strategy_class
+from stratbench.cell.extensions import iter_keys
+from stratbench.cell.options import list_json_types
+from stratbench.cell.text.words import counted, format_wrong_value
+from stratbench.strategies import REGISTRY, get_mesh, strategy_class
 from stratbench.strategies.mesh import Mesh
-from stratbench.study.config.messages import ConfigError, did_you_mean, wrong_value_message
+from stratbench.study.config.messages import ConfigError, suggest_closest_name, wrong_value_message
 from stratbench.study.config.schema import parse_text_as
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset
@@ -45,12 +45,14 @@ def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
         kinds = get_type_hints(options)
         for key in variant.keys() & set(allowed):
             if isinstance(variant[key], str):
-                variant[key] = parse_text_as(variant[key], {*json_types(kinds[key])} - {"string"})
+                variant[key] = parse_text_as(
+                    variant[key], {*list_json_types(kinds[key])} - {"string"}
+                )
         set_options = {k: v for k, v in variant.items() if k not in ("strategy", "settings")}
         for key in (unknown := [key for key in set_options if key not in allowed]):
             yield (
-                f"config: {where}.{key} = {repr_of(set_options[key])}: {key!r} is not an option of "
-                f"{base}.{did_you_mean(key, allowed)} Allowed: {', '.join(allowed) or 'none'}."
+                f"config: {where}.{key} = {format_wrong_value(set_options[key])}: {key!r} is not an option "
+                f"of {base}.{suggest_closest_name(key, allowed)} Allowed: {', '.join(allowed) or 'none'}."
             )
         try:
             options(**{key: value for key, value in set_options.items() if key not in unknown})
@@ -99,7 +101,9 @@ def check_models(config: Mapping[str, Any]) -> None:
         except ValueError as e:
             raise ConfigError(f"config: models.{name}{e}") from e
         if fault := users_code.fault_of_call(spec["call"]):
-            raise ConfigError(f"config: models.{name}.call = {repr_of(spec['call'])}: {fault}")
+            raise ConfigError(
+                f"config: models.{name}.call = {format_wrong_value(spec['call'])}: {fault}"
+            )
         for key in spec["kwargs"]:
             if not key.isidentifier():
                 raise ConfigError(
@@ -108,13 +112,15 @@ def check_models(config: Mapping[str, Any]) -> None:
     for folder in config["code"]:
         if not Path(folder).expanduser().is_dir():
             raise ConfigError(
-                f"config: code = {repr_of(folder)}: is not a folder; name the folders of your Python files, "
-                "relative to the working directory"
+                f"config: code = {format_wrong_value(folder)}: is not a folder; name the folders of your "
+                "Python files, relative to the working directory"
             )
     folders = [Path(folder).expanduser() for folder in config["code"]]
     for name, spec in config["models"].items():
         if fault := users_code.shadowing_reason(spec["call"], folders):
-            raise ConfigError(f"config: models.{name}.call = {repr_of(spec['call'])}: {fault}")
+            raise ConfigError(
+                f"config: models.{name}.call = {format_wrong_value(spec['call'])}: {fault}"
+            )
 
 
 def check_model(wanted: str | None, known: Iterable[str]) -> None:
@@ -147,7 +153,7 @@ def iter_name_faults(
         ("models", "model", [*models.MODELS, *config["models"]]),
     ):
         for value in block[key] if isinstance(block[key], list) else [block[key]]:
-            if value in known or (key == "models" and value in own.torchvision_names()):
+            if value in known or (key == "models" and value in own.list_torchvision_names()):
                 continue
             message = wrong_value_message(f"{where}.{key}", value, f"is not a {what}", known)
             if key == "models":
@@ -196,7 +202,7 @@ def check_experiment(
             _iter_slowdown_faults(each),
             *(
                 _join_independent_faults(where, keys.faults(each, study))
-                for _, keys in keys_of("experiment")
+                for _, keys in iter_keys("experiment")
             ),
         )
         for fault in faults:
@@ -219,11 +225,11 @@ def _iter_settings_groups(
 
 def _iter_task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
     name, target = block["task"], block["target_score"]
-    natural = dataset.shape and (dataset.task or tasks.natural_task(dataset.shape))
-    if name is not None and (fault := tasks.fault_of_task(name, natural)):
-        yield f".task = {repr_of(name)}: {fault}; remove it, or use another data set"
+    natural = dataset.shape and (dataset.task or tasks.get_default_task(dataset.shape))
+    if name is not None and (fault := tasks.wrong_task_reason(name, natural)):
+        yield f".task = {format_wrong_value(name)}: {fault}; remove it, or use another data set"
     elif dataset.values and (name is None or name in tasks.TASKS):
-        yield f".dataset = {block['dataset']!r}: its task is {natural}: {tasks.wrong_targets(True)}"
+        yield f".dataset = {block['dataset']!r}: its task is {natural}: {tasks.describe_wrong_targets(True)}"
     if (block["epochs"] is None) == (block["steps"] is None):
         yield (
             ": give either epochs or steps (which measures time and memory, without a score), and not both; "
@@ -307,7 +313,7 @@ def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
     return ", ".join(values) or "neither"
 
 
-def strategies_of(
+def iter_strategy_options(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield name, strategy and all options of each strategy and variant of an experiment."""
@@ -323,9 +329,9 @@ def _list_meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> 
     Strategies that cannot use `n` workers are left out.
     """
     meshes = set()
-    for _, base, options in strategies_of(block, study):
+    for _, base, options in iter_strategy_options(block, study):
         with suppress(ValueError):  # reported by `_iter_strategy_faults`
-            meshes.add(mesh_of(base, options, n))
+            meshes.add(get_mesh(base, options, n))
     return meshes
 
 
@@ -393,7 +399,7 @@ def _iter_strategy_faults(
     name_alone = [
         m for m in block["models"] if set_options.get(m, {}).get("call") == libraries.NAME_ALONE
     ]
-    for name, base, options in strategies_of(block, study):
+    for name, base, options in iter_strategy_options(block, study):
         strategy = strategy_class(base)
         if name_alone and strategy.kind != "own":
             yield f".strategies = {name!r}: {name_alone[0]}: {libraries.BUILT_BY_COMMAND}"
@@ -408,7 +414,7 @@ def _iter_strategy_faults(
                 weak = block.get("per_worker_batch")
                 batch = weak * n if weak else block["global_batch"]
                 try:
-                    copies = mesh_of(base, options, n).replicas
+                    copies = get_mesh(base, options, n).replicas
                     strategy.check(base, options, n, batch // copies)
                     strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
                 except ValueError as e:
@@ -447,7 +453,7 @@ def _iter_model_faults(
             yield f".dataset = {block['dataset']!r}: {e}"
     for name in block["models"] if block["activation_checkpointing"] else ():
         if name in models.MODELS and models.MODELS[name].family == "vgg":
-            mode = repr_of(block["activation_checkpointing"])
+            mode = format_wrong_value(block["activation_checkpointing"])
             yield f".activation_checkpointing = {mode}: {name}: {models.NO_BLOCKS}"
     if (chunks := block["loss_chunks"]) > 1:
         if not dataset.is_text or dataset.task:
@@ -474,7 +480,9 @@ def _wrong_head_reason(call: str, block: Mapping[str, Any], dataset: Dataset) ->
         dataset: The experiment's data set.
     """
     learns = libraries.library_of(call).tasks_of_head(call)
-    task = block["task"] or dataset.task or (dataset.shape and tasks.natural_task(dataset.shape))
+    task = (
+        block["task"] or dataset.task or (dataset.shape and tasks.get_default_task(dataset.shape))
+    )
     if not learns or task not in tasks.TASKS or task in learns:
         return None
     return (

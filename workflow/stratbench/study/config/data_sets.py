@@ -8,7 +8,7 @@ from typing import Any
 
 from stratbench.workload.data import own_data
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.datasets import describe, identity_of
+from stratbench.workload.data.datasets import compute_data_identity, describe
 from stratbench.workload.data.own_data import is_own
 
 
@@ -38,7 +38,7 @@ class DataSets:
                 known = self._folder / ".hashes" / f"{name}.json"
                 identity = own_data.own_data(name, spec).identity(self._code, known)
             else:
-                identity = identity_of(name, spec)
+                identity = compute_data_identity(name, spec)
             self._identities[name] = identity
         return self._identities[name]
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from stratbench.cell.text.words import repr_of
+from stratbench.cell.text.words import format_wrong_value
 
 
 class ConfigError(ValueError):
@@ -24,7 +24,8 @@ def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str
     """
     allowed = list(allowed)
     listed = f"Allowed: {', '.join(allowed) or 'none'}."
-    return f"config: {where} = {repr_of(value)}: {what}.{did_you_mean(value, allowed)} {listed}"
+    closest = suggest_closest_name(value, allowed)
+    return f"config: {where} = {format_wrong_value(value)}: {what}.{closest} {listed}"
 
 
 def join_messages(messages: Iterable[str]) -> str:
@@ -37,7 +38,7 @@ def join_messages(messages: Iterable[str]) -> str:
     )
 
 
-def place_of(path: Iterable[str | int]) -> str:
+def format_config_path(path: Iterable[str | int]) -> str:
     """Return a path through the config as a person writes it: `studies.demo.experiments.digits.gpus[1]`."""
     names = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
     return "".join(n if n.isprintable() else repr(n)[1:-1] for n in names).lstrip(".")
@@ -84,7 +85,7 @@ RENAMED = {
 }
 
 
-def did_you_mean(wrong: Any, allowed: Iterable[str]) -> str:
+def suggest_closest_name(wrong: Any, allowed: Iterable[str]) -> str:
     """Return ` Did you mean 'NAME'?` with the closest allowed name, or an empty text.
 
     A name that another trainer or an older version used comes first, then the shortest allowed name that

@@ -9,16 +9,16 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from stratbench.cell.extensions import keys_of, places
+from stratbench.cell.extensions import iter_keys, places
 from stratbench.cell.installation import SCHEMAS
-from stratbench.cell.options import schema_of
-from stratbench.cell.settings import OF_A_VARIANT, schema_of_given
-from stratbench.cell.text.words import repr_of
+from stratbench.cell.options import build_schema
+from stratbench.cell.settings import OF_A_VARIANT, build_experiment_schema
+from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.messages import (
     ConfigError,
-    did_you_mean,
+    format_config_path,
     join_messages,
-    place_of,
+    suggest_closest_name,
     wrong_value_message,
 )
 from stratbench.study.config.removed_keys import removed_key_reason
@@ -39,7 +39,7 @@ TYPE_NAMES = {
 def schema() -> dict[str, Any]:
     """Return the JSON Schema of config.yaml, with all settings and the keys of extensions."""
     whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
-    experiment, settings = whole["$defs"]["experiment"], schema_of_given()
+    experiment, settings = whole["$defs"]["experiment"], build_experiment_schema()
     experiment["required"] += settings["required"]
     experiment["properties"] |= settings["properties"]
     variant = whole["$defs"]["study"]["properties"]["variants"]["additionalProperties"][
@@ -53,11 +53,11 @@ def schema() -> dict[str, Any]:
         for key in OF_A_VARIANT
     }
     for place in places():
-        for _, keys in keys_of(place) if place != "experiment" else ():
+        for _, keys in iter_keys(place) if place != "experiment" else ():
             new = {"type": "object", "additionalProperties": False, "properties": {}}
             new["description"] = keys.__doc__
             block = whole if place == "top" else whole["properties"].setdefault(place, new)
-            block["properties"] |= schema_of(keys)["properties"]
+            block["properties"] |= build_schema(keys)["properties"]
     return whole
 
 
@@ -170,7 +170,7 @@ def collect_extension_values(
         whole: The block itself for an experiment; else the config.
     """
     more = {}
-    for name, keys in keys_of(place):
+    for name, keys in iter_keys(place):
         default = {f.name: f.default for f in fields(keys) if f.metadata["given"]}
         own = {k: block[k] for k in default if block.get(k, default[k]) != default[k]}
         if values := keys.complete(own, whole):
@@ -178,10 +178,10 @@ def collect_extension_values(
     return more
 
 
-def constraints_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def collect_constraints(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constraints of a decision: the keys of `decide`, and those that other blocks have."""
     decide = config["decide"]
-    added = {field.name for _, keys in keys_of("decide") for field in fields(keys)}
+    added = {field.name for _, keys in iter_keys("decide") for field in fields(keys)}
     constraints = {key: value for key, value in decide.items() if key not in added}
     # A peak fits with the same reserve as in the plan.
     constraints["memory_margin"] = config["cluster"]["memory_margin"]
@@ -198,13 +198,13 @@ def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) 
     """
     where = "" if place == "top" else place
     faults = [
-        f"config: {where}{f}" for _, keys in keys_of(place) for f in keys.faults(block, config)
+        f"config: {where}{f}" for _, keys in iter_keys(place) for f in keys.faults(block, config)
     ]
     if faults:
         raise ConfigError(join_messages(faults))
 
 
-def checked_block(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
+def check_block(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """Return one block of a config (such as `decide`), checked and with its defaults.
 
     Raises:
@@ -244,20 +244,20 @@ def _explain_schema_error(fault: Any, key: str | None) -> str:
 
     `key` is the unknown or missing key, if that is the error.
     """
-    where = place_of(fault.absolute_path)
+    where = format_config_path(fault.absolute_path)
     at = f"config: {where}" if where else "config"
     value, rule = fault.instance, fault.validator_value
-    setting = f"{at} = {repr_of(value)}"
+    setting = f"{at} = {format_wrong_value(value)}"
     about = fault.schema.get("description", "")
     match fault.validator:
         case "additionalProperties":
             allowed = list(fault.schema["properties"])
             place = f"{where}.{key}".lstrip(".")
             if reason := removed_key_reason(tuple(fault.absolute_path), key):
-                return f"config: {place} = {repr_of(value[key])}: was removed; {reason}"
+                return f"config: {place} = {format_wrong_value(value[key])}: was removed; {reason}"
             return (
-                f"config: {place} = {repr_of(value[key])}: unknown key {key!r}."
-                f"{did_you_mean(key, allowed)} Allowed: {', '.join(allowed)}."
+                f"config: {place} = {format_wrong_value(value[key])}: unknown key {key!r}."
+                f"{suggest_closest_name(key, allowed)} Allowed: {', '.join(allowed)}."
             )
         case "required":
             about = fault.schema.get("properties", {}).get(key, {}).get("description", "")

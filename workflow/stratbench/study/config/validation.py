@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stratbench.cell.extensions import places
-from stratbench.cell.text.words import repr_of
+from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.consistency import (
     check_experiment,
     check_model,
@@ -117,5 +117,5 @@ def _normalise_folder(key: str, path: str) -> str:
     elif bad := next((c for c in folder if c in "{}" or not c.isprintable()), None):
         what = f"has the character {bad!r}, which Snakemake or a shell does not allow in paths; rename it"
     if what:
-        raise ConfigError(f"config: {key} = {repr_of(path)}: {what}")
+        raise ConfigError(f"config: {key} = {format_wrong_value(path)}: {what}")
     return folder

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.text.words import repr_of
-from stratbench.study.config.messages import ConfigError, place_of
+from stratbench.cell.text.words import format_wrong_value
+from stratbench.study.config.messages import ConfigError, format_config_path
 
 
 def check_syntax(path: str | Path) -> None:
@@ -65,8 +65,8 @@ def check_value_types(value: Any, path: tuple[str | int, ...]) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
-                at = f"config: {place_of(path)}" if path else "config"
-                shown = repr_of(key)
+                at = f"config: {format_config_path(path)}" if path else "config"
+                shown = format_wrong_value(key)
                 raise ConfigError(
                     f"{at}: the key {shown} is not text; write it in quotes: '{shown}'"
                 )
@@ -76,12 +76,14 @@ def check_value_types(value: Any, path: tuple[str | int, ...]) -> None:
         for i, inner in enumerate(value):
             check_value_types(inner, (*path, i))
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"config: {place_of(path)} = {value}: must be a finite number")
+        raise ConfigError(f"config: {format_config_path(path)} = {value}: must be a finite number")
     elif isinstance(value, str):
         _check_characters(value, path)
     elif not isinstance(value, int | float | None):
         kind = type(value).__name__
-        raise ConfigError(f"config: {place_of(path)} = {value}: is a {kind}; write it in quotes")
+        raise ConfigError(
+            f"config: {format_config_path(path)} = {value}: is a {kind}; write it in quotes"
+        )
 
 
 def _check_characters(text: str, path: tuple[str | int, ...]) -> None:
@@ -92,7 +94,8 @@ def _check_characters(text: str, path: tuple[str | int, ...]) -> None:
     for character in text:
         kind = unicodedata.category(character)
         if kind == "Cs" or (kind == "Cc" and character not in "\n\t\r"):
-            at = f"config: {place_of(path)}" if path else "config"
+            at = f"config: {format_config_path(path)}" if path else "config"
             raise ConfigError(
-                f"{at} = {repr_of(text)}: has {character!r}, which is not a printable character; remove it"
+                f"{at} = {format_wrong_value(text)}: has {character!r}, which is not a printable "
+                "character; remove it"
             )

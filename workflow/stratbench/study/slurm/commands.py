@@ -44,7 +44,7 @@ def ask_slurm(
         )
 
 
-def printed_by(command: list[str]) -> str | None:
+def read_command_output(command: list[str]) -> str | None:
     """Run one of SLURM's commands.
 
     Return its output, or None if it fails or does not answer.

@@ -19,7 +19,7 @@ from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 from stratbench.cell.text.help_page import help_address
 from stratbench.cell.text.words import counted
 from stratbench.study.slurm import job_states, submission
-from stratbench.study.slurm.commands import ask_slurm, printed_by
+from stratbench.study.slurm.commands import ask_slurm, read_command_output
 from stratbench.study.slurm.followed import ENDS, FollowedRun, get_first_output, read_signatures
 from stratbench.study.slurm.job_states import JobState
 from stratbench.study.slurm.live_jobs import make_job_comment, tell
@@ -106,7 +106,7 @@ class JobFollower(RemoteExecutor):
         with f.lock:
             f.told_at_s = time.monotonic()
             f.waiting_jobs.outputs.pop(job_info.external_jobid, None)
-            f.postponed.not_before = 0.0  # a limit on the number of jobs now allows one more
+            f.postponed.not_before_s = 0.0  # a limit on the number of jobs now allows one more
 
     def _postpone_if_temporary(self, job: Any, reason: str) -> bool:
         """Postpone a job that SLURM has rejected for `reason`, if this reason can pass.
@@ -115,7 +115,7 @@ class JobFollower(RemoteExecutor):
             Whether the job was postponed.
         """
         f, now = self.followed, time.monotonic()
-        kind = submission.kind_of_refusal(reason)
+        kind = submission.classify_refusal(reason)
         if kind is None or (kind == "limit" and job_states.has_live_jobs() is False):
             return False
         with f.lock:
@@ -185,7 +185,7 @@ class JobFollower(RemoteExecutor):
         comment = self._make_comment(job)
         for id_, state in states.items():
             if state.comment == comment and id_ not in self.followed.submitted_ids:
-                shown = printed_by(["scontrol", "--oneliner", "show", "job", id_]) or ""
+                shown = read_command_output(["scontrol", "--oneliner", "show", "job", id_]) or ""
                 log = shown.partition(" StdOut=")[2].partition(" ")[0]
                 aux = {"slurm_logfile": Path(log), "adopted": True}
                 self.report_job_submission(SubmittedJobInfo(job, external_jobid=id_, aux=aux))
@@ -237,7 +237,7 @@ class JobFollower(RemoteExecutor):
         pause_s = FIRST_LOOK_S if has_ended else min(looked_s + 10, MAX_LOOK_S)
         with self.followed.lock:
             if self.followed.postponed.jobs:
-                until_s = self.followed.postponed.not_before - time.monotonic()
+                until_s = self.followed.postponed.not_before_s - time.monotonic()
                 pause_s = min(pause_s, max(until_s, 1.0))
         self.next_seconds_between_status_checks = pause_s
 

@@ -48,7 +48,7 @@ class Submission:
     longest_s: float | None = None
 
 
-def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
+def check_and_follow_submissions(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
     """Return sentences on jobs that are too large for every node, or follow all jobs if there are none.
 
     Args:
@@ -57,13 +57,13 @@ def submit_what_fits(workflow: Any, submissions: Sequence[Submission]) -> list[s
     """
     # The plugin then chooses among the partitions of a file, which this function does not read.
     anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
-    offered = nodes.cluster_nodes()
+    offered = nodes.read_cluster_nodes()
     if refused := refusals(submissions, offered, anywhere):
-        return nodes.lines_of_refusals(refused)
+        return nodes.format_refusals(refused)
     partitions = {"*" if anywhere else s.job.resources.get("slurm_partition") for s in submissions}
-    of_partitions = [n for p in partitions for n in nodes.nodes_of_partition(offered, p)]
+    of_partitions = [n for p in partitions for n in nodes.select_partition_nodes(offered, p)]
     requests = [submitted_request(s.job.resources) for s in submissions]
-    if mixed := nodes.describe_types(of_partitions, requests):
+    if mixed := nodes.describe_mixed_gpu_types(of_partitions, requests):
         tell(mixed)
     firsts = [str(s.job.output[0]) for s in submissions]
     asks = map(nodes.describe_request, (s.cell for s in submissions), requests)
@@ -92,7 +92,7 @@ def refusals(
             cell,
             settings,
             request if in_profile else from_config,
-            nodes.nodes_of_partition(offered, partition),
+            nodes.select_partition_nodes(offered, partition),
             in_profile,
         )
         if sentence is None and from_config.worker:  # worker jobs may use another partition

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stratbench.study.slurm.commands import printed_by
+from stratbench.study.slurm.commands import read_command_output
 
 #: SLURM's states of a job that has ended without success.
 FAILED = frozenset(
@@ -57,7 +57,7 @@ def read_job_states(run: str, clusters: Iterable[str] = ()) -> dict[str, JobStat
         clusters: SLURM clusters to ask; none for the default cluster.
     """
     names = ",".join(sorted(set(clusters)))
-    shown = printed_by(
+    shown = read_command_output(
         [
             *("squeue", "--noheader", "--array", "--states=all", f"--name={run}"),
             *([f"--clusters={names}"] if names else []),
@@ -77,7 +77,7 @@ def read_job_states(run: str, clusters: Iterable[str] = ()) -> dict[str, JobStat
 
 def read_accounted_state(job: str) -> str | None:
     """Return sacct's state of a job that squeue no longer shows, or None without accounting."""
-    shown = printed_by(
+    shown = read_command_output(
         ["sacct", "--allocations", "--noheader", f"--jobs={job}", "--format=State%30"]
     )
     words = (shown or "").split()
@@ -86,5 +86,5 @@ def read_accounted_state(job: str) -> str | None:
 
 def has_live_jobs() -> bool | None:
     """Return whether the user has any queued or running job. The result is None if SLURM does not answer."""
-    shown = printed_by(["squeue", "--me", "--noheader", "--format=%i"])
+    shown = read_command_output(["squeue", "--me", "--noheader", "--format=%i"])
     return None if shown is None else bool(shown.strip())

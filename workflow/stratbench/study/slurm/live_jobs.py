@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stratbench.study.slurm.commands import printed_by
+from stratbench.study.slurm.commands import read_command_output
 from stratbench.study.snakemake_internals import restart
 
 #: Seconds between two requests for the states of all jobs.
@@ -31,7 +31,7 @@ def live_jobs(directory: Path) -> dict[str, str] | None:
     """
     if shutil.which("squeue") is None:
         return {}
-    shown = printed_by(["squeue", "--me", "--noheader", "--format=%i|%Z|%k"])
+    shown = read_command_output(["squeue", "--me", "--noheader", "--format=%i|%Z|%k"])
     if shown is None:
         return None
     rows = [line.split("|", 2) for line in shown.splitlines() if line.count("|") >= 2]
@@ -39,7 +39,7 @@ def live_jobs(directory: Path) -> dict[str, str] | None:
     return {job: comment for job, folder, comment in rows if Path(folder).resolve() == here}
 
 
-def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
+def wait_for_earlier_jobs(workflow: Any, planned: Sequence[Any]) -> None:
     """Wait for those planned jobs that already are queued or running on SLURM, then restart Snakemake.
 
     The restarted Snakemake does not plan jobs that have ended meanwhile. If no planned job is live, the

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.words import counted, names_text
+from stratbench.cell.text.words import counted, format_names
 from stratbench.study.resources import JobRequest
-from stratbench.study.slurm.commands import printed_by
+from stratbench.study.slurm.commands import read_command_output
 
 #: sinfo's format, a line per node and partition: partition (`*` marks the default one), node, CPUs, memory in
 #: MiB, GPUs, time limit.
@@ -60,9 +60,11 @@ class Node:
         return [what for what, is_short in short.items() if is_short]
 
 
-def cluster_nodes() -> list[Node]:
+def read_cluster_nodes() -> list[Node]:
     """Return the nodes of the cluster, or none without an answer of SLURM."""
-    return parse_sinfo(printed_by(["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]) or "")
+    return parse_sinfo(
+        read_command_output(["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]) or ""
+    )
 
 
 def parse_sinfo(text: str) -> list[Node]:
@@ -106,7 +108,7 @@ def gpu_types(gres: str) -> dict[str, int]:
     return dict(counts)
 
 
-def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> str | None:
+def describe_mixed_gpu_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> str | None:
     """Return a warning if a request names no GPU type although the nodes have several.
 
     Otherwise, the result is None.
@@ -119,7 +121,9 @@ def describe_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> s
             nodes_of[name].add(node.name)
     if len(nodes_of) < 2:
         return None
-    types = names_text([f"{t} ({counted(len(n), 'node')})" for t, n in sorted(nodes_of.items())], 5)
+    types = format_names(
+        [f"{t} ({counted(len(n), 'node')})" for t, n in sorted(nodes_of.items())], 5
+    )
     return (
         f"The nodes have GPUs of several types, {types}: SLURM may give a cell any type, or even a mixture "
         "of types. Set cluster.gpu_type to one of them."
@@ -138,7 +142,7 @@ def _parse_minutes(limit: str) -> int | None:
     return (24 * days + hours) * 60 + minutes
 
 
-def nodes_of_partition(nodes: Iterable[Node], partition: str | int | None) -> list[Node]:
+def select_partition_nodes(nodes: Iterable[Node], partition: str | int | None) -> list[Node]:
     """Return the nodes of the named partitions, or those of the default partition without names.
 
     Args:
@@ -154,7 +158,7 @@ def nodes_of_partition(nodes: Iterable[Node], partition: str | int | None) -> li
     return [node for node in nodes if node.is_default] or nodes
 
 
-def most_nodes(request: JobRequest, offered: Iterable[Node]) -> int:
+def count_fitting_nodes(request: JobRequest, offered: Iterable[Node]) -> int:
     """Return the largest number of nodes in one partition that suffice for the request."""
     able = Counter(node.partition for node in offered if not node.lacks(request))
     return max(able.values(), default=0)
@@ -262,7 +266,7 @@ def _iter_remedies(
             yield f"raise cluster.gpus_per_node, or remove {cell.gpus} from {block}.gpus"
 
 
-def lines_of_refusals(refusals: Mapping[Cell, str]) -> list[str]:
+def format_refusals(refusals: Mapping[Cell, str]) -> list[str]:
     """Return a line per reason why cells fit no node: the first cell, and the number of other cells."""
     by_reason: dict[str, list[Cell]] = {}
     for cell, sentence in refusals.items():

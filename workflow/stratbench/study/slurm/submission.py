@@ -46,7 +46,7 @@ def reason_of(printed: str) -> str:
     return "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line)
 
 
-def kind_of_refusal(reason: str) -> Kind | None:
+def classify_refusal(reason: str) -> Kind | None:
     """Return `limit` or `silence` for a temporary reason of sbatch.
 
     The result is None for a permanent reason.
@@ -69,13 +69,13 @@ class Postponed:
 
     jobs: list[Any] = field(default_factory=list)
     silent_since: float | None = None
-    not_before: float = 0.0
+    not_before_s: float = 0.0
     told: set[Kind] = field(default_factory=set)
     _pause_seconds: float = SHORTEST_PAUSE_S
 
     def waits(self, now: float) -> bool:
         """Return whether no job may be submitted now, because SLURM has just rejected one."""
-        return bool(self.jobs) and now < self.not_before
+        return bool(self.jobs) and now < self.not_before_s
 
     def add(self, job: Any, kind: Kind, now: float) -> None:
         """Store a rejected job, and double the pause before the next submission.
@@ -90,8 +90,8 @@ class Postponed:
             self.silent_since = None
         elif self.silent_since is None:
             self.silent_since = now
-        if now >= self.not_before:
-            self.not_before = now + self._pause_seconds
+        if now >= self.not_before_s:
+            self.not_before_s = now + self._pause_seconds
             self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_S)
 
     def is_over(self, now: float) -> bool:
@@ -100,5 +100,5 @@ class Postponed:
 
     def hurry(self) -> None:
         """Allow the next submission at once, because SLURM has just taken a job."""
-        self.not_before, self.silent_since, self._pause_seconds = 0.0, None, SHORTEST_PAUSE_S
+        self.not_before_s, self.silent_since, self._pause_seconds = 0.0, None, SHORTEST_PAUSE_S
         self.told.discard("silence")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from stratbench.study.slurm.commands import printed_by
+from stratbench.study.slurm.commands import read_command_output
 
 #: Messages of a shell and of SLURM about a missing program or folder.
 _MISSING = re.compile(
@@ -26,7 +26,7 @@ def unstarted_reason(logs: Sequence[Path]) -> str | None:
     if not slurm_log.stem.isdecimal() or any(log.exists() for log in own):
         return None
     job = slurm_log.stem
-    shown = printed_by(["scontrol", "--oneliner", "show", "job", job]) or ""
+    shown = read_command_output(["scontrol", "--oneliner", "show", "job", job]) or ""
     host = re.search(r"\bBatchHost=(\S+)", shown)
     if host is None:  # the job has never started, or SLURM does not say where
         return None

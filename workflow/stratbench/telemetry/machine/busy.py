@@ -12,7 +12,7 @@ from stratbench.telemetry.machine.foreign_processes import is_broker
 from stratbench.telemetry.machine.nvml import Nvml
 
 
-def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
+def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
     """Measure for `window_s` the load of processes except this one, its ancestors and descendants.
 
     It must be called before a cell starts, when the cell uses no GPU.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def usable_cores() -> set[int]:
+def list_usable_cores() -> set[int]:
     """Return the numbers of the cores that this process may use, or of all cores if this is unknown."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)

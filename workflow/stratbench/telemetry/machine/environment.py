@@ -41,27 +41,27 @@ _LONG_MIX = re.compile(
 )
 
 
-def of_training(environment: Mapping[str, str]) -> dict[str, str]:
+def select_training_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that affect training, by an allow-list and without secrets."""
     return _select_without_secrets(environment, _ENVIRONMENT)
 
 
-def of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+def select_slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return SLURM's environment variables on the job and node, by an allow-list and without secrets."""
     return _select_without_secrets(environment, _SLURM)
 
 
-def names_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Return whether a name says that its value is a secret, as `HF_TOKEN` does."""
     return _SECRET.search(name) is not None
 
 
-def hides_number(name: str) -> bool:
+def is_secret_number_name(name: str) -> bool:
     """Return whether even a number with this name is a secret: with `api_key`, but not with `token_dim`."""
     return _SECRET_WORDS.fullmatch(" ".join(_WORDS.findall(name)).lower()) is not None
 
 
-def tells_secret(text: str) -> bool:
+def contains_secret(text: str) -> bool:
     """Return whether a text contains an address with a password, `token=...`, or a provider's key.
 
     A long mixture of letters and digits alone is no secret, since hashes and revisions look the same.
@@ -76,7 +76,7 @@ def _select_without_secrets(
         name: value
         for name, value in sorted(environment.items())
         if pattern.fullmatch(name)
-        and not names_secret(name)
-        and not tells_secret(value)
+        and not is_secret_name(name)
+        and not contains_secret(value)
         and not _LONG_MIX.search(value)
     }

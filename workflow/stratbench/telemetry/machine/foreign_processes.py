@@ -23,14 +23,14 @@ OTHERS_BYTES = 1 * GIB
 _BROKERS = ("nvidia-cuda-mps-server",)
 
 
-def gpu_place(nvml: Nvml, name: str) -> dict[str, Any]:
+def locate_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
     """Return `index` and `uuid` of a GPU by CUDA's name of it, or `name` if NVML does not know it."""
     gpu = nvml.find_named_gpu(name)
     known = {} if gpu is None else gpu.static()
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
 
 
-def gpu_at(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
+def find_worker_gpu(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
     """Return a worker's GPU, or None if NVML does not know it."""
     return nvml.find_named_gpu(str(gpu.get("uuid", gpu.get("index", ""))))
 
@@ -116,7 +116,7 @@ class ForeignProcessWatch:
             print(f"sampler: {reason_of(error)}", file=sys.stderr, flush=True)
 
 
-def others_on(
+def find_other_gpu_users(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
     """Return who else uses the GPU of a worker that is out of memory. The result is None if nobody does.

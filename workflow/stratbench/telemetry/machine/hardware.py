@@ -114,7 +114,7 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
 )
 
 
-def datasheet_of(device_name: str) -> Datasheet | None:
+def find_datasheet(device_name: str) -> Datasheet | None:
     """Return the datasheet of the GPU that torch or NVML calls `device_name`.
 
     The result is None if it is unknown.
@@ -129,6 +129,6 @@ def datasheet_of(device_name: str) -> Datasheet | None:
     return None
 
 
-def all_datasheets() -> list[Datasheet]:
+def list_datasheets() -> list[Datasheet]:
     """Return the datasheets of all known GPUs, in the order of the table."""
     return [peak for _, peak in _TABLE]

@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 
-from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.cores import list_usable_cores
 
 
-def facts_of_node() -> dict[str, Any]:
+def collect_node_facts() -> dict[str, Any]:
     """Return name, CPU, cores, affinity and memory of this node, as usable by this process."""
     cores = {
         "cores_logical": os.cpu_count(),
@@ -26,7 +26,7 @@ def facts_of_node() -> dict[str, Any]:
         "os": platform.platform(),
         "cpu_model": _read_cpu_model(),
         **{name: value for name, value in cores.items() if value is not None},
-        "affinity": sorted(usable_cores()),
+        "affinity": sorted(list_usable_cores()),
         "memory_bytes": psutil.virtual_memory().total,
     }
 

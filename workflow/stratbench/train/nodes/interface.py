@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from stratbench.study.slurm.commands import printed_by
+from stratbench.study.slurm.commands import read_command_output
 
 #: gloo takes the interface that this names, and without it the address that this node's own name has.
 VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -44,7 +44,7 @@ def is_loopback(host: str) -> bool:
 def other_nodes(own: str) -> Iterable[str]:
     """Return the other nodes of this process's SLURM job or step, or none outside of SLURM."""
     listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-    names = printed_by(["scontrol", "show", "hostnames", listed]) if listed else None
+    names = read_command_output(["scontrol", "show", "hostnames", listed]) if listed else None
     return [name for name in (names or "").split() if name != own]
 
 

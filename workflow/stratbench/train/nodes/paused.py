@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from stratbench.telemetry.pauses import CAUSES, NEGLIGIBLE, PERIOD_S, PauseWatch, pauses_of_workers
+from stratbench.telemetry.pauses import CAUSES, NEGLIGIBLE, PERIOD_S, PauseWatch, iter_worker_pauses
 from stratbench.telemetry.timeline import PhaseInterval, read_phases
 from stratbench.train.job import Job
 
@@ -51,7 +51,7 @@ def keep_pauses(
                 "length_s": pause.length_s,
                 "asleep_s": pause.asleep_s,
             }
-            for pause in pauses_of_workers(watch.pauses, job.folder.samples(node), job.origin_s)
+            for pause in iter_worker_pauses(watch.pauses, job.folder.samples(node), job.origin_s)
         ),
     ]
     if pauses:

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.extensions import at
-from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.help_page import help_address
-from stratbench.strategies import mesh_of
+from stratbench.strategies import get_mesh
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency, gpu_locks
@@ -157,7 +157,7 @@ class Runner:
         """
         standings = standings_of(job)
         return [
-            agent.ProcessExit(worker_name(r), _exit_code(job, r, standings.get(r)))
+            agent.ProcessExit(format_worker_name(r), _exit_code(job, r, standings.get(r)))
             for r in range(job.world_size)
         ]
 
@@ -185,7 +185,7 @@ class Runner:
             workers: Results of the workers.
         """
         s = job.settings
-        return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
+        return collective_run(workers, get_mesh(s.strategy, s.options, s.gpus))
 
     def communication(
         self, job: Job, workers: list[dict[str, Any]], run: dict[str, Any]

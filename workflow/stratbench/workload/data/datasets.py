@@ -65,7 +65,9 @@ def describe(
     return _describe(source, values)
 
 
-def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+def compute_data_identity(
+    name: str, spec: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
     """Return the identity of a built-in data set (`data_spec` of settings).
 
     The result is None if its name suffices.

@@ -47,7 +47,7 @@ class EpochTables(NamedTuple):
     augmentation: Augmentation | None
 
     def packed(self) -> EpochTables:
-        """Return the tables in the smallest integer types, to keep them (see `packed_bytes`)."""
+        """Return the tables in the smallest integer types, to keep them (see `compute_packed_bytes`)."""
         import torch
 
         a = self.augmentation
@@ -61,7 +61,7 @@ class EpochTables(NamedTuple):
         return EpochTables(self.order.to(device).long(), whole)
 
 
-def packed_bytes(data: Dataset, augment: bool) -> int:
+def compute_packed_bytes(data: Dataset, augment: bool) -> int:
     """Return the bytes of an epoch's packed tables: 4 per training sample, and 3 more with augmentation."""
     augmented = augment and (data.crop_padding > 0 or data.flip)
     return data.train_samples * (4 + 3 * augmented)
@@ -81,7 +81,7 @@ def make_generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
+def draw_epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return the order of the samples in an epoch: a permutation, int64 [samples].
 
     Args:
@@ -255,7 +255,7 @@ class DeviceData(ABC):
             augment: Whether to draw augmentation.
         """
         drawn = self._draw_augmentation(seed, epoch) if augment else None
-        return EpochTables(epoch_order(self.train_samples, seed, epoch), drawn)
+        return EpochTables(draw_epoch_order(self.train_samples, seed, epoch), drawn)
 
     def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
         return None

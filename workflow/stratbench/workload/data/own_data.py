@@ -97,7 +97,7 @@ class OwnData:
         else:
             files = [place for places in self.places.values() for place in places]
             samples = KINDS[self.kind].samples or own_files.IMAGES
-            sha256 = own_files.content_sha256(files, samples, known)
+            sha256 = own_files.hash_files(files, samples, known)
             fingerprint = {"sha256": sha256, "version": None}
         return {"kind": self.kind} | self.values | fingerprint
 
@@ -114,7 +114,7 @@ class OwnData:
 
     def _call_function(self) -> Any:
         try:
-            function = users_code.callable_of(self)
+            function = users_code.import_callable(self)
         except users_code.ModelError as error:
             raise DataError(str(error)) from error
         kwargs = self.values["kwargs"]
@@ -125,7 +125,7 @@ class OwnData:
         except Exception as error:
             called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
             raise DataError(
-                f"{self}: the function, called with ({called}), raised {users_code.error_text(error)}"
+                f"{self}: the function, called with ({called}), raised {users_code.format_error(error)}"
             ) from error
 
 
@@ -226,7 +226,7 @@ def format_places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
     return json.dumps(locations, sort_keys=True)
 
 
-def of_job(name: str, spec: Mapping[str, Any]) -> OwnData:
+def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
     """Return a user's data set within a job, with file paths from the specification or the environment."""
     if spec.keys() & set(PLACES) or spec.get("call"):
         return own_data(name, spec)
@@ -236,6 +236,6 @@ def of_job(name: str, spec: Mapping[str, Any]) -> OwnData:
 def read_prepared_meta(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the metadata of the data set that was prepared in a folder for an identity, or None."""
     try:
-        return read_json(folder / prepared.meta_name(identity))
+        return read_json(folder / prepared.name_meta_file(identity))
     except (OSError, ValueError):
         return None

@@ -33,7 +33,7 @@ _READERS = 8
 # ---------------------------------------------------------------- listed and hashed
 
 
-def files_of(places: Sequence[Path], samples: Samples) -> list[tuple[str, Path]]:
+def list_sample_files(places: Sequence[Path], samples: Samples) -> list[tuple[str, Path]]:
     """Return sorted pairs (relative name, path) of the files in files and folders of samples.
 
     Args:
@@ -65,7 +65,7 @@ def _iter_files_below(folder: Path, samples: Samples) -> Iterator[Path]:
                 yield Path(at, name)
 
 
-def content_sha256(places: Sequence[Path], samples: Samples, known: Path | None = None) -> str:
+def hash_files(places: Sequence[Path], samples: Samples, known: Path | None = None) -> str:
     """Return the SHA-256 over the relative names and contents of files.
 
     Args:
@@ -77,7 +77,7 @@ def content_sha256(places: Sequence[Path], samples: Samples, known: Path | None 
     Raises:
         DataError: If a file cannot be read.
     """
-    files = files_of(places, samples)
+    files = list_sample_files(places, samples)
     seen = hashlib.sha256()
     for name, path in files:
         try:

@@ -69,7 +69,7 @@ class HostRows:
         self._turn = 0
         self._coming: _FetchedBatch | None = None
         # Gathering uses one thread on one core, so that it does not take cores from the training.
-        self._thread = ThreadPoolExecutor(
+        self._start_thread = ThreadPoolExecutor(
             1, "stratbench-rows", initializer=torch.set_num_threads, initargs=(1,)
         )
 
@@ -92,7 +92,7 @@ class HostRows:
         if self._on_cuda:
             slot.used = torch.cuda.Event()
             slot.used.record(torch.cuda.current_stream(self._device))
-        done = self._thread.submit(self._gather_rows, slot, sources, indices)
+        done = self._start_thread.submit(self._gather_rows, slot, sources, indices)
         self._coming = _FetchedBatch(indices, tables, slot, done)
 
     def take(

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.locks import held_folder
+from stratbench.cell.locks import create_held_folder
 from stratbench.workload import users_code
 from stratbench.workload.data import own_data, prepared, sources
 from stratbench.workload.data.dataset import Dataset, kind_of
-from stratbench.workload.data.datasets import DATASETS, describe, identity_of
+from stratbench.workload.data.datasets import DATASETS, compute_data_identity, describe
 from stratbench.workload.data.sources import DataError, Source
 
 
@@ -46,12 +46,12 @@ def prepare(
         DataError: If the data set cannot be prepared; the message has the remedy.
     """
     if own_data.is_own(spec):
-        return _prepare_own(own_data.of_job(name, spec), Path(out_dir), spec)
+        return _prepare_own(own_data.read_own_data_in_job(name, spec), Path(out_dir), spec)
     facts = describe(name, spec)
     request = {
         "format": prepared.FORMAT,
         "name": name,
-        "spec": identity_of(name, spec),
+        "spec": compute_data_identity(name, spec),
         "classes": facts.classes,
         "crop_padding": facts.crop_padding,
         "flip": facts.flip,
@@ -109,7 +109,7 @@ def _prepare_unless_intact(
     if (intact := prepared.read_intact_meta(out_dir, request)) is not None:
         return intact
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with held_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
+    with create_held_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
         built, downloads = Path(scratch, "built"), Path(scratch, "downloads")
         built.mkdir()
         downloads.mkdir()

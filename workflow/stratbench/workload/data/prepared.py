@@ -36,7 +36,7 @@ ARRAYS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 OURS = re.compile(rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.snakemake_timestamp")
 
 
-def meta_name(spec: Mapping[str, Any] | None) -> str:
+def name_meta_file(spec: Mapping[str, Any] | None) -> str:
     """Return the name of the metadata file of a data set with an identity.
 
     Each identity has its own name, so that Snakemake finds no such file in a folder with other data.
@@ -112,7 +112,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
         "sha256": _hash_arrays(folder),
         "arrays": {array: _get_size_and_time(folder, array) for array in ARRAYS},
     }
-    path = folder / meta_name(request["spec"])
+    path = folder / name_meta_file(request["spec"])
     path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
 
@@ -272,7 +272,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise _incomplete_error(folder, error) from error
 
 
-def verified_meta(folder: Path) -> dict[str, Any]:
+def read_verified_meta(folder: Path) -> dict[str, Any]:
     """Return the metadata of a prepared data set, after checking that its arrays are unchanged.
 
     The arrays are read only if a size or modification time differs, as after a copy or a change.

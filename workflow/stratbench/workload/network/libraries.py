@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stratbench.cell.extensions import installed, resolve
-from stratbench.cell.text.words import repr_of
-from stratbench.workload.users_code import Unsuitable, top_of
+from stratbench.cell.text.words import format_wrong_value
+from stratbench.workload.users_code import Unsuitable, get_top_module
 
 #: Keys of an entry that name a model in a library, each the name of the library's package.
 LIBRARIES = ("transformers", "timm")
@@ -42,8 +42,8 @@ class Library:
         """
         (key,) = spec.keys() & set(LIBRARIES)
         raise ValueError(
-            f".{key} = {repr_of(spec[key])}: needs the extension `libraries`, which was deleted here; put it "
-            "back, or give `call`"
+            f".{key} = {format_wrong_value(spec[key])}: needs the extension `libraries`, which was deleted "
+            "here; put it back, or give `call`"
         )
 
     def find_fault(self, spec: Mapping[str, Any]) -> str | None:
@@ -86,7 +86,7 @@ class Library:
 
 def library_of(call: str) -> Library:
     """Return the library of a call, by its package."""
-    package = top_of(call)
+    package = get_top_module(call)
     names = (e.libraries[package] for e in installed().values() if package in e.libraries)
     return resolve(next(names, f"{__name__}:Library"))()
 

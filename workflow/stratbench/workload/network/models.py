@@ -38,7 +38,7 @@ def _get_name(model: str | Model) -> str:
     return model if isinstance(model, str) else model.own.name
 
 
-def model_of(s: Settings) -> str | Model:
+def get_model(s: Settings) -> str | Model:
     """Return the model of a cell: the name of a built-in one, or a `Model`."""
     return named_model(s.model, s.own_model)
 
@@ -186,7 +186,7 @@ def _skipping_draws() -> Iterator[None]:
         yield
 
 
-def for_training(
+def build_for_training(
     name: str | Model,
     classes: int,
     shape: tuple[int, ...],
@@ -258,7 +258,7 @@ def changed_formats(model: nn.Module) -> str | None:
     )
 
 
-def trial_of(
+def take_model_trial(
     name: str | Model,
     model: nn.Module,
     classes: int,
@@ -273,7 +273,7 @@ def trial_of(
 
     Args:
         name: The model.
-        model: The model that `for_training` has built.
+        model: The model that `build_for_training` has built.
         classes: Number of classes or tokens.
         shape: Shape of the input.
         groups: Shard groups of the model.
@@ -297,7 +297,7 @@ def trial_of(
         trial.SAMPLES, shape, classes, device, dtype, layout, values, vocabulary is not None
     )
     # The model's vocabulary may have more tokens than the data.
-    outputs = tasks.outputs_of(task, y.shape, getattr(model, "scores", classes))
+    outputs = tasks.compute_output_shape(task, y.shape, getattr(model, "scores", classes))
     try:
         tokens = vocabulary or classes
         return trial.take_trial(in_words(name), model, x, y, outputs, groups, tokens)
@@ -381,7 +381,7 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 
-def sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
+def describe_sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
     """Return a text on the rule by which `wrap_groups` forms the groups of a model.
 
     Args:
@@ -392,7 +392,7 @@ def sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
     if model.own:
         from stratbench.workload.network import sharding
 
-        return sharding.rule_of(
+        return sharding.describe_sharding_groups(
             model.own.wrap_classes or (built and sharding.find_stated_classes(built))
         )
     blocks = [path.partition(":")[2] for path in FAMILIES[model.family].blocks]
@@ -413,7 +413,7 @@ def _group_vgg_layers(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     return groups + [(f"classifier.{i}", [module]) for i, module in linear]
 
 
-def facts_of_own(
+def describe_own_model(
     model: Model, built: nn.Module, classes: int, shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """Return a record's entry on a user's model: its call's arguments and its sharding rule.
@@ -426,7 +426,7 @@ def facts_of_own(
     """
     return {
         "arguments": own.arguments(model.own, classes, shape),
-        "sharding": sharding_rule(model, built),
+        "sharding": describe_sharding_rule(model, built),
     }
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.workload.data.dataset import kind_of
 from stratbench.workload.network.libraries import library_of
-from stratbench.workload.users_code import ModelError, Unsuitable, callable_of, error_text
+from stratbench.workload.users_code import ModelError, Unsuitable, format_error, import_callable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,11 +72,11 @@ class OwnModel:
     def torchvision_name(self) -> str | None:
         """Name of the torchvision classification model that is called, or None for any other call."""
         module, _, name = self.call.replace(":", ".").rpartition(".")
-        return name if module == "torchvision.models" and name in torchvision_names() else None
+        return name if module == "torchvision.models" and name in list_torchvision_names() else None
 
 
 @cache
-def torchvision_names() -> frozenset[str]:
+def list_torchvision_names() -> frozenset[str]:
     """Return the names of torchvision's classification models, read from its files without an import."""
     spec = util.find_spec("torchvision")
     if spec is None or spec.origin is None:
@@ -172,7 +172,7 @@ def _get_builder(own: OwnModel) -> Callable[..., Any]:
     library = library_of(own.call)
     if fault := library.find_fault({"call": own.call, "kwargs": own.kwargs}):
         raise ModelError(f"{own}: {fault}")
-    return library.find_builder(callable_of(own))
+    return library.find_builder(import_callable(own))
 
 
 def _torchvision_arguments(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
         _reraise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ModelError(
-            f"{own}: called with ({called}), raised {error_text(e)}{_describe_missing_values(shape, e)}"
+            f"{own}: called with ({called}), raised {format_error(e)}{_describe_missing_values(shape, e)}"
         ) from e
     if not isinstance(made, nn.Module):
         raise ModelError(f"{own}: returned {_describe_type(made)}; return a torch.nn.Module")

@@ -28,7 +28,7 @@ _READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b")
 Groups = list[tuple[str, list[nn.Module]]]
 
 
-def rule_of(wrap_classes: Sequence[str] | None) -> str:
+def describe_sharding_groups(wrap_classes: Sequence[str] | None) -> str:
     """Return a text on the rule that forms the groups, for the record."""
     if wrap_classes:
         return f"instances of {', '.join(wrap_classes)}"

@@ -29,7 +29,7 @@ from stratbench.workload.torch_internals import (
     is_view,
     tree_leaves,
 )
-from stratbench.workload.users_code import ModelError, error_text
+from stratbench.workload.users_code import ModelError, format_error
 
 #: Number of samples of a trial step; BatchNorm cannot normalise one sample.
 SAMPLES = 2
@@ -439,7 +439,7 @@ def _raise_model_error(label: object, e: Exception, what: str) -> None:
         raise e
     if isinstance(e, NO_VALUES):
         raise PassFailed(f"{label}: its {what} reads values of tensors ({e})") from e
-    raise PassFailed(f"{label}: its {what} raised {error_text(e)}") from e
+    raise PassFailed(f"{label}: its {what} raised {format_error(e)}") from e
 
 
 @dataclass

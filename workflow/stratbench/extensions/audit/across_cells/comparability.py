@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pandas as pd
 
-from stratbench.analysis.records.groups import rows_by_group
+from stratbench.analysis.records.groups import group_rows
 from stratbench.cell.coordinates import STATUSES
 from stratbench.extensions.audit.rule import AuditData, Case, iter_rows, rule
 
@@ -70,7 +70,7 @@ def find_repeats_that_end_differently(evidence: AuditData) -> Iterator[Case]:
     processes on the device, and at the loss.
     """
     ended = evidence.cells[evidence.cells["status"].isin(STATUSES)]
-    for key, rows in rows_by_group(ended).items():
+    for key, rows in group_rows(ended).items():
         counts = rows["status"].value_counts()
         if len(counts) > 1:
             yield key, ", ".join(f"{n} {status}" for status, n in counts.items())

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratbench.analysis.records.derived import device_name, value_at
+from stratbench.analysis.records.derived import device_name, get_by_path
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, rule
@@ -47,7 +47,7 @@ def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
     """Return the repeats that ended well, by group, for groups with at least two of them."""
     by_group: defaultdict[Group, list[TimedRun]] = defaultdict(list)
     for record in evidence.records:
-        cell, time_s = record["cell"], value_at(record, "time.train_time_s")
+        cell, time_s = record["cell"], get_by_path(record, "time.train_time_s")
         if record["status"] == "ok" and time_s is not None and time_s > 0:
             group = Group(cell["experiment"], cell["strategy"], cell["model"], cell["gpus"])
             ends = (parse_moment(record, name) for name in ("started", "finished"))
@@ -58,13 +58,13 @@ def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
 
 def parse_moment(record: Record, name: str) -> float | None:
     """Return a date in a record's provenance as seconds since 1970, or None if it is missing."""
-    text = value_at(record, f"provenance.{name}")
+    text = get_by_path(record, f"provenance.{name}")
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
 def list_hosts(record: Record) -> str:
     """Return the names of a record's hosts as one text, which is empty if they are not recorded."""
-    names = {value_at(worker["provenance"], "host.name") for worker in record["workers"]}
+    names = {get_by_path(worker["provenance"], "host.name") for worker in record["workers"]}
     return ", ".join(sorted(names - {None}))
 
 

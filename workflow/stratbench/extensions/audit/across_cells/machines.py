@@ -8,11 +8,11 @@ from datetime import datetime
 
 import pandas as pd
 
-from stratbench.analysis.records.derived import value_at
-from stratbench.analysis.records.facts import Facts, host_of
+from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.facts import Facts, get_host_name
 from stratbench.analysis.records.samples import HELD
 from stratbench.cell.record import Record
-from stratbench.cell.text.words import GIB, bytes_text, counted
+from stratbench.cell.text.words import GIB, counted, format_bytes
 from stratbench.extensions.audit.rule import (
     AuditData,
     Case,
@@ -89,8 +89,8 @@ def find_ranks_that_share_cores(facts: Facts) -> Iterator[str]:
     for worker in (
         facts.workers if facts("provenance.device") == "cuda" and not facts.elastic else ()
     ):
-        cores = value_at(worker["provenance"], "host.affinity")
-        by_host[host_of(worker)].append(set(cores or ()))
+        cores = get_by_path(worker["provenance"], "host.affinity")
+        by_host[get_host_name(worker)].append(set(cores or ()))
     for host, bound in by_host.items():
         cores = set().union(*bound)
         if all(bound) and len(cores) < len(bound):
@@ -114,7 +114,7 @@ def find_contradictory_devices(facts: Facts) -> Iterator[str]:
             yield f"{name} ran on {device}, but its record has {'a' if 'gpu' in recorded else 'no'} GPU"
         if not is_cuda:
             continue
-        uuid = value_at(recorded, "gpu.uuid")
+        uuid = get_by_path(recorded, "gpu.uuid")
         for what, value in (("GPU", uuid), ("device", f"{host} {device}")):
             if value is None:
                 continue
@@ -150,7 +150,7 @@ def iter_foreign_processes(facts: Facts) -> Iterator[str]:
                 seen[node, pid] = f"process {pid} on GPU {index} when the cell began"
     for node, foreign_processes in (facts("provenance.foreign_gpu_processes") or {}).items():
         for entry in foreign_processes:
-            held = f" with up to {bytes_text(entry['bytes'])}" if entry["bytes"] else ""
+            held = f" with up to {format_bytes(entry['bytes'])}" if entry["bytes"] else ""
             gpu = "a MIG instance" if entry["gpu"] is None else f"GPU {entry['gpu']}"
             when = f"from {entry['first_s']:.0f} to {entry['last_s']:.0f} s"
             seen[node, entry["pid"]] = f"process {entry['pid']} on {gpu}{held}, seen {when}"
@@ -169,15 +169,15 @@ def iter_foreign_memory(facts: Facts) -> Iterator[str]:
         used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
         reserved, what = own.get("reserved_peak_bytes"), f"the GPU of rank {worker['rank']}"
         if None not in (used, mine) and used - mine > spare:
-            yield f"{bytes_text(used - mine)} of {what} belong to other processes"
+            yield f"{format_bytes(used - mine)} of {what} belong to other processes"
         sampled = one.training.get(HELD["gpu"]) if one else None
         most = max(used or 0, sampled.most if sampled else 0)
         if reserved is not None and most > max(mine or 0, reserved) + LIBRARIES_BYTES + spare:
-            held = f"{bytes_text(most)} of {what} are in use"
-            yield f"{held}, but the worker reserved only {bytes_text(reserved)}"
+            held = f"{format_bytes(most)} of {what} are in use"
+            yield f"{held}, but the worker reserved only {format_bytes(reserved)}"
         before = one.first.get(HELD["gpu"], 0) if one and not one.first_phase else 0
         if before > OTHERS_BYTES:
-            yield f"{bytes_text(before)} of {what} were in use before the cell began"
+            yield f"{format_bytes(before)} of {what} were in use before the cell began"
 
 
 def list_gpus_of_cell(facts: Facts) -> set[tuple[int, int]]:
@@ -188,7 +188,7 @@ def list_gpus_of_cell(facts: Facts) -> set[tuple[int, int]]:
         if gpu.get("index") is not None
     }
     for worker in facts.workers:
-        index = value_at(worker["provenance"], "gpu.index")
+        index = get_by_path(worker["provenance"], "gpu.index")
         if index is not None:
             gpus.add((facts.node_of(worker["rank"]), index))
     return gpus
@@ -218,7 +218,7 @@ def find_shared_devices(evidence: AuditData) -> Iterator[Case]:
     """Two cells used one GPU at the same time, and slowed each other down."""
 
     def gpus_of(record: Record) -> Iterator[str]:
-        uuids = {value_at(worker["provenance"], "gpu.uuid") for worker in record["workers"]}
+        uuids = {get_by_path(worker["provenance"], "gpu.uuid") for worker in record["workers"]}
         yield from uuids - {None}
 
     for uuid, together_s, one, later in iter_concurrent_cells(evidence, gpus_of):
@@ -236,7 +236,7 @@ def find_shared_cores(evidence: AuditData) -> Iterator[Case]:
 
     def hosts_on_cpu(record: Record) -> Iterator[str]:
         if record["provenance"].get("device") == "cpu":
-            yield from {host_of(worker) for worker in record["workers"]} - {None}
+            yield from {get_host_name(worker) for worker in record["workers"]} - {None}
 
     for host, together_s, one, later in iter_concurrent_cells(evidence, hosts_on_cpu):
         (cores, wanted), (others, more) = (
@@ -252,9 +252,9 @@ def find_shared_cores(evidence: AuditData) -> Iterator[Case]:
 
 def list_cores_and_count_threads(host: str, record: Record) -> tuple[set[int], int]:
     """Return the cores of a host that a cell's workers may use, and the workers' number of threads."""
-    on_host = [worker for worker in record["workers"] if host_of(worker) == host]
-    cores = (value_at(worker["provenance"], "host.affinity") or () for worker in on_host)
-    threads = value_at(record, "provenance.threads_per_worker") or 1
+    on_host = [worker for worker in record["workers"] if get_host_name(worker) == host]
+    cores = (get_by_path(worker["provenance"], "host.affinity") or () for worker in on_host)
+    threads = get_by_path(record, "provenance.threads_per_worker") or 1
     return set().union(*cores), threads * len(on_host)
 
 
@@ -267,8 +267,8 @@ def iter_concurrent_cells(
     """
     stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
     for record in evidence.records:
-        begun, ended = (value_at(record, f"provenance.{end}") for end in ("started", "finished"))
-        stayed = not record.get("elastic") and not value_at(record, "restarts.between_s")
+        begun, ended = (get_by_path(record, f"provenance.{end}") for end in ("started", "finished"))
+        stayed = not record.get("elastic") and not get_by_path(record, "restarts.between_s")
         for place in places_of(record) if begun and ended and stayed else ():
             stay = (datetime.fromisoformat(begun), datetime.fromisoformat(ended), record)
             stays[place].append(stay)

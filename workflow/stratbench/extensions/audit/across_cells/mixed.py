@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.derived import get_by_path
 from stratbench.cell.record import Record
 from stratbench.cell.settings import OF_A_VARIANT
 from stratbench.cell.text.words import shortened
@@ -125,7 +125,7 @@ def collect_texts_by_path(record: Record) -> dict[str, set[str]]:
     leaves = [leaf for part in parts for leaf in iter_values_by_path(record[part], part)]
     for part in ("compute", "communication"):
         leaves += iter_values_by_path(record.get(part), part)
-    seed = value_at(record, "settings.seed")
+    seed = get_by_path(record, "settings.seed")
     leaves += [("seed", seed)]
     by_worker = [
         dict(iter_values_by_path(worker["provenance"] or {}, "worker"))
@@ -134,7 +134,9 @@ def collect_texts_by_path(record: Record) -> dict[str, set[str]]:
     for path in dict.fromkeys(path for one in by_worker for path in one):
         leaves += [(path, NOT_STATED if one.get(path) is None else one[path]) for one in by_worker]
     for worker in record["workers"]:
-        leaves.append(("cores", len(value_at(worker["provenance"], "host.affinity") or ()) or None))
+        leaves.append(
+            ("cores", len(get_by_path(worker["provenance"], "host.affinity") or ()) or None)
+        )
     for path, value in leaves:
         if not record["workers"] and path.startswith(OF_WORKERS):
             continue

@@ -124,11 +124,11 @@ class WorkerJobSupervisor:
         self._wake = threading.Condition()
         self._soon = self._stopped = self._finishing = False
         self._failure_reason: str | None = None
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._start_thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
     def __enter__(self) -> WorkerJobSupervisor:
         self._load_earlier_jobs()
-        self._thread.start()
+        self._start_thread.start()
         return self
 
     def __exit__(
@@ -140,7 +140,7 @@ class WorkerJobSupervisor:
         with self._wake:
             self._stopped = True
             self._wake.notify()
-        self._thread.join()
+        self._start_thread.join()
         self._backend.cancel(self._live.values())
         now = time.time()
         for slot in list(self._live):
@@ -196,7 +196,7 @@ class WorkerJobSupervisor:
         """Return the seconds until the next poll: `pause_s`, or less if a job is due earlier."""
         now = time.monotonic()
         empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
-        due = [max(self._not_before[s], self._postponed.not_before) - now for s in empty]
+        due = [max(self._not_before[s], self._postponed.not_before_s) - now for s in empty]
         live = {self._entries[id_].number for id_ in self._live.values()}
         due += [t - now for n, t in list(self._cancel_at_s.items()) if n in live]
         return min([pause_s, *(max(x, 0.05) for x in due)])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from stratbench.cell.run_folder import worker_name
+from stratbench.cell.run_folder import format_worker_name
 from stratbench.extensions.elastic.jobs.keeper import Backend, JobStatus, SubmissionRefused
 from stratbench.train.forkserver import Process
 
@@ -31,7 +31,7 @@ class LocalJobs(Backend):
         ] = {}  # process and its start time, by job id
 
     def submit(self, number: int, slot: int) -> str:
-        name = worker_name(number)
+        name = format_worker_name(number)
         process = Process(self._server, name, WORKER, str(self._job), number, slot)
         try:
             process.start()

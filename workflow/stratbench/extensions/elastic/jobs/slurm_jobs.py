@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 
-from stratbench.cell.run_folder import RunFolder, worker_name
+from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.extensions.elastic.jobs.keeper import Backend, JobStatus, SubmissionRefused
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.study.slurm import submission
-from stratbench.study.slurm.commands import TIMEOUT_S, ask_slurm, printed_by
+from stratbench.study.slurm.commands import TIMEOUT_S, ask_slurm, read_command_output
 from stratbench.study.slurm.job_states import QUEUED
 
 #: Seconds before a job's time limit at which its worker gets a signal.
@@ -43,12 +43,12 @@ class SlurmJobs(Backend):
         """Prepare to submit jobs of a cell. `cell` is its path, which the jobs' comments show."""
         self._worker_job, self._folder, self._cell = worker_job, folder, cell
         #: Numbers of workers for which sbatch did not answer, so that their job may exist.
-        self._unanswered: set[int] = set()
+        self._is_unacknowledged: set[int] = set()
 
     def submit(self, number: int, slot: int) -> str:
-        if number in self._unanswered and (taken := self._find_accepted_job(number)):
+        if number in self._is_unacknowledged and (taken := self._find_accepted_job(number)):
             return taken
-        output = str(self._folder.log(worker_name(number))).replace("%", "%%")
+        output = str(self._folder.log(format_worker_name(number))).replace("%", "%%")
         command = [
             "sbatch",
             "--parsable",
@@ -62,13 +62,13 @@ class SlurmJobs(Backend):
         ]
         done = ask_slurm(command, self.make_script(number))
         if done is None:
-            self._unanswered.add(number)
+            self._is_unacknowledged.add(number)
             raise SubmissionRefused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
         if done.returncode != 0:
             reason = submission.reason_of(done.stderr)
-            kind = submission.kind_of_refusal(reason)
+            kind = submission.classify_refusal(reason)
             if kind == "silence":
-                self._unanswered.add(number)
+                self._is_unacknowledged.add(number)
             remedy = "" if kind else f"; {_REMEDY}"
             raise SubmissionRefused(f"sbatch: {reason} (on {socket.gethostname()}){remedy}", kind)
         lines = [line.strip() for line in done.stdout.splitlines()]
@@ -85,7 +85,9 @@ class SlurmJobs(Backend):
 
     def _find_accepted_job(self, number: int) -> str | None:
         """Return the id of a worker's job if SLURM accepted it although sbatch did not answer, else None."""
-        shown = printed_by(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%k"])
+        shown = read_command_output(
+            ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%k"]
+        )
         if shown is None:
             raise SubmissionRefused("squeue does not answer", "silence")
         rows = [line.split("|", 1) for line in shown.splitlines() if "|" in line]

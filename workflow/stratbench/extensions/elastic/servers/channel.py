@@ -126,7 +126,7 @@ class ReturningChannel:
     def _close_lost_channel(self) -> None:
         """Close the channel to lost servers, and add its measurements to the totals."""
         self._waited_s, self._moved = self.wait_s, self.moved_bytes
-        self._channel.count_anew()
+        self._channel.reset_counters()
         self._channel.close()
 
     # --- what the worker calls -------------------------------------------------------------------

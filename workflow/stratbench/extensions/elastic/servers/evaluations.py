@@ -50,7 +50,7 @@ class Evaluations:
             higher_is_better: Whether a higher score is better.
         """
         self.scores: dict[int, dict[str, float | None]] = {}  # by epoch
-        self._ends = list(accumulate(map(plan.tickets_of, range(plan.epochs))))
+        self._ends = list(accumulate(map(plan.count_epoch_tickets, range(plan.epochs))))
         self._wanted, self._target, self._higher = wanted, target, higher_is_better
         self._ended_epochs = 0  # number of epochs that have ended
         self._checked_epochs = 0  # number of epochs for which is known whether they end the run

@@ -24,7 +24,7 @@ from stratbench.extensions.elastic.servers.saved_state import Saver, find_common
 from stratbench.extensions.servers.ps.member import Member
 from stratbench.extensions.servers.ps.membership import OpenMembership
 from stratbench.extensions.servers.ps.server_run import ServerRun
-from stratbench.extensions.servers.ps.snapshots import drop_later, drop_snapshot
+from stratbench.extensions.servers.ps.snapshots import delete_later_snapshots, delete_snapshot
 from stratbench.extensions.servers.ps.store import MakePolicy, Store
 from stratbench.extensions.servers.wire.frames import ComeAgain, Frame, Kind, ProtocolError
 
@@ -68,7 +68,7 @@ class ElasticRun(ServerRun):
         if not own.resumes:
             delete_state(own.folder, config.server)
         if config.snapshot_dir is not None:
-            drop_later(config.snapshot_dir, config.server, len(self.epochs.ends))
+            delete_later_snapshots(config.snapshot_dir, config.server, len(self.epochs.ends))
         if self._first:
             self._done_twice = sorted(self._ledger.read_numbers() - settled)
             self._ledger.mark_undone(self._done_twice)
@@ -150,18 +150,18 @@ class ElasticRun(ServerRun):
         connection.vanished_s = _VANISHED_S
         return member
 
-    def _more_of_welcome(self, member: Member) -> dict[str, Any]:
+    def _extend_welcome(self, member: Member) -> dict[str, Any]:
         return {"incarnation": self._own.incarnation, "place": member.place}
 
     @property
     def _snapshots_kept(self) -> int:
         return min(_SNAPSHOTS_KEPT, self.config.epochs)
 
-    def _take_in(self, member: Member) -> None:
+    def _add_ready_member(self, member: Member) -> None:
         if self._first and not self.done:
             self._journal.note("join", worker=member.worker, place=member.place)
         late = self._started or self.done
-        super()._take_in(member)
+        super()._add_ready_member(member)
         if late and self._first and self.done:
             member.tell(Frame(Kind.DONE, shard=self._evaluator))
         elif late and self._first:
@@ -187,10 +187,10 @@ class ElasticRun(ServerRun):
             self._finish()
             self._end_if_empty()
         elif self._evaluations.has_waiting_epoch:
-            self._employ_idle()
+            self._hand_tickets_to_idle()
 
     @property
-    def _hands_out(self) -> bool:
+    def _hands_out_tickets(self) -> bool:
         return not self.done and not self._evaluations.has_waiting_epoch
 
     def _hand_ticket(self, member: Member) -> None:
@@ -207,7 +207,7 @@ class ElasticRun(ServerRun):
     def _hand_out_evaluation(self, member: Member, epoch: int) -> None:
         """Tell a member to evaluate an epoch. For the policies the member is idle meanwhile."""
         if not member.idle:
-            self._let_idle(member)
+            self._mark_idle(member)
         member.evaluates = epoch
         member.tell(Frame(Kind.EVAL, shard=epoch))
 
@@ -223,7 +223,7 @@ class ElasticRun(ServerRun):
             self._finish_if_over()
             if member.idle and member.evaluates is None:
                 self._hand_ticket(member)
-        drop_snapshot(self.config.snapshot_dir, epoch)
+        delete_snapshot(self.config.snapshot_dir, epoch)
 
     def _handle_done(self, member: Member, frame: Frame) -> None:
         """Handle a DONE frame, by which a worker relays that server 0 has ended the training."""
@@ -245,20 +245,20 @@ class ElasticRun(ServerRun):
             if (
                 self._first and member.pulled
             ):  # only members that have joined get an event in the journal
-                tickets = self.tickets.held_by(member.worker)
+                tickets = self.tickets.list_held(member.worker)
                 self._journal.note("leave", worker=member.worker, tickets=tickets)
             if not self.done:
-                super()._go_on_without(self._release_work(member))
+                super()._continue_without(self._release_work(member))
             self._end_if_empty()
         member.end()
 
-    def _go_on_without(self, member: Member) -> None:
+    def _continue_without(self, member: Member) -> None:
         """Continue without a member that was lost, and write its loss to the journal."""
         if self._first:
-            tickets = self.tickets.held_by(member.worker)
+            tickets = self.tickets.list_held(member.worker)
             reason = self.lost[-1]["reason"]
             self._journal.note("loss", worker=member.worker, tickets=tickets, reason=reason)
-        super()._go_on_without(self._release_work(member))
+        super()._continue_without(self._release_work(member))
 
     def _release_work(self, member: Member) -> Member:
         """Release the shards and the evaluation of a member that is gone, and return the member."""
@@ -271,7 +271,7 @@ class ElasticRun(ServerRun):
         if self.done and not self._membership.ready:
             self.over.set()
 
-    def _look_further(self, age_s: float) -> None:
+    def _check_start_deadline(self, age_s: float) -> None:
         if self._started and time.monotonic() - self._saved_s > self._own.save_every_s:
             self._save()
         if not self._first and read_end_mark(self._folder) is not None:

@@ -157,15 +157,15 @@ class Saver:
         self._folder, self._server, self._on_failure = folder, server, on_failure
         self.count = 0  # number of saved states
         self.held_up_s = 0.0  # seconds for which pushes had to wait for saving
-        self._thread: threading.Thread | None = None
+        self._start_thread: threading.Thread | None = None
 
     def begin(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
         """Start to save the state, unless saving is in progress."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
+        if self._start_thread is None or not self._start_thread.is_alive():
+            self._start_thread = threading.Thread(
                 target=self._save, args=(store, facts), name="saver", daemon=True
             )
-            self._thread.start()
+            self._start_thread.start()
 
     def _save(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
         try:
@@ -179,5 +179,5 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until saving in progress has ended."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._start_thread is not None:
+            self._start_thread.join()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stratbench.extensions.deepspeed.strategy import engine_config
+from stratbench.extensions.deepspeed.strategy import make_engine_config
 from stratbench.extensions.emit.choice import Choice
 
 
@@ -22,7 +22,7 @@ def make_deepspeed_config(choice: Choice) -> dict[str, Any]:
     bucket = choice.take_option("bucket_cap_mb", 25)
     match_other_strategies = choice.take_option("match_other_strategies", True)
     stage = choice.take_option("stage", 1)
-    config = engine_config(stage, match_other_strategies, bucket, s, trained)
+    config = make_engine_config(stage, match_other_strategies, bucket, s, trained)
     config["train_batch_size"] = s.global_batch
     if s.precision == "bf16-true":
         config["bf16"] = {"enabled": True}

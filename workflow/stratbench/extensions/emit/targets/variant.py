@@ -6,10 +6,10 @@ from dataclasses import MISSING, fields
 
 import yaml
 
-from stratbench.cell.extensions import keys_of
+from stratbench.cell.extensions import iter_keys
 from stratbench.cell.settings import GIVEN, OF_A_VARIANT, Settings
 from stratbench.extensions.emit.choice import Choice, format_comments
-from stratbench.strategies import option_defaults
+from stratbench.strategies import get_option_defaults
 
 
 def write(choice: Choice, called: str) -> str:
@@ -20,7 +20,7 @@ def write(choice: Choice, called: str) -> str:
         called: Unused.
     """
     s, cell = choice.settings, choice.cell
-    defaults = option_defaults(s.strategy)
+    defaults = get_option_defaults(s.strategy)
     options = {
         key: value for key, value in choice.options.items() if value != defaults.get(key, MISSING)
     }
@@ -28,7 +28,7 @@ def write(choice: Choice, called: str) -> str:
     variants = {cell.strategy: {"strategy": s.strategy, **options}}
     default = {f.name: f.default for f in fields(Settings)}
     settings = {key: value for key in GIVEN if (value := choice.take(key)) != default[key]}
-    for _, keys in keys_of("experiment"):
+    for _, keys in iter_keys("experiment"):
         block = s.more.get(keys.extension, {})
         settings |= {
             f.name: block[f.name] for f in fields(keys) if f.name in block and f.metadata["given"]

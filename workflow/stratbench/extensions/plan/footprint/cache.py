@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from stratbench.cell.extensions import installed
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import PACKAGE
-from stratbench.cell.text.words import seconds_text
+from stratbench.cell.text.words import format_seconds
 from stratbench.extensions.plan.footprint.processes import make_pool
-from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.cores import list_usable_cores
 
 #: Files of the package that determine what a training process allocates and sends.
 SOURCES = (
@@ -93,7 +93,7 @@ def compute_results(
         return results
     print(doing.format(len(missing)), flush=True)
     begun, done, whole = time.monotonic(), 0.0, sum(jobs[key].weight for key in missing)
-    with make_pool(min(len(usable_cores()), len(missing)), imported) as pool:
+    with make_pool(min(len(list_usable_cores()), len(missing)), imported) as pool:
         running = {pool.submit(work, *jobs[key].arguments): key for key in missing}
         for i, future in enumerate(as_completed(running), 1):
             key = running[future]
@@ -108,7 +108,7 @@ def compute_results(
             done += job.weight
             if i % -(-len(missing) // 10) == 0 or i == len(missing):
                 left_s = (time.monotonic() - begun) * (whole / done - 1)
-                left = f", about {seconds_text(left_s)} left" if i < len(missing) else ""
+                left = f", about {format_seconds(left_s)} left" if i < len(missing) else ""
                 print(f"  {job.name}: {i} of {len(missing)}{left}", flush=True)
     return {key: results[key] for key in jobs}
 

@@ -28,7 +28,7 @@ from stratbench.extensions.plan.footprint.footprint import (
     make_footprint,
     upper_envelope,
 )
-from stratbench.strategies import mesh_of
+from stratbench.strategies import get_mesh
 from stratbench.telemetry.collectives import CollectiveCall
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None)
         trial: Trial of its model.
         blocks: Its equal blocks, if any.
     """
-    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
+    mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     # With every-N, the few blocks might not include one that is computed again.
     is_uniform = not str(request.settings.activation_checkpointing).startswith("every-")
     if blocks is not None and mesh.stages == 1 and is_uniform:

@@ -33,10 +33,10 @@ from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.extensions.servers.strategy import ParameterServer
 from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout
-from stratbench.strategies import acceptance, base, mesh_of, strategy_class
+from stratbench.strategies import acceptance, base, get_mesh, strategy_class
 from stratbench.strategies.compression import PowerSGD
 from stratbench.strategies.mesh import MeshCoordinate
-from stratbench.telemetry.memory import optimizer_state
+from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
 from stratbench.workload.torch_internals import replaced, unset_fake_temporarily
@@ -117,7 +117,7 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
         on_fakes: Whether tensors are fake.
         stage: Number of the stage.
     """
-    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
+    mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     with ExitStack() as stack:
         stack.enter_context(fake_group(request.world_size, mesh.rank(MeshCoordinate(0, stage, 0))))
         if on_fakes:
@@ -142,7 +142,7 @@ def build_worker(
         on_fakes: Whether tensors are fake.
         blocks: Equal blocks to keep in place of all.
     """
-    model = models.for_training(
+    model = models.build_for_training(
         request.network,
         request.classes,
         request.input_shape,
@@ -281,7 +281,7 @@ def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module)
     trace.tag("parameters", model.parameters())
     trace.tag("buffers", model.buffers())
     if strategy.optimizer is not None:
-        state = optimizer_state(strategy.optimizer).values()
+        state = get_optimizer_state(strategy.optimizer).values()
         trace.tag("optimizer", (t for entry in state for t in entry.values()))
     trace.tag("optimizer", filter(torch.is_tensor, strategy.extra_state()))
     _tag_kept_tensors(trace, strategy)

@@ -21,7 +21,7 @@ from stratbench.extensions.plan.footprint.drawn_out import (
 )
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, follow, make_footprint
 from stratbench.extensions.plan.footprint.request import Request, Turns
-from stratbench.strategies import mesh_of
+from stratbench.strategies import get_mesh
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def extrapolate_steps(request: Request, make: Callable[[Request], Footprint]) ->
 
 
 def _make_by_stages(request: Request, trial: Trial | None, blocks: Blocks | None) -> Footprint:
-    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
+    mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     if mesh.stages == 1:
         return make_by_blocks(request, trial, blocks)
     if request.options.get("schedule") in PLAIN_SCHEDULES:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.extensions.plan.footprint.reductions import Reduction
 from stratbench.extensions.plan.footprint.request import Request, Turns
-from stratbench.strategies import mesh_of
-from stratbench.telemetry.flops import TRAINING_FLOPS, counted_flops
+from stratbench.strategies import get_mesh
+from stratbench.telemetry.flops import TRAINING_FLOPS, count_flops
 from stratbench.workload.network import models
 from stratbench.workload.users_code import ModelError
 
@@ -282,7 +282,7 @@ def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
 
     With a `trial` of its model, Refused is raised if the strategy does not support the model.
     """
-    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
+    mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     footprints = [follow(request, stage, trial).footprint() for stage in range(mesh.stages)]
     return footprints[0] if len(footprints) == 1 else replace(footprints[0], stages=footprints)
 
@@ -446,9 +446,9 @@ def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
 
 
 def _frozen_bytes(strategy: Strategy) -> int:
-    from stratbench.telemetry.shards import local_part
+    from stratbench.telemetry.shards import get_local_shard
 
-    frozen = [local_part(p) for p in strategy.model.parameters() if not p.requires_grad]
+    frozen = [get_local_shard(p) for p in strategy.model.parameters() if not p.requires_grad]
     return sum(p.numel() * p.element_size() for p in frozen)
 
 
@@ -478,7 +478,7 @@ def _count_model_flops(
     from stratbench.extensions.plan.footprint.fake import blank
 
     network = models.named_model(model, json.loads(own))
-    return counted_flops(partial(blank, network, classes, shape, blocks), shape)
+    return count_flops(partial(blank, network, classes, shape, blocks), shape)
 
 
 def _find_peak_moments(

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.cell.settings import EACH, Settings
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
+from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
 from stratbench.strategies.base import Traits
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.device_data import eval_batch, example_batch
@@ -67,11 +67,11 @@ class Request:
         most, of_node = s.gpus, local_world
         if planned.kind == "server":
             strategy, most = served_stand_in(), 1
-            options = option_defaults(strategy)
+            options = get_option_defaults(strategy)
         elif planned.kind == "own":  # only the network of a user's command is traced
-            options, most = option_defaults(strategy), 1
+            options, most = get_option_defaults(strategy), 1
         elif planned.alike_on_any_count:
-            one, two = (traits_of(strategy, options, n) for n in (1, 2))
+            one, two = (get_traits(strategy, options, n) for n in (1, 2))
             # If a single worker differs from two, the request has two workers. The number of workers on a
             # node then does not matter either.
             most = of_node = 2 if one == two else min(2, s.gpus)
@@ -87,7 +87,7 @@ class Request:
         )
         return cls(
             settings=settings,
-            input_shape=models.input_shape(models.model_of(s), data.shape),
+            input_shape=models.input_shape(models.get_model(s), data.shape),
             classes=data.classes,
             values=data.values,
             local_world=min(most, of_node),
@@ -146,7 +146,7 @@ class Request:
     @property
     def network(self) -> str | models.Model:
         """The model, as the functions of `models` take it."""
-        return models.model_of(self.settings)
+        return models.get_model(self.settings)
 
     @property
     def served(self) -> bool:
@@ -161,7 +161,7 @@ class Request:
     @property
     def traits(self) -> Traits:
         """Traits of the strategy with these options and workers."""
-        return traits_of(self.strategy, self.options, self.world_size)
+        return get_traits(self.strategy, self.options, self.world_size)
 
     @property
     def parts(self) -> int:

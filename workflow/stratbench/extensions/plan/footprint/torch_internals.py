@@ -26,13 +26,13 @@ from stratbench.workload.known_values import KnownFakes
 from stratbench.workload.torch_internals import (
     FakeTensor,
     FakeTensorMode,
-    count_uncounted,
+    make_flop_formulas,
     replaced,
     unset_fake_temporarily,
 )
 
 #: Functions that return the FLOPs of an operator, from its arguments and its result.
-FLOP_FORMULAS = flop_registry | {op: shape_wrapper(f) for op, f in count_uncounted().items()}
+FLOP_FORMULAS = flop_registry | {op: shape_wrapper(f) for op, f in make_flop_formulas().items()}
 _CPU_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 #: Names of torch's reduce-scatter, from PyTorch 2.13 on and before.

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from stratbench.extensions.plan.footprint.reductions import Reduction
 from stratbench.extensions.plan.footprint.torch_internals import FLOP_FORMULAS
 from stratbench.extensions.plan.footprint.traffic import PARTS, staging_bytes
-from stratbench.telemetry.collective_count import collective_of, tensors_in
+from stratbench.telemetry.collective_count import detect_collective, tensors_in
 from stratbench.telemetry.collectives import CollectiveCall
-from stratbench.telemetry.shards import local_part
+from stratbench.telemetry.shards import get_local_shard
 from stratbench.workload.network.checkpointing import is_recomputing
 from stratbench.workload.torch_internals import (
     CPU_ATTENTION_BACKWARD,
@@ -118,7 +118,7 @@ class OperatorTrace(TorchDispatchMode):
         """Set the purpose of the tensors' storages; new storages count from now on."""
         for t in tensors:
             if t is not None:
-                self.tags[self._register_storage(local_part(t))] = part
+                self.tags[self._register_storage(get_local_shard(t))] = part
 
     # --- what is logged ----------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class OperatorTrace(TorchDispatchMode):
 
     def _log_collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
         """Return the collective that `op` is, and log its memory; None for other operations."""
-        collective = collective_of(op, args, kwargs)
+        collective = detect_collective(op, args, kwargs)
         if collective is None:
             return None
         if collective.kind in ("all_gather", "reduce_scatter"):
@@ -312,7 +312,7 @@ def _make_bias_sum(args: Any) -> Reduction | None:
 
 
 def _make_reduction(x: torch.Tensor, dims: set[int]) -> Reduction | None:
-    x = local_part(x)
+    x = get_local_shard(x)
     return Reduction.of(x.shape, x.stride(), dims, x.storage_offset(), x.element_size())
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.settings import Settings, schema_of_given
-from stratbench.cell.text.words import bytes_text
+from stratbench.cell.settings import Settings, build_experiment_schema
+from stratbench.cell.text.words import format_bytes
 from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, try_footprint
 from stratbench.extensions.plan.device_rates import find_gpu, make_gpu_device
 from stratbench.extensions.plan.footprint import fake
@@ -27,13 +27,13 @@ from stratbench.extensions.plan.needs import Subject
 from stratbench.extensions.plan.one_model.model_answer import NODE_GPUS, choose_batch
 from stratbench.strategies import (
     REGISTRY,
-    mesh_of,
-    option_defaults,
-    resolved_options,
+    get_mesh,
+    get_option_defaults,
+    resolve_options,
     strategy_class,
 )
-from stratbench.study.config.messages import did_you_mean
-from stratbench.study.config.schema import checked_block
+from stratbench.study.config.messages import suggest_closest_name
+from stratbench.study.config.schema import check_block
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.network.models import Model
 from stratbench.workload.network.own import OwnModel
@@ -84,7 +84,7 @@ class Estimate:
 
     def __str__(self) -> str:
         memory = (self.allocated_bytes, self.reserved_bytes, self.shown_bytes)
-        allocated, reserved, shown = map(bytes_text, memory)
+        allocated, reserved, shown = map(format_bytes, memory)
         return (
             f"{self.strategy} on {self.gpus} x {self.gpu}, {self.batch} samples on each at once: "
             f"{self.verdict}; {allocated} allocated, {reserved} reserved, {shown} shown by nvidia-smi; "
@@ -137,12 +137,12 @@ def estimate(
     try:
         _check_name("strategy", name, REGISTRY)
         for key in set_options:
-            _check_name("options", key, option_defaults(name))
+            _check_name("options", key, get_option_defaults(name))
         for key, value in (("optimizer", optimizer), ("precision", precision)):
-            _check_name(key, value, schema_of_given()["properties"][key]["enum"])
-        resolved = resolved_options(name, set_options, gpus)
-        mesh_of(name, resolved, gpus)
-        cluster = checked_block("cluster", {"gpus_per_node": gpus_per_node})
+            _check_name(key, value, build_experiment_schema()["properties"][key]["enum"])
+        resolved = resolve_options(name, set_options, gpus)
+        get_mesh(name, resolved, gpus)
+        cluster = check_block("cluster", {"gpus_per_node": gpus_per_node})
         device = make_gpu_device(find_gpu(gpu, "gpu"), precision, cluster)
     except (TypeError, ValueError) as error:
         raise ValueError(f"stratbench.estimate: {error}") from error
@@ -296,7 +296,7 @@ def _check_name(key: str, value: str, allowed: Iterable[str]) -> None:
     if value not in allowed:
         listed = ", ".join(allowed)
         raise ValueError(
-            f"{key} = {value!r}: is unknown.{did_you_mean(value, allowed)} Allowed: {listed}"
+            f"{key} = {value!r}: is unknown.{suggest_closest_name(value, allowed)} Allowed: {listed}"
         )
 
 

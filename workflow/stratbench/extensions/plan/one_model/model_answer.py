@@ -259,7 +259,9 @@ def _answer_strategy(
     reason = cell_refusal_reason(s, network, rehearsal) or rehearsal.unpredicted
     if rehearsal.footprint is None or reason:
         return StrategyAnswer(s.cell.strategy, checkpointing, reason=reason or "")
-    least = acceptance.least_samples(network.batchnorm, s.settings.gradient_accumulation_steps)
+    least = acceptance.compute_least_samples(
+        network.batchnorm, s.settings.gradient_accumulation_steps
+    )
     return choose_batch(s, rehearsal.footprint, make_gpu_device(sheet, s.settings.precision, cluster),
                         cluster, least)  # fmt: skip
 
@@ -294,7 +296,7 @@ def choose_batch(
     samples = max(s.data.train_samples, settings.global_batch)
     s = replace(s, settings=settings, data=replace(s.data, train_samples=samples))
     fullest = footprint.fullest(batch, threads)
-    needs = derive_needs(s, fullest, resources.node_count(s.cell, cluster))
+    needs = derive_needs(s, fullest, resources.count_nodes(s.cell, cluster))
     needed_bytes = fullest.needed_bytes(batch, threads) + needs.data_bytes
     reserved_bytes = fullest.reserved_bytes(batch, threads) + needs.data_bytes
     step_s, runs = None, None

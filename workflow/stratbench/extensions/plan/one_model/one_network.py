@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from stratbench.study.config.config import Study, load_config
-from stratbench.study.config.messages import ConfigError, did_you_mean
+from stratbench.study.config.messages import ConfigError, suggest_closest_name
 from stratbench.workload.data.datasets import DATASETS, SPECS
 from stratbench.workload.network import models
 from stratbench.workload.network.libraries import library_of_entry
-from stratbench.workload.network.own import torchvision_names
+from stratbench.workload.network.own import list_torchvision_names
 
 TEMPLATE = Path(__file__).parent / "templates" / "one_network.yaml"
 #: Keys of a config that also apply to a single model.
@@ -51,7 +51,7 @@ def make_model_study(
     known = (*DATASETS, *whole["datasets"])
     if dataset is not None and dataset not in known:
         raise ConfigError(
-            f"--dataset {dataset}: is not a data set.{did_you_mean(dataset, known)} Allowed: "
+            f"--dataset {dataset}: is not a data set.{suggest_closest_name(dataset, known)} Allowed: "
             f"{', '.join(known)}, and those that you add to `datasets` of config.yaml"
         )
     block = overrides["experiment"] | {"models": [model]}
@@ -131,9 +131,10 @@ def _find_training_data(
     """
     own = config.get("models") or {}
     known = [*models.MODELS, *own]
-    if model not in known and model not in torchvision_names():
+    if model not in known and model not in list_torchvision_names():
         raise ConfigError(
-            f"--model {model}: is not a model.{did_you_mean(model, known)} Allowed: {', '.join(known)}, "
+            f"--model {model}: is not a model.{suggest_closest_name(model, known)} Allowed: "
+            f"{', '.join(known)}, "
             "every classification network of torchvision, and those that you add to `models` of config.yaml"
         )
     if model in own:

@@ -13,10 +13,10 @@ from typing import Any
 
 from stratbench.strategies import (
     REGISTRY,
-    mesh_of,
-    option_defaults,
+    get_mesh,
+    get_option_defaults,
+    get_traits,
     strategy_class,
-    traits_of,
 )
 
 #: Micro-batches of a pipeline's step, by its stages: so many keep its bubble below a fifth.
@@ -41,7 +41,7 @@ def divided_variants(node: int) -> dict[str, dict[str, Any]]:
         if (option := size_option(strategy, node)) is None:
             continue
         switches = [key for key, tried in tried_values(strategy) if tried is True]
-        is_pipeline = MICROBATCHES in option_defaults(strategy)
+        is_pipeline = MICROBATCHES in get_option_defaults(strategy)
         for size, switch in product(sizes[-1:] if is_pipeline else sizes, (None, *switches)):
             variant: dict[str, Any] = {"strategy": strategy, option: size}
             if is_pipeline:
@@ -63,11 +63,11 @@ def size_option(strategy: str, node: int) -> str | None:
     """
     if node == 1:
         return None
-    defaults = option_defaults(strategy)
+    defaults = get_option_defaults(strategy)
     for key in defaults:
         # Sizes of other groups, such as those that divide states, leave each GPU a copy of the network.
         if key.endswith("_size"):
-            one, all_ = (mesh_of(strategy, defaults | {key: n}, node).members for n in (1, node))
+            one, all_ = (get_mesh(strategy, defaults | {key: n}, node).members for n in (1, node))
             if (one, all_) == (1, node):
                 return key
     return None
@@ -119,7 +119,7 @@ def has_ddp_updates(strategy: str, gpus: int) -> bool:
     if cls.kind == "own" or (cls.max_workers or gpus) < gpus:
         return False
     try:
-        return traits_of(strategy, option_defaults(strategy), gpus).equals_ddp
+        return get_traits(strategy, get_option_defaults(strategy), gpus).equals_ddp
     except ValueError:  # it cannot divide this number of workers
         return False
 

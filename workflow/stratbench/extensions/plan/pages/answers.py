@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from stratbench.cell.extensions import at
-from stratbench.cell.text.words import bytes_text, counted, names_text
+from stratbench.cell.text.words import counted, format_bytes, format_names
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING
 from stratbench.extensions.plan.needs import data_bytes_of
@@ -163,7 +163,7 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
         if len(there) == 1:
             continue
         if not able:
-            needs = bytes_text(least.fit.needed_bytes)
+            needs = format_bytes(least.fit.needed_bytes)
             yield f"{where}: no cell fits; {least.cell.strategy} needs the least memory, {needs}."
             continue
         fit = len(able) - tight
@@ -176,11 +176,11 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
         elif best:
             ranges = {format_span(c.fit.by_device) for c in best}
             told += (
-                f"; fastest by the device's rates: {names_text([c.cell.strategy for c in best])}"
+                f"; fastest by the device's rates: {format_names([c.cell.strategy for c in best])}"
             )
             told += f" ({' or '.join(sorted(ranges))})" if len(ranges) < 3 else ""
             if len(near) > len(best):
-                others = names_text([c.cell.strategy for c in near[len(best) :]])
+                others = format_names([c.cell.strategy for c in near[len(best) :]])
                 told += f"; within {100 * NEAR:.0f} %: {others}"
         yield f"{told}."
 
@@ -200,14 +200,15 @@ def _answer_divisions(plan: Plan) -> Iterator[str]:
         able = [c for c in divided if c.fit.may_run]
         least = min(divided, key=lambda c: c.fit.needed_bytes)
         told = [
-            f"{_format_division(least)} needs the least memory, {bytes_text(least.fit.needed_bytes)}"
+            f"{_format_division(least)} needs the least memory, {format_bytes(least.fit.needed_bytes)}"
         ]
         if best := _select_fastest(able, ALIKE):
             told.insert(
-                0, f"fastest division that fits: {names_text([_format_division(c) for c in best])}"
+                0,
+                f"fastest division that fits: {format_names([_format_division(c) for c in best])}",
             )
         told += [
-            f"{_format_division(c)} does not fit: it needs {bytes_text(c.fit.needed_bytes)}"
+            f"{_format_division(c)} does not fit: it needs {format_bytes(c.fit.needed_bytes)}"
             for c in divided
             if not c.fit.may_run
         ]
@@ -273,8 +274,8 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
             name = f", {c.cell.strategy}" if len(kinds) > 1 else ""
             yield (
                 f"{experiment}, {model}, {counted(workers, 'worker')}{name}: keeping gathered weights takes "
-                f"{bytes_text(peaks[1] - peaks[0])} more memory, and each step gathers "
-                f"{bytes_text(gathers[0] - gathers[1])} less; {answer}."
+                f"{format_bytes(peaks[1] - peaks[0])} more memory, and each step gathers "
+                f"{format_bytes(gathers[0] - gathers[1])} less; {answer}."
             )
 
 
@@ -292,5 +293,5 @@ def _answer_largest_parts(plan: Plan) -> Iterator[str]:
                 for name, n_bytes in parts
             )
             if each := c.fit.stage_peaks_bytes:
-                told += f"; the peaks of the stages are {', '.join(map(bytes_text, each))}"
+                told += f"; the peaks of the stages are {', '.join(map(format_bytes, each))}"
             yield f"{experiment}, {model}, {c.cell.strategy} on {workers}: {told}."

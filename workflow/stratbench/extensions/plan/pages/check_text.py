@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import counted, names_text
+from stratbench.cell.text.words import counted, format_names
 from stratbench.extensions.plan.check import Checked, CheckResult, Network
 from stratbench.extensions.plan.needs import Subject
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
-from stratbench.study.reasons import lines_by_reason, without_subject, workers_text
+from stratbench.study.reasons import format_reasons, format_worker_counts, remove_subject
 from stratbench.workload.data.dataset import kind_of
 from stratbench.workload.tasks import OwnTask
 
@@ -42,7 +42,7 @@ def _iter_lines(checked: Checked) -> Iterator[str]:
     if checked.refused:
         n = len(checked.refused)
         yield f"{n} of {counted(len(checked.subjects), 'cell')} would end as unsupported:"
-        yield from (f"  {line}" for line in lines_by_reason(checked.refused.items()))
+        yield from (f"  {line}" for line in format_reasons(checked.refused.items()))
     else:
         yield f"none of {counted(len(checked.subjects), 'cell')} would end as unsupported"
     if n := sum(bool(checked.rehearsals[s.request].unchecked) for s in checked.subjects):
@@ -88,7 +88,7 @@ def _describe_network(
         yield f"   buffers that forward writes: {said}"
     if found.skipped and trained:
         said = _group_by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
-        yield f"   without a gradient in some steps, {names_text(found.skipped)}: {said}"
+        yield f"   without a gradient in some steps, {format_names(found.skipped)}: {said}"
     yield from (f"   {remark}" for remark in found.remarks)
     for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
         own = [s.cell for s in subjects if s.cell.strategy == strategy]
@@ -99,10 +99,10 @@ def _describe_network(
             yield f"   {strategy}: works with {_describe_counts(works, own)}"
         for reason in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
             of = [c for c in own if unchecked.get(c) == reason]
-            yield f"   {strategy}: not checked with {_describe_counts(of, own)}: {without_subject(reason)}"
+            yield f"   {strategy}: not checked with {_describe_counts(of, own)}: {remove_subject(reason)}"
         for reason in dict.fromkeys(refused[c] for c in own if c in refused):
             of = [c for c in own if refused.get(c) == reason]
-            yield f"   {strategy}: unsupported with {_describe_counts(of, own)}: {without_subject(reason)}"
+            yield f"   {strategy}: unsupported with {_describe_counts(of, own)}: {remove_subject(reason)}"
 
 
 def _group_by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
@@ -129,4 +129,6 @@ def _describe_counts(cells: list[Cell], of: list[Cell]) -> str:
     """Return the worker counts of cells as text, with their experiments if others in `of` differ."""
     names = dict.fromkeys(c.experiment for c in cells)
     others = {c.experiment for c in of} - names.keys()
-    return workers_text({c.gpus for c in cells}) + (f" in {', '.join(names)}" if others else "")
+    return format_worker_counts({c.gpus for c in cells}) + (
+        f" in {', '.join(names)}" if others else ""
+    )

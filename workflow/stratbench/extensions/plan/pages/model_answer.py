@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from stratbench.cell.text.words import GIB, bytes_text, counted, folded, hours_text
+from stratbench.cell.text.words import GIB, counted, folded, format_bytes, format_hours
 from stratbench.extensions.plan.one_model.model_answer import Answer, StrategyAnswer
 from stratbench.extensions.plan.quantities import format_in_unit
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
-from stratbench.study.resources import node_count_of
+from stratbench.study.resources import count_nodes_of_workers
 
 NOTES = """\
 micro: largest number of samples that fit at once on a GPU, or on the GPUs that share one copy of the model. \
@@ -48,7 +48,7 @@ def _format_heading(answer: Answer) -> str:
         if answer.data.is_text
         else f"{answer.throughput_unit} of {'x'.join(map(str, shape))}"
     )
-    nodes = node_count_of(gpus, answer.cluster)
+    nodes = count_nodes_of_workers(gpus, answer.cluster)
     where = f" on {nodes} nodes" if nodes > 1 else ""
     size = f"{millions / 1e3:.3g} billion" if millions >= 1000 else f"{millions:.3g} million"
     return (
@@ -74,8 +74,8 @@ def _describe_best(answer: Answer) -> str:
         "e+", "e"
     )
     return (
-        f"{said} Training on {amount} takes {hours_text(gpu_hours / answer.question.gpus)} h, "
-        f"{hours_text(gpu_hours)} GPU-hours{f', at a cost of {cost}' if cost else ''}."
+        f"{said} Training on {amount} takes {format_hours(gpu_hours / answer.question.gpus)} h, "
+        f"{format_hours(gpu_hours)} GPU-hours{f', at a cost of {cost}' if cost else ''}."
     )
 
 
@@ -87,7 +87,7 @@ def _describe_choice(answer: Answer, choice: StrategyAnswer) -> str:
     text = (
         f"{_format_choice_name(choice)} {verdict} with {counted(choice.micro_batch, noun)} at once"
     )
-    held = f"{text}: {bytes_text(choice.memory.allocated_bytes)} per GPU."
+    held = f"{text}: {format_bytes(choice.memory.allocated_bytes)} per GPU."
     if choice.verdict == DOES_NOT_FIT:
         return held
     if choice.step_s is None:
@@ -136,7 +136,7 @@ def _make_table_row(answer: Answer, c: StrategyAnswer) -> list[str]:
     return [
         *row,
         f"{usual} ({low}-{high}){mark}",
-        hours_text(gpu_hours),
+        format_hours(gpu_hours),
         _format_cost(answer, gpu_hours),
     ]
 
@@ -157,7 +157,7 @@ def _format_rate(number: float) -> str:
 
 def _format_cost(answer: Answer, gpu_hours: float) -> str:
     price = answer.cluster["price_per_gpu_hour"]
-    return "" if price is None else hours_text(gpu_hours * price)
+    return "" if price is None else format_hours(gpu_hours * price)
 
 
 def _group_by_reason(answer: Answer) -> dict[str, str]:

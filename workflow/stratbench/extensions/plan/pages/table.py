@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import MIB, bytes_text, seconds_text
+from stratbench.cell.text.words import MIB, format_bytes, format_seconds
 from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.quantities import format_span, sort_by_usual_time
 from stratbench.extensions.plan.schedule import Plan, Planned, longest_time_s
@@ -32,13 +32,13 @@ class Unit(NamedTuple):
 
 
 PLAIN = Unit()
-BYTES = Unit(round, bytes_text)
+BYTES = Unit(round, format_bytes)
 EACH_IN_MIB = Unit(
     lambda each: " ".join(f"{n_bytes / MIB:.2f}" for n_bytes in each),
-    lambda each: ", ".join(map(bytes_text, each)),
+    lambda each: ", ".join(map(format_bytes, each)),
 )
-IN_MIB = Unit(lambda n_bytes: round(n_bytes / MIB, 2), bytes_text)
-SECONDS = Unit(lambda value: f"{value:.6g}", seconds_text)
+IN_MIB = Unit(lambda n_bytes: round(n_bytes / MIB, 2), format_bytes)
+SECONDS = Unit(lambda value: f"{value:.6g}", format_seconds)
 RANGE = Unit(lambda end: f"{end:.6g}", format_span, ("_low", "_high"))
 
 

@@ -11,12 +11,12 @@ from stratbench.cell.files import write_atomic
 from stratbench.cell.text.pages import as_json, render, script_values
 from stratbench.cell.text.words import COLUMNS as WIDTH
 from stratbench.cell.text.words import (
-    bytes_text,
+    choose_byte_unit,
     counted,
     folded,
-    hours_text,
-    seconds_text,
-    unit_for,
+    format_bytes,
+    format_hours,
+    format_seconds,
 )
 from stratbench.extensions.plan.pages.answers import PART_NAMES, answer_questions
 from stratbench.extensions.plan.pages.table import COLUMNS, RANGE
@@ -31,7 +31,7 @@ from stratbench.extensions.plan.quantities import (
     totals,
 )
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Plan, Planned
-from stratbench.study.reasons import lines_by_reason
+from stratbench.study.reasons import format_reasons
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: Indentation of a table's lines, in characters.
@@ -84,7 +84,7 @@ def format_plan(plan: Plan) -> str:
             key=lambda c: -c.needs.host_bytes,
         ),
     }
-    filters = {"counted": counted, "seconds": seconds_text} | FILTERS
+    filters = {"counted": counted, "seconds": format_seconds} | FILTERS
     text = render("plan.txt.j2", TEMPLATES, values=values, filters=filters)
     return folded([text.rstrip()]) + "\n"
 
@@ -119,7 +119,7 @@ def write_html(plan: Plan, path: Path) -> None:
     write_atomic(path, page)
 
 
-FILTERS = {"bytes": bytes_text, "hours": hours_text}
+FILTERS = {"bytes": format_bytes, "hours": format_hours}
 
 
 def _collect_values(plan: Plan) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _list_reasons(plan: Plan) -> dict[str, list[str]]:
     }
     told["not predicted"] = [c for c in plan.cells if not c.footprint and c.state != "unsupported"]
     return {
-        state: lines_by_reason((c.cell, c.reason) for c in cells) for state, cells in told.items()
+        state: format_reasons((c.cell, c.reason) for c in cells) for state, cells in told.items()
     }
 
 
@@ -166,7 +166,7 @@ def _format_table(cells: list[Planned], name: str, who: str = "a cell") -> str:
         most = max(map(column.value, first.values()), default=0)
         # If nothing is sent, 0 has the unit of the network's weights.
         weights = COLUMNS["state_parameters_bytes"]
-        unit, n_bytes = unit_for(most or max(map(weights.value, first.values()), default=0))
+        unit, n_bytes = choose_byte_unit(most or max(map(weights.value, first.values()), default=0))
 
     def field(c: Planned) -> str:
         if not n_bytes:

@@ -22,7 +22,7 @@ from stratbench.extensions.plan.footprint.traffic import wire_bytes
 from stratbench.extensions.plan.needs import Subject, data_bytes_of, plain_wire_bytes
 from stratbench.extensions.plan.schedule import Plan, Planned
 from stratbench.strategies.base import Strategy
-from stratbench.telemetry.machine.hardware import Datasheet, all_datasheets
+from stratbench.telemetry.machine.hardware import Datasheet, list_datasheets
 
 #: Segments of the page's memory bar, with the PARTS that each of them sums up. A further segment, `copy`,
 #: is the copy of the warm-up.
@@ -96,7 +96,7 @@ def _list_devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
     found = []
     if True in kinds:
         order = {name: i for i, name in enumerate([plan.device, *plan.others])}
-        known = sorted(all_datasheets(), key=lambda gpu: order.get(gpu.name, len(order)))
+        known = sorted(list_datasheets(), key=lambda gpu: order.get(gpu.name, len(order)))
         found += [_describe_gpu(gpu, plan.cluster) for gpu in known]
     if False in kinds:
         found.append(_describe_cpu(plan.cluster))
@@ -105,7 +105,7 @@ def _list_devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
 
 def _choose_compared(named: list[str]) -> list[str]:
     """Return the devices to compare: `named`, and one per common memory size."""
-    size = {gpu.name: gpu.memory_gib for gpu in all_datasheets()}
+    size = {gpu.name: gpu.memory_gib for gpu in list_datasheets()}
     known = {size.get(name) for name in named}
     usual = [name for name in USUAL_CARDS if size[name] not in known]
     return sorted([*named, *usual], key=lambda name: size.get(name, 0))

@@ -10,8 +10,8 @@ import pandas as pd
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence, Question
-from stratbench.analysis.decision.sentences import describe_amount, unit_of_cost
-from stratbench.cell.text.words import bytes_text, hours_text, short_time
+from stratbench.analysis.decision.sentences import describe_amount, describe_price
+from stratbench.cell.text.words import format_bytes, format_hours, format_short_time
 from stratbench.extensions.projection.shown.projected import (
     Line,
     Projected,
@@ -122,22 +122,23 @@ def describe_projection(first: Candidate, made: Projected) -> str:
     """Return a text on a projected candidate: its values with intervals, and the evidence."""
     (low_s, step_s, high_s), (least, share, most) = made.step_range_s, made.efficiency_range
     parts = [
-        f"It would train in {describe_amount(first)}{unit_of_cost(first)}",
-        f"at {short_time(step_s)} per global batch (80 %: {short_time(low_s)} to {short_time(high_s)})",
+        f"It would train in {describe_amount(first)}{describe_price(first)}",
+        f"at {format_short_time(step_s)} per global batch (80 %: {format_short_time(low_s)} to "
+        f"{format_short_time(high_s)})",
         f"an efficiency of {share:.2f} ({least:.2f} to {most:.2f})",
     ]
     peak = first.memory_bytes
     parts.append(
         "an unknown peak memory"
         if peak is None
-        else f"a peak memory of up to {bytes_text(peak)} per worker"
+        else f"a peak memory of up to {format_bytes(peak)} per worker"
     )
     text = f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}."
     if made.target_range_s is not None:
-        low_s, middle_s, high_s = map(short_time, made.target_range_s)
+        low_s, middle_s, high_s = map(format_short_time, made.target_range_s)
         paid = "" if made.target_cost is None else f", at a cost of {made.target_cost:.3g}"
         text += (
             f" The target score is reached after {middle_s} (80 %: {low_s} to {high_s}), with "
-            f"{hours_text(made.target_gpu_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
+            f"{format_hours(made.target_gpu_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
         )
     return f"{text} Evidence: {made.evidence}."

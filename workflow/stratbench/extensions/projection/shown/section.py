@@ -14,9 +14,9 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
-from stratbench.analysis.figures.marks import Mark, marks_by_strategy
+from stratbench.analysis.figures.marks import Mark, assign_marks_by_strategy
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
-from stratbench.cell.text.words import bytes_text, folded, hours_text, short_time
+from stratbench.cell.text.words import folded, format_bytes, format_hours, format_short_time
 from stratbench.extensions.projection.shown.crossings import Lines, describe_crossings
 from stratbench.extensions.projection.shown.evidence import read_evidence
 from stratbench.extensions.projection.shown.projected import (
@@ -60,7 +60,7 @@ def make_section_entries(
         return []
     rows = read_rows(table)
     models = rows.groupby(["experiment", "model"], sort=False)
-    marks = marks_by_strategy(zip(rows["strategy"], rows["base"], strict=True))
+    marks = assign_marks_by_strategy(zip(rows["strategy"], rows["base"], strict=True))
     return [_make_model_entry(*key, group, marks, trained) for key, group in models]
 
 
@@ -137,7 +137,7 @@ def _draw_step_times(
     series.append(ChartSeries("perfect scaling", "muted", dashed=ideal))
     return log_chart(
         series, f"{noun}s" if noun == "GPU" else "CPU processes", "time per global batch", counts,
-        lambda n: f"{n:g}", short_time,
+        lambda n: f"{n:g}", format_short_time,
         f"Time per global batch of {model} over workers, measured and projected, by strategy",
     )  # fmt: skip
 
@@ -156,18 +156,18 @@ def _make_table_row(r: Mapping[str, Any], aim: str) -> dict[str, Any]:
     return {
         "strategy": r["strategy"],
         "workers": int(r["workers"]),
-        "step": _format_or_dash(r["step_s"], short_time),
+        "step": _format_or_dash(r["step_s"], format_short_time),
         "step_s": r["step_s"],
-        "range": _format_range(r, "step", "_s", short_time),
-        "naive": _format_or_dash(r["a_plus_b_s"], short_time) if r["a_plus_b_s"] > 0 else "",
+        "range": _format_range(r, "step", "_s", format_short_time),
+        "naive": _format_or_dash(r["a_plus_b_s"], format_short_time) if r["a_plus_b_s"] > 0 else "",
         "efficiency": _format_or_dash(r["efficiency"], "{:.2f}".format),
         "efficiency_range": _format_range(r, "efficiency", "", "{:.2f}".format),
-        "time": _format_or_dash(r[time_s], short_time),
-        "time_range": _format_range(r, time_s.removesuffix("_s"), "_s", short_time),
-        "hours": _format_or_dash(r[f"{aim}gpu_hours"], hours_text),
+        "time": _format_or_dash(r[time_s], format_short_time),
+        "time_range": _format_range(r, time_s.removesuffix("_s"), "_s", format_short_time),
+        "hours": _format_or_dash(r[f"{aim}gpu_hours"], format_hours),
         "cost": _format_or_dash(r[f"{aim}cost"], "{:.3g}".format),
-        "memory": _format_or_dash(r["memory_bytes"], bytes_text),
-        "memory_range": _format_range(r, "memory", "_bytes", bytes_text),
+        "memory": _format_or_dash(r["memory_bytes"], format_bytes),
+        "memory_range": _format_range(r, "memory", "_bytes", format_bytes),
         "by": f"{by}, host" if by_host else by,
     }
 
@@ -204,18 +204,20 @@ def _describe_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]
         if len(known):
             r = known.loc[known[column].idxmin()]
             paid = "" if pd.isna(r[f"{aim}cost"]) else f", at a cost of {r[f'{aim}cost']:.3g}"
-            took = short_time(r[time_s])
+            took = format_short_time(r[time_s])
             measured = known[known["kind"] == "measured"]
             beside = ""
             if r["kind"] == "projected":
-                low, high = (short_time(r[f"{time_s[:-2]}_{end}_s"]) for end in ("low", "high"))
+                low, high = (
+                    format_short_time(r[f"{time_s[:-2]}_{end}_s"]) for end in ("low", "high")
+                )
                 took += f" (80 %: {low} to {high})"
                 m = measured.loc[measured[column].idxmin()]
-                best = f"{m['strategy']} on {m['workers']:.0f}, {short_time(m[time_s])}"
+                best = f"{m['strategy']} on {m['workers']:.0f}, {format_short_time(m[time_s])}"
                 beside = f"; the best measured one is {best}"
             yield (
                 f"{r['strategy']} on {r['workers']:.0f} ({r['kind']}) needs the {title} {what}: {took} and "
-                f"{hours_text(r[hours])} {noun}-hours{paid}{beside}."
+                f"{format_hours(r[hours])} {noun}-hours{paid}{beside}."
             )
 
 

@@ -25,7 +25,7 @@ from stratbench.extensions.servers.policies.policy import (
     Momentum,
     Outcome,
     Policy,
-    optimizer_of,
+    make_shard_optimizer,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class AsyncPolicy(Policy):
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
-        self._optimizer = optimizer_of(weights, hyper)
+        self._optimizer = make_shard_optimizer(weights, hyper)
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         weight = self._weight(self.version - read_version)
@@ -284,8 +284,8 @@ class DanaPolicy(Policy):
 
     v_i <- mu v_i + g;  W -= eta v_i. Worker i reads W - eta mu sum over j != i of v_j, which estimates the
     weights to which its gradient will be applied. With `nesterov`, W -= eta (g + mu v_i). The part of j's
-    next step that does not depend on its gradient is then eta mu^2 v_j (`Momentum.known_share`), so that mu^2
-    replaces mu in the read.
+    next step that does not depend on its gradient is then eta mu^2 v_j (`Momentum.next_step_factor`), so that
+    mu^2 replaces mu in the read.
 
     Source: DANA-Zero of Hakimi et al., "Taming momentum in a distributed asynchronous environment", 2019,
     which also looks ahead along the worker's own momentum. Without that term, one worker equals
@@ -326,10 +326,10 @@ class DanaPolicy(Policy):
         if self._sum is not None:
             self._sum.add_(own.value)
             if self.version % (8 * self.hyper.workers) == 0:
-                self._sum_anew()
+                self._recompute_sum()
         return Outcome.APPLIED
 
-    def _sum_anew(self) -> None:
+    def _recompute_sum(self) -> None:
         """Recompute the sum of all momenta, so that rounding errors do not accumulate."""
         self._sum.zero_()
         for momentum in self._momenta:
@@ -342,7 +342,7 @@ class DanaPolicy(Policy):
 
         own = self._momenta[worker]
         others = torch.sub(self._sum, own.value, out=out)  # with one worker this is exactly 0
-        torch.sub(self.weights, others, alpha=self.push_lr * own.known_share, out=out)
+        torch.sub(self.weights, others, alpha=self.push_lr * own.next_step_factor, out=out)
         return self.version
 
     def on_leave(self, worker: int) -> None:

@@ -16,7 +16,7 @@ from stratbench.extensions.servers.policies.policy import (
     Hyper,
     Outcome,
     Policy,
-    optimizer_of,
+    make_shard_optimizer,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class SyncPolicy(Policy):
         import torch
 
         super().__init__(weights, hyper, options)
-        self._optimizer = optimizer_of(weights, hyper)
+        self._optimizer = make_shard_optimizer(weights, hyper)
         self._live = set(range(hyper.workers))
         self._arrived: set[int] = set()
         self._arrived_and_left = 0  # workers that left after a push in this round
@@ -110,7 +110,7 @@ class SyncPolicy(Policy):
     def ready(self, worker: int) -> bool:
         return worker not in self._arrived
 
-    def _summable_below(self) -> float:
+    def _find_sum_limit(self) -> float:
         """Return the slot below which all gradients have arrived, or infinity if the round is complete."""
         return min(self._live - self._arrived, default=math.inf)
 
@@ -123,7 +123,7 @@ class SyncPolicy(Policy):
         Returns:
             Whether the round was complete.
         """
-        limit = self._summable_below()
+        limit = self._find_sum_limit()
         for worker in sorted(w for w in self._held if w < limit):
             self._sum(self._held.pop(worker), borrowed)
         if limit != math.inf:
@@ -226,7 +226,7 @@ class BackupPolicy(SyncPolicy):
                 self._passed |= missing
         return stepped
 
-    def _summable_below(self) -> float:
+    def _find_sum_limit(self) -> float:
         """Return infinity if the step is complete, and -1 otherwise.
 
         No gradient can be summed before, because any of them may be part of the step.
@@ -285,7 +285,7 @@ class KBatchPolicy(Policy):
         import torch
 
         super().__init__(weights, hyper, options)
-        self._optimizer = optimizer_of(weights, hyper)
+        self._optimizer = make_shard_optimizer(weights, hyper)
         self._k = self.options.pushes_per_update(hyper.workers)
         self._sum = torch.zeros_like(weights) if self._k > 1 else None
         self._count = 0

@@ -44,7 +44,7 @@ def policy_class(name: str) -> type[Policy]:
     return getattr(import_module(module), attribute)
 
 
-def policies_that_take(optimizer: str) -> list[str]:
+def list_policies_for(optimizer: str) -> list[str]:
     """Return the names of the policies that support an optimizer, "sgd" or "adamw"."""
     return [name for name in POLICIES if not policy_class(name).Options.refusal(optimizer)]
 

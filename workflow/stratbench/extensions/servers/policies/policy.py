@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from stratbench.cell.options import disown
+from stratbench.cell.options import remove_inherited_claims
 from stratbench.extensions.servers.policies.options import PolicyOptions
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Fields(dict[str, Any]):
     """A copy of an object's attributes, by name."""
 
 
-def fields_of(owner: object, leave_out: Collection[str] = ("hyper",)) -> Fields:
+def copy_attributes(owner: object, leave_out: Collection[str] = ("hyper",)) -> Fields:
     """Return a copy of an object's attributes by name, without those in `leave_out`."""
     return Fields({k: copied(v) for k, v in vars(owner).items() if k not in leave_out})
 
@@ -76,15 +76,15 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copied(each) for key, each in value.items()}
     if isinstance(value, (Momentum, AdamW)):
-        return fields_of(value)
+        return copy_attributes(value)
     raise TypeError(
         f"a policy keeps a {type(value).__name__}, which cannot be saved; keep tensors, numbers, texts, "
         "lists, sets or dicts, or name the field in `scratch`"
     )
 
 
-def set_fields(owner: object, fields: Fields) -> None:
-    """Set an object's attributes to those that `fields_of` has copied.
+def restore_attributes(owner: object, fields: Fields) -> None:
+    """Set an object's attributes to those that `copy_attributes` has copied.
 
     Raises:
         ValueError: If the object lacks one of the attributes.
@@ -100,7 +100,7 @@ def set_fields(owner: object, fields: Fields) -> None:
 def _put_back(now: Any, saved: Any) -> Any:
     """Return the saved value, or the present object after its attributes were restored."""
     if isinstance(saved, Fields):
-        set_fields(now, saved)
+        restore_attributes(now, saved)
         return now
     if isinstance(saved, list) and any(isinstance(each, Fields) for each in saved):
         return [_put_back(*pair) for pair in zip(now, saved, strict=True)]
@@ -149,7 +149,7 @@ class Momentum:
         return direction
 
     @property
-    def known_share(self) -> float:
+    def next_step_factor(self) -> float:
         """The factor of the present buffer v in the direction of the next step.
 
         The factor is mu. With Nesterov it is mu^2: the next direction is g + mu (mu v + g) = (1 + mu) g +
@@ -195,7 +195,7 @@ class AdamW:
         weights.addcdiv_(self.mean, root, value=-lr / (1 - beta1**self.steps))
 
 
-def optimizer_of(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
+def make_shard_optimizer(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
     """Create the optimizer of a shard: AdamW or SGD's momentum, for weights of shape [n]."""
     return AdamW(weights, hyper) if hyper.optimizer == "adamw" else Momentum(weights, hyper)
 
@@ -227,7 +227,7 @@ class Policy(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        disown(cls, ("rigid",))
+        remove_inherited_claims(cls, ("rigid",))
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         """Take over the weights of a shard.
@@ -295,11 +295,11 @@ class Policy(ABC):
 
         Values may be tensors, numbers, texts, optimizers, and lists, sets and dicts of these.
         """
-        return fields_of(self, {"hyper", "options", *self.scratch})
+        return copy_attributes(self, {"hyper", "options", *self.scratch})
 
     def load(self, state: Fields) -> None:
         """Restore the `state` of a policy with the same settings and the same shard."""
-        set_fields(self, state)
+        restore_attributes(self, state)
 
     def finish(self) -> None:  # noqa: B027
         """End the training: apply the gradients that are still stored."""

@@ -30,7 +30,12 @@ from stratbench.extensions.servers.wire.frames import (
 from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused, join_handshake
 from stratbench.extensions.servers.wire.link import Left, Link, RunEnded, ServerLost
 from stratbench.extensions.servers.wire.shm import DTYPES
-from stratbench.extensions.servers.wire.transport import Closed, Connection, Silent, dial
+from stratbench.extensions.servers.wire.transport import (
+    Closed,
+    Connection,
+    Silent,
+    connect_to_server,
+)
 from stratbench.workload.flat import as_bytes
 
 _HANDSHAKE_S = 30.0
@@ -152,7 +157,7 @@ class Channel:
             channel._links.sort(key=lambda link: link.server)
         except BaseException:
             if incarnation is not None:  # the worker will try again, and must not count as lost
-                channel._say(Kind.LEAVE)
+                channel._send_farewell(Kind.LEAVE)
             channel._close_connections()
             raise
         channel._begin()
@@ -162,7 +167,7 @@ class Channel:
         self, rendezvous: str | Path, server: int, secret: bytes, transport: str, deadline: float
     ) -> Link:
         while True:
-            sock, used = dial(rendezvous, server, transport, deadline)
+            sock, used = connect_to_server(rendezvous, server, transport, deadline)
             try:
                 return self._shake_hands(sock, server, secret, used)
             except Closed as error:  # without a reason: the server had too many new connections
@@ -218,12 +223,12 @@ class Channel:
             self._grads = torch.empty(self.flat.layout.numel, dtype=DTYPES[self._wire])
         for link in self._links:
             link.connection.silence_s = link.deadline_s
-            link.receiver = self._thread(self._receive, link)
+            link.receiver = self._start_thread(self._receive, link)
             if link.server > 0:
-                self._thread(self._send_queued, link)
-        self._thread(self._keep_heartbeat)
+                self._start_thread(self._send_queued, link)
+        self._start_thread(self._keep_heartbeat)
 
-    def _thread(self, target: Callable[..., None], *args: Any) -> threading.Thread:
+    def _start_thread(self, target: Callable[..., None], *args: Any) -> threading.Thread:
         thread = threading.Thread(target=target, args=args, daemon=True)
         thread.start()
         return thread
@@ -246,8 +251,8 @@ class Channel:
         The initial weights are those of one of the workers. So the model must be in its initial state.
         """
         self._rehearsing = False
-        self.count_anew()
-        self._expect()
+        self.reset_counters()
+        self._expect_reply()
         if self._staging is not None:
             self._staging.accept_weights()
         for link in reversed(self._links):  # server 0 last: it starts the run
@@ -256,7 +261,7 @@ class Channel:
         self.wait_s = 0.0  # does not include the wait for other workers to be ready
         return ticket
 
-    def count_anew(self) -> None:
+    def reset_counters(self) -> None:
         """Reset the counters of bytes and of waiting time."""
         self.wait_s = 0.0
         for link in self._links:
@@ -269,7 +274,7 @@ class Channel:
         or `rehearse` follows. It has no effect on a CPU.
         """
         if self._staging is not None:
-            self._expect()
+            self._expect_reply()
             self._staging.arm()
 
     def weigh(self, weight: torch.Tensor) -> None:
@@ -319,7 +324,7 @@ class Channel:
                 return
             self._error = Left("this worker has left")
         try:
-            self._say(Kind.LEAVE)
+            self._send_farewell(Kind.LEAVE)
             for link in self._links:  # a server closes the connection when it has read LEAVE
                 link.receiver.join(_FAREWELL_S)
                 link.replied.set()
@@ -348,12 +353,12 @@ class Channel:
                 sent = threading.Event()  # set when DONE has been sent, which must come before BYE
                 link.to_send.put(sent.set)
                 sent.wait(_FAREWELL_S)
-            self._say(Kind.BYE)
+            self._send_farewell(Kind.BYE)
         if isinstance(self._error, Left):  # the servers must read LEAVE before a connection ends
             self._gone.wait(_FAREWELL_S)
         self._close_connections()
 
-    def _say(self, kind: Kind) -> None:
+    def _send_farewell(self, kind: Kind) -> None:
         """Tell all servers that this worker leaves, and how long it has waited for them."""
         report = json.dumps({"wait_s": self.wait_s}).encode()
         for link in self._links:
@@ -372,7 +377,7 @@ class Channel:
 
     # --- pushing ---------------------------------------------------------------------------------
 
-    def _expect(self) -> None:
+    def _expect_reply(self) -> None:
         self._told.clear()
         self._next = None
         for link in self._links:
@@ -388,11 +393,11 @@ class Channel:
         overflowed = False
         if self._staging is not None:
             if not self._staging.armed:
-                self._expect()
+                self._expect_reply()
             self._staging.finish_push()
             overflowed = self._staging.overflowed
         else:
-            self._expect()
+            self._expect_reply()
             if self._unscaler is not None:
                 self._unscaler.begin(self.scale)
                 self._unscaler.unscale(self.flat.grads)
@@ -413,7 +418,7 @@ class Channel:
             if link.server == 0:
                 self._send(link, frame)
             else:
-                self._queue(link, frame)
+                self._queue_frame(link, frame)
 
     def _push_buffers(self) -> None:
         """Push the buffers. They come before the gradients, because the last shard completes a ticket."""
@@ -450,7 +455,7 @@ class Channel:
             self._send(link, Frame(Kind.PUSH, shard, 1, ticket, weight=self._weight), payload)
             link.bytes_out += len(payload)
 
-    def _queue(self, link: Link, frame: Frame) -> None:
+    def _queue_frame(self, link: Link, frame: Frame) -> None:
         """Send a frame to a server other than 0, after the shards that are queued for it."""
         link.to_send.put(lambda: self._send(link, frame))
 
@@ -548,7 +553,7 @@ class Channel:
         """End the training, and tell the servers other than 0, which do not know of an early end."""
         self._done = True
         for link in self._links[1:] if self._incarnation is not None else ():
-            self._queue(link, Frame(Kind.DONE))
+            self._queue_frame(link, Frame(Kind.DONE))
         for link in self._links:  # the receiving threads, which set these events, may have ended
             link.replied.set()
         self._told.set()
@@ -577,7 +582,7 @@ class Channel:
         if self._was_idle:
             self._was_idle = False
             for link in self._links[1:]:
-                self._queue(link, Frame(Kind.PULL))
+                self._queue_frame(link, Frame(Kind.PULL))
         self._next = ticket
         self._told.set()
 
@@ -591,7 +596,7 @@ class Channel:
             self._was_idle = True
             for other in self._links[1:]:
                 other.expect_all(outdated=True)
-                self._queue(other, Frame(Kind.WAIT))
+                self._queue_frame(other, Frame(Kind.WAIT))
 
     def _send_initial(self, link: Link) -> None:
         """Send the initial weights to one server, which sends no other frame before it has them."""

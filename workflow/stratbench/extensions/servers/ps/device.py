@@ -23,7 +23,7 @@ from stratbench.extensions.servers.ps.scale import LossScale, Unscaler
 BUCKET_BYTES = 16 << 20
 
 
-def buckets_of(bounds: list[tuple[int, int]], itemsize: int) -> list[tuple[int, int]]:
+def group_shards(bounds: list[tuple[int, int]], itemsize: int) -> list[tuple[int, int]]:
     """Group shards into buckets of about `BUCKET_BYTES`.
 
     Args:
@@ -114,7 +114,7 @@ class Staging:
         self._end_push, self._scale = end_push, scale
         self._unscaler = None if scale is None else Unscaler(flat.device)
         self._found = host_scalar(flat.device)  # the host's copy of the unscaler's overflow flag
-        self._buckets = buckets_of(bounds, flat.grads.element_size())
+        self._buckets = group_shards(bounds, flat.grads.element_size())
         self._edges = [(bounds[a][0], bounds[b - 1][1]) for a, b in self._buckets]
         spans = [
             (start, start + p.numel())

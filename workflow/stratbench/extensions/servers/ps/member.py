@@ -66,7 +66,7 @@ class StreamLane:
         start, stop = self._bounds[shard]
         return stop - start
 
-    def _place(self, shard: int) -> Tensor:
+    def _get_receive_buffer(self, shard: int) -> Tensor:
         """Return the buffer into which a shard's gradient is received, in the dtype that is sent."""
         if shard == BUFFERS:
             return self._buffers
@@ -75,7 +75,7 @@ class StreamLane:
 
     def moved_bytes(self, shard: int) -> int:
         """Return how many bytes a push of this shard sends. The shard may be `BUFFERS`."""
-        return self._place(shard).nbytes
+        return self._get_receive_buffer(shard).nbytes
 
     def payload_bytes(self, moved_bytes: int) -> int:
         """Return the length of a frame's payload that transports this many bytes."""
@@ -83,11 +83,11 @@ class StreamLane:
 
     def receive(self, shard: int) -> None:
         """Receive the gradient of a shard, or the float buffers if `shard` is `BUFFERS`."""
-        self._connection.receive_into(as_bytes(self._place(shard)))
+        self._connection.receive_into(as_bytes(self._get_receive_buffer(shard)))
 
     def received(self, shard: int) -> Tensor:
         """Return the gradient or buffers that were received. The next `receive` may overwrite them."""
-        buffer = self._place(shard)
+        buffer = self._get_receive_buffer(shard)
         if buffer.dtype is self._grad.dtype or shard == BUFFERS:
             return buffer
         return self._grad[: self._numel(shard)].copy_(buffer)
@@ -305,7 +305,7 @@ class Member:
         self._mute = True
 
     @property
-    def has_mail(self) -> bool:
+    def has_queued(self) -> bool:
         """Whether something is waiting to be sent."""
         return bool(self._outbox)
 
@@ -348,7 +348,7 @@ class Member:
             else:
                 self.connection.send(*item)
 
-    def silent_s(self, now: float, awake_since: float) -> float:
+    def compute_silence_s(self, now: float, awake_since: float) -> float:
         """Return how many seconds the worker has sent nothing, while the server was running and receiving."""
         since = self.connection.waiting_since
         return 0.0 if since is None else now - max(since, awake_since, self.connection.last_heard)

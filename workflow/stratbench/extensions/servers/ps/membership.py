@@ -29,7 +29,7 @@ class Membership:
         """The exclusive upper bound of workers' numbers."""
         return self.places
 
-    def choose_place(self, number: int) -> int:
+    def choose_slot(self, number: int) -> int:
         """Return the slot for a worker that wants to join.
 
         Raises:
@@ -64,7 +64,7 @@ class Membership:
         """Return whether training may begin, if `n_lost` workers were lost before it."""
         return len(self.ready) + n_lost >= self.places
 
-    def absent(self, lost: Collection[int]) -> set[int]:
+    def list_absent_slots(self, lost: Collection[int]) -> set[int]:
         """Return the slots that have no worker when training begins.
 
         Args:
@@ -85,7 +85,7 @@ class OpenMembership(Membership):
     def numbers(self) -> int:
         return 1 << 31
 
-    def choose_place(self, number: int) -> int:
+    def choose_slot(self, number: int) -> int:
         """Return the lowest free slot.
 
         A connected worker that has not asked for weights may join again: another server had refused it.
@@ -95,7 +95,7 @@ class OpenMembership(Membership):
         """
         known = self.members.get(number)
         if known is None or known.pulled:
-            super().choose_place(number)
+            super().choose_slot(number)
         elif known.alive:
             raise ComeAgain(f"worker {number} has not left yet; come again later")
         taken = {m.place for m in self.live}
@@ -107,7 +107,7 @@ class OpenMembership(Membership):
     def may_start(self, n_lost: int) -> bool:
         return bool(self.ready)
 
-    def absent(self, lost: Collection[int]) -> set[int]:
+    def list_absent_slots(self, lost: Collection[int]) -> set[int]:
         return set(range(self.places)) - {m.place for m in self.ready}
 
     @property

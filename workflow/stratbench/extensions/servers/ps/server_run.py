@@ -112,7 +112,7 @@ class ServerRun:
         with self._lock:
             if self.over.is_set():  # a late worker would otherwise start a run of its own
                 raise ProtocolError(self.error or "the run is over")
-            slot = self._membership.choose_place(worker)
+            slot = self._membership.choose_slot(worker)
             if self._store is None:
                 self._store = Store(layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
                 self._check_room(layout.weight_bytes + layout.buffer_bytes)
@@ -154,14 +154,14 @@ class ServerRun:
             "snapshot_dir": self.config.snapshot_dir,
             "heartbeat_deadline_s": self.config.heartbeat_deadline_s,
             "limit_bytes": store.limit_bytes,
-        } | self._more_of_welcome(member)
+        } | self._extend_welcome(member)
         accept_handshake(connection, self._secret, nonces, welcome, store.limit_bytes)
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
         sender.start()
         member.sender = sender  # set after the start, because `close` joins this thread
 
-    def _more_of_welcome(self, member: Member) -> dict[str, Any]:
+    def _extend_welcome(self, member: Member) -> dict[str, Any]:
         return {}
 
     def _answer(self, member: Member) -> None:
@@ -170,7 +170,7 @@ class ServerRun:
         except Closed:
             pass  # the receiving thread notices it after the worker's last frames, such as BYE
         except Exception as error:
-            self._break_down(error)
+            self._stop_after_error(error)
             member.drop_shards()
             with contextlib.suppress(Closed):
                 member.send_replies(self._store)  # sends the reason
@@ -179,8 +179,8 @@ class ServerRun:
         """Return the handlers of frames that have no payload, by kind of frame."""
         return {
             Kind.PULL: self._on_pull,
-            Kind.SKIP: self._on_verdict,
-            Kind.APPLY: self._on_verdict,
+            Kind.SKIP: self._on_apply_or_skip,
+            Kind.APPLY: self._on_apply_or_skip,
             Kind.SETTLE: self._on_settle,
             Kind.WAIT: self._on_wait,
             Kind.HEARTBEAT: lambda member, frame: None,
@@ -190,7 +190,7 @@ class ServerRun:
         try:
             self._attend(member)
         except Exception as error:
-            self._break_down(error)
+            self._stop_after_error(error)
         member.sender.join()  # it may still send a reason; `close` closes a connection that nobody reads
         member.let_go()
 
@@ -227,7 +227,7 @@ class ServerRun:
         except (Closed, Silent) as error:
             self._lose(member, str(error))
 
-    def _break_down(self, error: Exception) -> None:
+    def _stop_after_error(self, error: Exception) -> None:
         """End the run because of an unexpected error, so that workers do not wait forever."""
         log.exception("the server failed")
         self._stop(f"the server failed: {type(error).__name__}: {error}")
@@ -252,9 +252,9 @@ class ServerRun:
                 self._store.join(member.place)
             elif not member.pulled:
                 member.pulled = True
-                self._take_in(member)
+                self._add_ready_member(member)
 
-    def _take_in(self, member: Member) -> None:
+    def _add_ready_member(self, member: Member) -> None:
         """Add a worker that is ready to start to the shards, once they exist. `_lock` is held."""
         self._ask_for_weights()
         if self._initialised:
@@ -283,7 +283,9 @@ class ServerRun:
                 return
             self._store.make_shards(self._make_shard)
             self._initialised = True
-            for slot in self._membership.absent([entry["worker"] for entry in self.lost]):
+            for slot in self._membership.list_absent_slots(
+                [entry["worker"] for entry in self.lost]
+            ):
                 self._store.leave(slot, lost=True)
             for other in self._membership.ready:
                 self._store.join(other.place)
@@ -326,11 +328,11 @@ class ServerRun:
         """
         if self.config.server == 0:
             with self._lock:
-                if member.alive and member.next is None and self._hands_out:
+                if member.alive and member.next is None and self._hands_out_tickets:
                     member.next = self.tickets.take(member.worker, member.place)
 
     @property
-    def _hands_out(self) -> bool:
+    def _hands_out_tickets(self) -> bool:
         """Whether workers get another ticket after the current one, if one is left."""
         return not self.done
 
@@ -339,7 +341,7 @@ class ServerRun:
         if member.pulled:
             raise ProtocolError(f"malformed frame: {frame.kind.name} without a ticket")
         if frame.kind is Kind.PUSH:
-            answered = self._store.shards_of(member, frame)
+            answered = self._store.list_pushed_shards(member, frame)
             for k in answered:
                 member.lane.receive(k)
         else:
@@ -359,7 +361,7 @@ class ServerRun:
         if not member.todo and not member.scaled:
             self._finish_push(member)
 
-    def _on_verdict(self, member: Member, frame: Frame) -> None:
+    def _on_apply_or_skip(self, member: Member, frame: Frame) -> None:
         """Handle APPLY and SKIP: apply or drop a whole push, depending on whether a gradient overflowed."""
         self._check_ticket(member, frame)
         self._reserve_ticket(member)
@@ -397,7 +399,7 @@ class ServerRun:
         if self.config.server or not 0 < frame.shard < self.config.n_servers:
             raise ProtocolError(f"malformed frame: SETTLE of server {frame.shard}")
         with self._lock:
-            if member.alive and frame.ticket in self.tickets.held_by(member.worker):
+            if member.alive and frame.ticket in self.tickets.list_held(member.worker):
                 self._settle(member.worker, frame.ticket, frame.shard)
 
     def _settle(self, worker: int, number: int, server: int) -> None:
@@ -432,10 +434,10 @@ class ServerRun:
 
     def _let_wait(self, member: Member) -> None:
         """Tell a worker that no ticket is free now. `_lock` is held."""
-        self._let_idle(member)
+        self._mark_idle(member)
         member.tell(Frame(Kind.WAIT))
 
-    def _let_idle(self, member: Member) -> None:
+    def _mark_idle(self, member: Member) -> None:
         member.idle = True
         if self._tolerates_loss:
             self._store.leave(member.place, lost=False)
@@ -512,19 +514,19 @@ class ServerRun:
                 if not self._tolerates_loss:
                     self._fail(f"step {step}: worker {member.worker} was lost ({reason})")
                     return
-                self._go_on_without(member)
+                self._continue_without(member)
             self._end_if_empty()
 
-    def _go_on_without(self, member: Member) -> None:
+    def _continue_without(self, member: Member) -> None:
         self.tickets.give_back(member.worker)
         if self._initialised:
             self._store.leave(member.place, lost=True)
         else:
             self._ask_for_weights()
         self._start_if_ready()
-        self._employ_idle()
+        self._hand_tickets_to_idle()
 
-    def _employ_idle(self) -> None:
+    def _hand_tickets_to_idle(self) -> None:
         """Give tickets to workers that had to wait for one. `_lock` is held."""
         for other in self._membership.live if self.config.server == 0 else ():
             if other.idle and other.evaluates is None:
@@ -548,10 +550,10 @@ class ServerRun:
         born, awake = time.monotonic(), Awake(interval_s)
         while not self.over.wait(interval_s):
             now = time.monotonic()
-            self._look_for_silence(now, awake.look(now))
-            self._look_further(now - born)
+            self._lose_silent_members(now, awake.look(now))
+            self._check_start_deadline(now - born)
 
-    def _look_further(self, age_s: float) -> None:
+    def _check_start_deadline(self, age_s: float) -> None:
         """Check the deadline of the start, about once per second.
 
         Args:
@@ -565,12 +567,12 @@ class ServerRun:
                     f"{self.config.start_deadline_s:g} s"
                 )
 
-    def _look_for_silence(self, now: float, awake_since: float) -> None:
+    def _lose_silent_members(self, now: float, awake_since: float) -> None:
         deadline_s = self.config.heartbeat_deadline_s
         for member in list(self._members.values()):
-            if member.alive and member.silent_s(now, awake_since) > deadline_s:
+            if member.alive and member.compute_silence_s(now, awake_since) > deadline_s:
                 self._lose(member, f"no heartbeat for {deadline_s:g} s")
-            elif member.alive and not member.has_mail:
+            elif member.alive and not member.has_queued:
                 member.tell(Frame(Kind.HEARTBEAT))
 
     def close(self) -> None:

@@ -82,9 +82,9 @@ class SnapshotWriter:
         self.folder, self._on_failure = Path(folder), on_failure
         self.folder.mkdir(parents=True, exist_ok=True)
         self._server, self._n_servers = server, n_servers
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
-        self._thread.start()
+        self._queue_frame: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._start_thread = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
+        self._start_thread.start()
 
     def take(self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None) -> None:
         """Request a snapshot of the present weights, and return at once.
@@ -102,21 +102,21 @@ class SnapshotWriter:
             stop = start + shard.policy.weights.numel()
             shard.snapshot(weights[start:stop])
             start = stop
-        self._queue.put((epoch, seconds, shards, weights, buffers))
+        self._queue_frame.put((epoch, seconds, shards, weights, buffers))
 
     def wait(self) -> None:
         """Wait until all snapshots that were requested so far are on the disk."""
         done = threading.Event()
-        self._queue.put(done)
+        self._queue_frame.put(done)
         done.wait()
 
     def close(self) -> None:
         """Wait until all snapshots are on the disk, and end the thread."""
-        self._queue.put(None)
-        self._thread.join()
+        self._queue_frame.put(None)
+        self._start_thread.join()
 
     def _write_all(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._queue_frame.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
@@ -182,7 +182,7 @@ def load_snapshot(
     return first["seconds"], torch.cat(parts), buffers
 
 
-def drop_later(folder: str | Path, server: int, epochs: int) -> None:
+def delete_later_snapshots(folder: str | Path, server: int, epochs: int) -> None:
     """Delete a server's snapshots after its first `epochs`, which an earlier incarnation has left.
 
     Args:
@@ -195,7 +195,7 @@ def drop_later(folder: str | Path, server: int, epochs: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def drop_snapshot(folder: str | Path, epoch: int) -> None:
+def delete_snapshot(folder: str | Path, epoch: int) -> None:
     """Delete the files of a snapshot that has been loaded.
 
     Its folder stays, for those to come.

@@ -111,7 +111,7 @@ class Store:
         """Create all shards from their initial weights."""
         self.shards = {k: make(k, self._initial.pop(k)) for k in self.mine}
 
-    def shards_of(self, member: Member, frame: Frame) -> list[int]:
+    def list_pushed_shards(self, member: Member, frame: Frame) -> list[int]:
         """Return the numbers of the shards that a PUSH frame has, or `BUFFERS`.
 
         Raises:
@@ -137,7 +137,7 @@ class Store:
 
         If the worker has a loss scale, they are stored until `apply` or `skip` is called.
         """
-        for k in self.shards_of(member, frame):
+        for k in self.list_pushed_shards(member, frame):
             if k != BUFFERS and k not in member.todo:
                 raise ProtocolError(f"malformed frame: shard {k} was pushed already")
             member.lane.receive(k)
@@ -265,7 +265,7 @@ class EpochLog:
         self._seen = Once()
         #: Number of completed tickets at which the next epoch ends.
         self._next_end = 0
-        self._await_next()
+        self._set_next_end()
 
     @property
     def complete(self) -> bool:
@@ -291,8 +291,8 @@ class EpochLog:
             if self._next_end > len(self._seen):
                 break
             self.ends.append(end)
-            self._await_next()
-        self._end_what_is_over(seconds, store)
+            self._set_next_end()
+        self._end_complete_epochs(seconds, store)
 
     def count(self, number: int, seconds: float, store: Store) -> None:
         """Count a completed ticket, and end the epochs that are over by it.
@@ -306,15 +306,15 @@ class EpochLog:
             return
         if self._plan.steps and not len(self._seen) % self._plan.slices:
             self.step_ends_s.append(seconds)
-        self._end_what_is_over(seconds, store)
+        self._end_complete_epochs(seconds, store)
 
-    def _end_what_is_over(self, seconds: float, store: Store) -> None:
+    def _end_complete_epochs(self, seconds: float, store: Store) -> None:
         if self.complete:
             for shard in store.shards.values():
                 shard.finish()
         while len(self._seen) >= self._next_end and len(self.ends) < self._plan.epochs:
             self._end(len(self.ends), seconds, store)
-            self._await_next()
+            self._set_next_end()
 
     def _end(self, epoch: int, seconds: float, store: Store) -> None:
         self.ends.append({"epoch": epoch, "end_s": seconds})
@@ -322,9 +322,9 @@ class EpochLog:
             buffers = None if store.buffers is None else store.buffers.mean()
             self._writer.take(epoch, seconds, list(store.shards.values()), buffers)
 
-    def _await_next(self) -> None:
+    def _set_next_end(self) -> None:
         if not self.complete:
-            self._next_end += self._plan.tickets_of(len(self.ends))
+            self._next_end += self._plan.count_epoch_tickets(len(self.ends))
 
 
 def _histogram(counts: Counter[int]) -> list[int]:

@@ -49,7 +49,7 @@ class TicketPlan:
     def __len__(self) -> int:
         return (self.steps or self.epochs * self.steps_per_epoch) * self.slices
 
-    def tickets_of(self, epoch: int) -> int:
+    def count_epoch_tickets(self, epoch: int) -> int:
         """Return the number of tickets of an epoch."""
         whole = self.steps_per_epoch * self.slices
         return min(whole, len(self) - epoch * whole)
@@ -156,7 +156,7 @@ class Tickets:
         """Whether every ticket of the plan is completed."""
         return self.n_settled == len(self.plan)
 
-    def held_by(self, worker: int) -> list[int]:
+    def list_held(self, worker: int) -> list[int]:
         """Return the numbers of the tickets that a worker holds, in ascending order."""
         return sorted(number for number, holder in self._held.items() if holder == worker)
 
@@ -219,7 +219,7 @@ class Tickets:
 
     def give_back(self, worker: int) -> list[int]:
         """Take back the tickets of a lost worker, so that others get them, and return their numbers."""
-        lost = self.held_by(worker)
+        lost = self.list_held(worker)
         for number in lost:
             del self._held[number]
             self._there.pop(number, None)

@@ -88,7 +88,7 @@ class Header:
     """
 
     def __init__(self, key: bytes) -> None:
-        """Start with the key of this connection and direction, 32 bytes (see `handshake.session_keys`)."""
+        """Start with the key of this connection and direction, 32 bytes (`derive_session_keys`)."""
         self._mac = hashlib.blake2b(digest_size=MAC_BYTES, key=key)
         self.seq = 0
 

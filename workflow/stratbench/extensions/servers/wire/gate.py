@@ -151,13 +151,13 @@ class Gate:
 
     def _attend(self, connection: Connection, transport: str, peer: str) -> None:
         try:
-            serve = self._greet(connection, transport, peer)
+            serve = self._admit_peer(connection, transport, peer)
         finally:
             self._forget(connection)
         if serve is not None:
             serve()
 
-    def _greet(
+    def _admit_peer(
         self, connection: Connection, transport: str, peer: str
     ) -> Callable[[], None] | None:
         connection.on_replay = lambda frame: self._refusals.add(

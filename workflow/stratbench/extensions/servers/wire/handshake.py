@@ -64,11 +64,11 @@ def load_secret(path: str | Path) -> bytes:
     return secret
 
 
-def _prove(secret: bytes, side: bytes, nonces: bytes, payload: bytes) -> bytes:
+def _compute_proof(secret: bytes, side: bytes, nonces: bytes, payload: bytes) -> bytes:
     return hmac.digest(secret, side + nonces + payload, hashlib.sha256)
 
 
-def session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
+def derive_session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
     """Return the 32-byte keys of the frames from worker to server and from server to worker."""
     return (
         hmac.digest(secret, b"worker frames" + nonces, hashlib.sha256),
@@ -76,7 +76,7 @@ def session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
     )
 
 
-def _said(connection: Connection, kind: Kind, least_bytes: int) -> bytes:
+def _receive_payload(connection: Connection, kind: Kind, least_bytes: int) -> bytes:
     frame = connection.receive()
     if frame.kind is Kind.ERR:
         reason = connection.read(frame.length).decode(errors="replace")
@@ -86,7 +86,7 @@ def _said(connection: Connection, kind: Kind, least_bytes: int) -> bytes:
     return connection.read(frame.length)
 
 
-def _parsed(payload: bytes) -> dict[str, Any]:
+def _parse_object(payload: bytes) -> dict[str, Any]:
     try:
         value = json.loads(payload)
     except ValueError:
@@ -105,12 +105,12 @@ def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any
     connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
     nonce = os.urandom(NONCE_BYTES)
     connection.send(Frame(Kind.CHALLENGE), nonce)
-    body = _said(connection, Kind.HELLO, DIGEST_BYTES + NONCE_BYTES)
+    body = _receive_payload(connection, Kind.HELLO, DIGEST_BYTES + NONCE_BYTES)
     digest, theirs = body[:DIGEST_BYTES], body[DIGEST_BYTES : DIGEST_BYTES + NONCE_BYTES]
     payload = body[DIGEST_BYTES + NONCE_BYTES :]
-    if not hmac.compare_digest(digest, _prove(secret, b"worker", nonce + theirs, payload)):
+    if not hmac.compare_digest(digest, _compute_proof(secret, b"worker", nonce + theirs, payload)):
         raise ProtocolError("the peer does not know this job's secret")
-    return _parsed(payload), nonce + theirs
+    return _parse_object(payload), nonce + theirs
 
 
 def accept_handshake(
@@ -126,8 +126,10 @@ def accept_handshake(
         limit_bytes: Maximum size of later payloads, in bytes.
     """
     payload = json.dumps(welcome).encode()
-    connection.send(Frame(Kind.WELCOME), _prove(secret, b"server", nonces, payload) + payload)
-    to_server, to_worker = session_keys(secret, nonces)
+    connection.send(
+        Frame(Kind.WELCOME), _compute_proof(secret, b"server", nonces, payload) + payload
+    )
+    to_server, to_worker = derive_session_keys(secret, nonces)
     connection.use_keys(to_worker, to_server, limit_bytes)
 
 
@@ -143,15 +145,19 @@ def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any])
         JoinRefused: If the server refuses the worker, with its reason, or does not know the secret.
     """
     connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
-    nonces = _said(connection, Kind.CHALLENGE, NONCE_BYTES)[:NONCE_BYTES] + os.urandom(NONCE_BYTES)
+    nonces = _receive_payload(connection, Kind.CHALLENGE, NONCE_BYTES)[:NONCE_BYTES] + os.urandom(
+        NONCE_BYTES
+    )
     payload = json.dumps(hello).encode()
-    proof = _prove(secret, b"worker", nonces, payload)
+    proof = _compute_proof(secret, b"worker", nonces, payload)
     connection.send(Frame(Kind.HELLO), proof + nonces[NONCE_BYTES:] + payload)
-    body = _said(connection, Kind.WELCOME, DIGEST_BYTES)
+    body = _receive_payload(connection, Kind.WELCOME, DIGEST_BYTES)
     payload = body[DIGEST_BYTES:]
-    if not hmac.compare_digest(body[:DIGEST_BYTES], _prove(secret, b"server", nonces, payload)):
+    if not hmac.compare_digest(
+        body[:DIGEST_BYTES], _compute_proof(secret, b"server", nonces, payload)
+    ):
         raise JoinRefused("the server does not know this job's secret")
-    welcome = _parsed(payload)
-    to_server, to_worker = session_keys(secret, nonces)
+    welcome = _parse_object(payload)
+    to_server, to_worker = derive_session_keys(secret, nonces)
     connection.use_keys(to_server, to_worker, int(welcome["limit_bytes"]))
     return welcome

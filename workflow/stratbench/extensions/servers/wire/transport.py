@@ -78,7 +78,7 @@ class Connection:
         timeval = struct.pack("@ll", seconds, int((tick_s - seconds) * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         if sock.family != socket.AF_UNIX:
-            _tune(sock)
+            _set_tcp_options(sock)
         self.sock = sock
         self.replays = 0
         #: Called with each repeated frame, which is then skipped.
@@ -226,10 +226,14 @@ class Connection:
         heard = max(self.last_heard, self._awake.look(now))
         if self.silence_s is not None and now - heard > self.silence_s:
             raise Silent(f"nothing was heard for {self.silence_s:g} s")
-        if self.vanished_s is not None and now - heard > self.vanished_s and self._unanswered():
+        if (
+            self.vanished_s is not None
+            and now - heard > self.vanished_s
+            and self._is_unacknowledged()
+        ):
             raise Silent(f"its host has not answered for {self.vanished_s:g} s")
 
-    def _unanswered(self) -> bool:
+    def _is_unacknowledged(self) -> bool:
         """Return whether the peer's host has acknowledged nothing for `vanished_s`, although data were sent.
 
         A host that is alive acknowledges data for a process that is busy or stopped, too.
@@ -246,7 +250,7 @@ class Connection:
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _tune(sock: socket.socket) -> None:
+def _set_tcp_options(sock: socket.socket) -> None:
     """Send small frames without delay, and use the congestion control "reno" within a host.
 
     The congestion control BBR halves the throughput on loopback, because it delays packets. Buffer sizes stay
@@ -320,7 +324,7 @@ def rendezvous_file(path: str | Path, server: int) -> Path:
     return Path(f"{path}.{server}")
 
 
-def _dial(endpoint: dict[str, Any], transport: str) -> tuple[socket.socket, str]:
+def _connect_once(endpoint: dict[str, Any], transport: str) -> tuple[socket.socket, str]:
     local = endpoint["local"] and endpoint["boot_id"] and endpoint["boot_id"] == _boot_id()
     if transport != "tcp" and local and hasattr(os, "memfd_create"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -337,7 +341,7 @@ def _dial(endpoint: dict[str, Any], transport: str) -> tuple[socket.socket, str]
     return socket.create_connection((endpoint["host"], endpoint["port"]), timeout=5.0), "tcp"
 
 
-def dial(
+def connect_to_server(
     path: str | Path, server: int, transport: str, deadline: float
 ) -> tuple[socket.socket, str]:
     """Connect to a server, and wait until the deadline for its rendezvous file and its answer.
@@ -359,7 +363,7 @@ def dial(
     file = rendezvous_file(path, server)
     while True:
         try:
-            return _dial(json.loads(file.read_text(encoding="utf-8")), transport)
+            return _connect_once(json.loads(file.read_text(encoding="utf-8")), transport)
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline:
                 raise ConnectionError(

@@ -13,9 +13,13 @@ import numpy as np
 import pandas as pd
 
 from stratbench.analysis.records.collect import UNMEASURED
-from stratbench.analysis.records.groups import Group, Repeats, rows_by_group
-from stratbench.analysis.records.score import Score, score_of
-from stratbench.analysis.tables.summary import describe_outcome, doubts_by_group, outcome_kinds
+from stratbench.analysis.records.groups import Group, Repeats, group_rows
+from stratbench.analysis.records.score import Score, read_score
+from stratbench.analysis.tables.summary import (
+    describe_outcome,
+    format_outcome_kinds,
+    group_findings,
+)
 from stratbench.cell.text.words import counted
 from stratbench.extensions.sets.comparing.matching import (
     WORK,
@@ -32,10 +36,10 @@ from stratbench.extensions.sets.reading import ResultSet
 from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.moderated import ALPHA
 from stratbench.statistics.unpaired import (
-    difference_of_scores,
-    mean_of_logs,
-    ratio_of_times,
-    slowdown_over_cells,
+    compute_mean_of_logs,
+    compute_mean_slowdown,
+    compute_score_difference,
+    compute_time_ratio,
 )
 
 #: Paths of record fields that say how memory was measured.
@@ -106,7 +110,7 @@ class ComparedCell:
     @cached_property
     def time_ratio(self) -> IntervalEstimate | None:
         """Training time in the other set divided by that in the first, or None if not comparable."""
-        return None if self.why_not else ratio_of_times(self.other.times, self.first.times)
+        return None if self.why_not else compute_time_ratio(self.other.times, self.first.times)
 
     @property
     def memory_ratio(self) -> float | None:
@@ -127,7 +131,7 @@ class ComparedCell:
         """Score in the other set minus that in the first, or None if not comparable or without scores."""
         if self.why_not or not self.first.scores or not self.other.scores:
             return None
-        return difference_of_scores(self.other.scores, self.first.scores)
+        return compute_score_difference(self.other.scores, self.first.scores)
 
 
 @dataclass(frozen=True)
@@ -218,9 +222,9 @@ class Measurements:
         self.repeats = Repeats(result_set.cells, findings)
         bad = result_set.cells[~result_set.cells["status"].isin(["ok", *UNMEASURED])]
         #: Rows of cells that ran and failed, by group.
-        self.bad = rows_by_group(bad)
+        self.bad = group_rows(bad)
         doubtful = [finding for finding in findings if finding["severity"] == "warning"]
-        self.doubts = doubts_by_group(doubtful, list_groups_with_data(result_set))
+        self.doubts = group_findings(doubtful, list_groups_with_data(result_set))
 
     def measure_group(self, group: Group, score: Score) -> CellMeasurements:
         """Return the times, scores, memory and outcome of a group of repeats."""
@@ -233,7 +237,7 @@ class Measurements:
             times,
             tuple(score.factor * value for value in scores),
             self.repeats.median(group, "peak_memory_bytes", "memory"),
-            "" if bad is None else outcome_kinds(describe_outcome(bad)),
+            "" if bad is None else format_outcome_kinds(describe_outcome(bad)),
             group in self.repeats.ok,
             tuple(self.doubts.get(("time", *group), ())),
         )
@@ -243,7 +247,7 @@ def compare(first: ResultSet, other: ResultSet) -> Comparison:
     """Compare the other set with the first."""
     matched = match_cells(first, other)
     measured = Measurements(first), Measurements(other)
-    scored = {name: score_of(rows) for name, rows in first.cells.groupby("experiment")}
+    scored = {name: read_score(rows) for name, rows in first.cells.groupby("experiment")}
     cells = []
     for match in matched:
         score = scored[match.first.experiment]
@@ -306,14 +310,14 @@ def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
             here = [cell for cell in ratios if gpus in (None, cell.group.gpus)]
             rows = [(cell.group.model, math.log(cell.time_ratio.value)) for cell in here]
             by_model = pd.DataFrame(rows, columns=["model", "log"]).groupby("model")["log"].mean()
-            mean = mean_of_logs(by_model.tolist())
+            mean = compute_mean_of_logs(by_model.tolist())
             pairs = [(cell.other.times, cell.first.times) for cell in here]
             # The level is shared (Bonferroni): a false difference of any strategy has probability ALPHA at
             # most.
-            shared = slowdown_over_cells(pairs, ALPHA / 2 / len(by_strategy))
+            shared = compute_mean_slowdown(pairs, ALPHA / 2 / len(by_strategy))
             apart = None if shared.low is None else shared.excludes(0.0)
             if len(by_model) == 1:
-                ends = slowdown_over_cells(pairs, ALPHA / 2)[1:]
+                ends = compute_mean_slowdown(pairs, ALPHA / 2)[1:]
                 mean = IntervalEstimate(
                     mean.value, *(end if end is None else 1 + end for end in ends)
                 )
@@ -334,8 +338,8 @@ def find_rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
                 old, new = (a, b) if before > 0 else (b, a)
                 yield RankChange(
                     *(experiment, model, gpus, old.group.strategy, new.group.strategy),
-                    ratio_of_times(new.first.times, old.first.times),
-                    ratio_of_times(new.other.times, old.other.times),
+                    compute_time_ratio(new.first.times, old.first.times),
+                    compute_time_ratio(new.other.times, old.other.times),
                 )
 
 

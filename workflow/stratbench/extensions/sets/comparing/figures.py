@@ -9,11 +9,11 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from stratbench.analysis.figures.figure_data import marks_of
+from stratbench.analysis.figures.figure_data import assign_marks
 from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.rows import FigureRow, Point, Rows, draw_rows
 from stratbench.analysis.figures.sheet import RC, save_figure
-from stratbench.analysis.report.shown import data_uri
+from stratbench.analysis.report.shown import build_data_uri
 from stratbench.extensions.sets.comparing.comparison import ComparedCell, Comparison
 
 
@@ -27,7 +27,7 @@ def draw_ratio_figures(
         out_dir: Folder to write to.
         margin: Fraction within which times count as equal.
     """
-    marks = marks_of(pd.concat([comparison.first.cells, comparison.other.cells]))
+    marks = assign_marks(pd.concat([comparison.first.cells, comparison.other.cells]))
     drawn = []
     for experiment, model in dict.fromkeys(c.group.comparison for c in comparison.with_ratio):
         cells = [c for c in comparison.with_ratio if c.group.comparison == (experiment, model)]
@@ -40,7 +40,7 @@ def draw_ratio_figures(
                 "caption": " ".join(iter_caption_sentences(comparison, cells, margin)),
                 "alt": f"Training times in {comparison.other.name} as multiples of those in "
                 f"{comparison.first.name}, for model {model} and experiment {experiment}.",
-                "uri": data_uri(stem.with_suffix(".svg").read_bytes()),
+                "uri": build_data_uri(stem.with_suffix(".svg").read_bytes()),
             }
         )
     return drawn

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from stratbench.analysis.records.collect import UNMEASURED
-from stratbench.analysis.records.groups import GROUP, Group, rows_by_group
+from stratbench.analysis.records.groups import GROUP, Group, group_rows
 from stratbench.extensions.audit.across_cells.mixed import (
     NOT_STATED,
     TABLE,
@@ -125,7 +125,7 @@ def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
         for path, texts in collect_texts_by_path(record).items():
             values[group][path] |= texts
     if result_set.is_published:
-        for group, rows in rows_by_group(result_set.cells).items():
+        for group, rows in group_rows(result_set.cells).items():
             for column, path in PUBLISHED.items():
                 values[group][path] |= {
                     _format_value(value) for value in rows[column].dropna().unique()

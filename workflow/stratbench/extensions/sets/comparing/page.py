@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.decide import Decision, answers_as_json
-from stratbench.analysis.records.groups import bases_by_strategy
-from stratbench.analysis.report.answer_rows import first_screen
+from stratbench.analysis.decision.decide import Decision, build_answers_json
+from stratbench.analysis.records.groups import map_base_strategies
+from stratbench.analysis.report.answer_rows import build_first_screen
 from stratbench.analysis.report.report import TEMPLATES as REPORT_TEMPLATES
 from stratbench.cell.text import pages
-from stratbench.cell.text.words import bytes_text, shortened
+from stratbench.cell.text.words import format_bytes, shortened
 from stratbench.extensions.sets.check import describe_audit, describe_workers
 from stratbench.extensions.sets.comparing.comparison import (
     ComparedCell,
@@ -101,7 +101,7 @@ def iter_change_sentences(comparison: Comparison) -> Iterator[str]:
     """Yield a sentence per large change of memory or score."""
     for cell in comparison.with_ratio:
         if cell.memory_ratio is not None and abs(cell.memory_ratio - 1) > MEMORY_CHANGE:
-            before, after = map(bytes_text, (cell.first.memory_bytes, cell.other.memory_bytes))
+            before, after = map(format_bytes, (cell.first.memory_bytes, cell.other.memory_bytes))
             yield (
                 f"{cell.in_words}: peak memory changed by {cell.memory_ratio - 1:+.0%} ({before} to "
                 f"{after})."
@@ -138,7 +138,7 @@ def make_page_values(
         limits: The constraints.
         by_cost: Whether the ranking is by cost.
     """
-    decided = answers_as_json(decisions, [], limits) | {
+    decided = build_answers_json(decisions, [], limits) | {
         "constraints": list(constraints),
         "by_cost": by_cost,
     }
@@ -149,7 +149,7 @@ def make_page_values(
         "pairs": list(pairs),
         "watched": watched,
         "allowed": allowed,
-        **first_screen(find_base_strategies(sets, decisions), decided),
+        **build_first_screen(find_base_strategies(sets, decisions), decided),
     }
 
 
@@ -157,7 +157,7 @@ def find_base_strategies(
     sets: Sequence[ResultSet], decisions: Sequence[Decision]
 ) -> dict[str, str | None]:
     """Return the base strategy of each name in decisions over sets, such as `ddp (a100)`."""
-    known = bases_by_strategy(pd.concat([one.cells for one in sets]))
+    known = map_base_strategies(pd.concat([one.cells for one in sets]))
     listed = {row["strategy"] for decision in decisions for row in decision.matrix}
     return {name: known.get(name.partition(" (")[0]) for name in sorted(listed)}
 

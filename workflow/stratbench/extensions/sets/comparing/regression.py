@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stratbench.analysis.records.groups import Group
-from stratbench.cell.text.words import counted, names_text
+from stratbench.cell.text.words import counted, format_names
 from stratbench.extensions.sets.comparing.comparison import ComparedCell, Comparison
 from stratbench.statistics.intervals import IntervalEstimate
-from stratbench.statistics.unpaired import ALPHA, slowdown_over_cells
+from stratbench.statistics.unpaired import ALPHA, compute_mean_slowdown
 
 SLOWER, LOST, WITHIN, UNKNOWN = "slower", "no longer finishes", "within", "cannot tell"
 GONE, OTHER_WORK, LESS = "no longer judged", "not judged", "finishes less often"
@@ -111,7 +111,7 @@ def iter_no_longer_judged(comparison: Comparison) -> Iterator[WatchedCells]:
     for group in () if comparison.other.is_published else comparison.missing_groups:
         places[GONE, group.strategy, "without a record"].append(group)
     for (outcome, strategy, reason), groups in places.items():
-        named = names_text([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MAX_NAMED)
+        named = format_names([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MAX_NAMED)
         what = f"{strategy}, {counted(len(groups), 'cell')} {reason}: {named}"
         yield WatchedCells(comparison.other.name, what, False, len(groups), None, outcome)
 
@@ -168,7 +168,7 @@ def watch_cells(
         alpha: Probability of a false alarm.
         allowed: Allowed slow-down.
     """
-    slowdown = slowdown_over_cells([(c.other.times, c.first.times) for c in cells], alpha)
+    slowdown = compute_mean_slowdown([(c.other.times, c.first.times) for c in cells], alpha)
     outcome = UNKNOWN
     if slowdown.low is not None and slowdown.low > allowed:
         outcome = SLOWER

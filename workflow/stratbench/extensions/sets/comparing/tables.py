@@ -10,7 +10,12 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.records.measures import NO_CELL
-from stratbench.analysis.tables.tables import latex, lines_by_model, markdown, table_by_count
+from stratbench.analysis.tables.tables import (
+    build_table_by_count,
+    group_lines_by_model,
+    latex,
+    markdown,
+)
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import shortened
 from stratbench.extensions.sets.comparing.comparison import (
@@ -20,7 +25,7 @@ from stratbench.extensions.sets.comparing.comparison import (
     describe_differences,
 )
 from stratbench.statistics.intervals import IntervalEstimate
-from stratbench.statistics.unpaired import geometric_mean
+from stratbench.statistics.unpaired import compute_geometric_mean
 
 #: First characters by which spreadsheets take a text in a CSV file for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -41,7 +46,9 @@ def times_text(times: tuple[float, ...]) -> str:
     """Format the geometric mean of times, with the number of times if there are several."""
     if not times:
         return NO_CELL
-    return f"{geometric_mean(times):.4g} s" + (f" (n = {len(times)})" if len(times) > 1 else "")
+    return f"{compute_geometric_mean(times):.4g} s" + (
+        f" (n = {len(times)})" if len(times) > 1 else ""
+    )
 
 
 def make_interval_columns(name: str, estimate: IntervalEstimate | None) -> dict[str, float | None]:
@@ -62,8 +69,8 @@ def iter_cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
             "workers": cell.group.gpus,
             "repeats_first": len(cell.first.times),
             "repeats_other": len(cell.other.times),
-            "time_first_s": geometric_mean(cell.first.times) if cell.first.times else None,
-            "time_other_s": geometric_mean(cell.other.times) if cell.other.times else None,
+            "time_first_s": compute_geometric_mean(cell.first.times) if cell.first.times else None,
+            "time_other_s": compute_geometric_mean(cell.other.times) if cell.other.times else None,
             **make_interval_columns("time_ratio", cell.time_ratio),
             "memory_ratio": cell.memory_ratio,
             "score_name": cell.score.name,
@@ -83,7 +90,7 @@ def make_ratio_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
     texts = (
         (c.group, ratio_text(c.time_ratio) if c.time_ratio else f"n/a ({c.why_not})") for c in cells
     )
-    return table_by_count(counts, lines_by_model(texts), "worker")
+    return build_table_by_count(counts, group_lines_by_model(texts), "worker")
 
 
 def make_strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:

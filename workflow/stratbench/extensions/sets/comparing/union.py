@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.candidates import candidates_among
+from stratbench.analysis.decision.candidates import build_candidates
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.decide import Decision, decide_together, read_evidence
-from stratbench.analysis.decision.tolerance import judge_scores
+from stratbench.analysis.decision.decide import Decision, decide_with_pooled_variance, read_evidence
+from stratbench.analysis.decision.tolerance import exclude_by_score
 from stratbench.cell.coordinates import STATUSES
 from stratbench.extensions.sets.check import SHARED
 from stratbench.extensions.sets.reading import ResultSet
@@ -63,7 +63,7 @@ def decide_over_sets(
         for parts in jobs.values()
         if len({part.set_name for part in parts}) > 1
     ]
-    return decide_together(studied, constraints)
+    return decide_with_pooled_variance(studied, constraints)
 
 
 def get_job_values(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
@@ -95,14 +95,14 @@ def list_candidates(
         here = replace(
             constraints, price_per_gpu_hour=prices.get(name, constraints.price_per_gpu_hour)
         )
-        mine = candidates_among(rows, findings, here, list(read_evidence((), here).values()))
+        mine = build_candidates(rows, findings, here, list(read_evidence((), here).values()))
         whose = f"{name}, {rows['experiment'].iloc[0]}" if times[name] > 1 else name
         for candidate in mine:
             candidate.strategy = f"{candidate.strategy} ({whose})"
             # Different hosts of two sets may have the same name.
             candidate.hosts = frozenset(f"{host} of {name}" for host in candidate.hosts)
         candidates += mine
-    judge_scores(candidates, constraints)
+    exclude_by_score(candidates, constraints)
     yield from candidates
 
 

@@ -91,7 +91,7 @@ def correct_by_full_runs(
         if shift > MAX_OFF:
             runs = [len(deviations.get(leader, ())), len(deviations.get(strategy, others))]
             variance = scatter**2 * sum(1 / (n or blocks) for n in runs)
-            by_chance = moderated.half_widths(
+            by_chance = moderated.compute_half_widths(
                 np.array(variance), np.array(float(dof)), np.array(1), moderated.ALPHA
             )
             corrected[strategy] = bound - shift - float(by_chance)

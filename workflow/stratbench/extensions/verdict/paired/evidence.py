@@ -17,11 +17,11 @@ from stratbench.extensions.verdict.blocks import (
     BlockError,
     ComparisonKey,
     PairedBlock,
-    block_files,
+    hash_trained_settings,
+    list_block_files,
     read_block,
-    trained_digest,
 )
-from stratbench.strategies import strategy_class, traits_of
+from stratbench.strategies import get_traits, strategy_class
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import Study
 from stratbench.study.jobs import Jobs
@@ -42,7 +42,7 @@ class PairedComparison:
     arithmetic: tuple[Any, ...]
     #: The traits of each strategy, as it declares them.
     traits: tuple[Traits, ...] = ()
-    #: Hash of each strategy's settings, from `trained_digest`.
+    #: Hash of each strategy's settings, from `hash_trained_settings`.
     trained: tuple[str, ...] = ()
     #: Number of steps of a full run, or None if not known before the data are read.
     full_steps: int | None = None
@@ -216,7 +216,7 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
         builtin = settings[0].own_task is None
         apart = known is None or known.batchnorm is not False or not builtin
         traits = tuple(
-            traits_of(s.strategy, s.options, key.gpus, adds_up=builtin) for s in settings
+            get_traits(s.strategy, s.options, key.gpus, adds_up=builtin) for s in settings
         )
         yield PairedComparison(
             place=key,
@@ -226,7 +226,7 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
             equal=tuple(t.equals_ddp for t in traits),
             arithmetic=(key.experiment, key.model, key.gpus if apart else None),
             traits=traits,
-            trained=tuple(map(trained_digest, settings)),
+            trained=tuple(map(hash_trained_settings, settings)),
             scored=settings[0].steps is None,
         )
 
@@ -253,7 +253,7 @@ def _iter_usable_blocks(
 ) -> Iterator[PairedBlock]:
     """Yield the blocks whose strategies were all trained with the settings of the config."""
     wanted = {b.place: dict(zip(b.strategies, b.trained, strict=True)) for b in comparisons}
-    for path in block_files(results, study.name):
+    for path in list_block_files(results, study.name):
         try:
             block = read_block(path)
         except BlockError as e:
@@ -285,7 +285,7 @@ def _full_runs(
                 if not path.exists():
                     continue
                 try:
-                    measured = record.read_measured(path)
+                    measured = record.read_measured_record(path)
                 except record.RecordError as e:
                     notes.append(f"not used: {e}")
                     continue

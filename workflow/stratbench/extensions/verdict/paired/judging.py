@@ -169,7 +169,7 @@ def judge_comparisons(
     leader = np.where(may_lead.any(-1), find_fastest_index(means, may_lead), ahead)
     rivals = active & (np.arange(logs.shape[-2]) != leader[..., None])
     first = np.take_along_axis(logs, leader[..., None, None], axis=-2)
-    differences = moderated.paired_differences(logs, first)
+    differences = moderated.compute_paired_differences(logs, first)
     mean = np.where(rivals, differences.mean, np.nan)
     counted = rivals & judged[..., None]
     differences = differences._replace(repeats=np.where(counted, differences.repeats, 0))
@@ -178,9 +178,13 @@ def judge_comparisons(
     )
     ratio, unlike = dependence.compute_neumann_ratio(logs, active)
     wider = np.where(reused, dependence.compute_interval_widening(ratio, blocks), 1.0)[..., None]
-    tails = moderated.tail_of(rivals.sum(-1))[..., None], compute_reported_tail(started)[..., None]
+    tails = (
+        moderated.compute_alternatives_tail(rivals.sum(-1))[..., None],
+        compute_reported_tail(started)[..., None],
+    )
     half, reported = (
-        wider * moderated.half_widths(variance, dof, differences.repeats, tail) for tail in tails
+        wider * moderated.compute_half_widths(variance, dof, differences.repeats, tail)
+        for tail in tails
     )
     bound = np.where(rivals, mean - half, np.inf)
     waits = reused & ((blocks < MIN_ALIKE) | ((unlike > dependence.SUSPECT) & (blocks < LOOKS[-1])))
@@ -208,7 +212,7 @@ def _moderate_variances(
     shape = differences.mean.shape
     flat = (*shape[:-2], -1)
     joined = moderated.Differences(*(part.reshape(flat) for part in differences))
-    variance, dof = moderated.moderated_variances(joined, kinds.reshape(flat))
+    variance, dof = moderated.moderate_variances(joined, kinds.reshape(flat))
     return variance.reshape(shape), dof.reshape(shape)
 
 

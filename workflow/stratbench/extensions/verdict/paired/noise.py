@@ -44,8 +44,11 @@ class Noise:
             return None
         for n in (n for n in judging.LOOKS if n >= judging.MIN_BLOCKS):
             dof = np.array(3 * (n - 1) + 4)
-            half = moderated.half_widths(
-                np.array(self.ratio**2), dof, np.array(n), moderated.tail_of(rivals)
+            half = moderated.compute_half_widths(
+                np.array(self.ratio**2),
+                dof,
+                np.array(n),
+                moderated.compute_alternatives_tail(rivals),
             )
             if half <= math.log1p(margin):
                 return n
