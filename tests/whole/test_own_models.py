@@ -212,10 +212,10 @@ def test_a_network_of_torchvision_works_by_its_name_alone(name):
             "importing no_such_net raised ModuleNotFoundError: No module named 'no_such_net'; name its "
             "folder in `code`, or install it",
         ),
-        ("{nets}.Nmed", "{nets} has no 'Nmed'"),
-        ("{nets}.constant", "is a int, which cannot be called"),
+        ("{nets}.Nmed", "{nets} has no 'Nmed'; correct the name"),
+        ("{nets}.constant", "is a int, which cannot be called; name a class or function"),
         ("{nets}.nothing", "returned a dict; return a torch.nn.Module"),
-        ("{nets}.frozen", "has no parameter to train"),
+        ("{nets}.frozen", "has no parameter to train; set requires_grad of some parameters"),
         (
             "{nets}.needs",
             "called with (num_classes=10), raised TypeError: needs() missing 1 required positional "
@@ -454,7 +454,7 @@ def test_by_class_the_outermost_instances_and_an_unknown_class_is_told():
     said = OwnModel("mine", "a.B", {}, ["Unit", "Linear"])
     assert labels(sharding.group_by_class(net, ["Unit", "Linear"], said)) == ["0.0", "0.1", "1"]
     with pytest.raises(
-        ModelError, match="wrap_classes names 'Blok', and it has no such module; its classes"
+        ModelError, match="wrap_classes names 'Blok', but the model has no such module; its classes"
     ):
         sharding.group_by_class(net, ["Blok"], said)
 
