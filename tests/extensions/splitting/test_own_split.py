@@ -238,7 +238,7 @@ WRONG = {
     "a word that is none": ("tensor", {"tensor_plan": PLAN | {"head": "last"}},
                             "its tensor_plan says 'last' of 'head'; the words are embedding"),
     "a path that is none": ("tensor", {"tensor_plan": PLAN | {"layers.*.gate": "colwise"}},
-                            "its tensor_plan names 'layers.*.gate', but the model has no module"),
+                            "its tensor_plan names 'layers.*.gate', and the network has no module"),
     "no begin of the stream": ("tensor", {"tensor_plan": PLAN, "sequence_parallel": True},
                                "it has no first; name them, or set sequence_parallel to false"),
     "heads of what has none": ("tensor", {"tensor_plan": PLAN | {"layers.*": "heads"}},
