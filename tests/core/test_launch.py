@@ -945,7 +945,7 @@ def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
     )
     monkeypatch.setattr(job_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(assemble, "datetime", date)
-    monkeypatch.setattr(assemble, "git_state", slow_git)
+    monkeypatch.setattr(assemble, "read_git_state", slow_git)
     monkeypatch.setattr(assemble, "INSTALLED", False)
     found = assemble.make_record(job, ending.Ending("timeout", "slow"))
     started, finished = (found["provenance"][end] for end in ("started", "finished"))

@@ -82,7 +82,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_stage_tears_what_an_earlier_one_left(study: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(plots, "usable_cores", lambda: [0])  # drawn here, and not by a pool
+    monkeypatch.setattr(plots, "list_usable_cores", lambda: [0])  # drawn here, and not by a pool
     out = study / "partial"
     for main, arguments in stages(study, out).values():
         assert main(arguments) == 0

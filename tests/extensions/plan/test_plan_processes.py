@@ -76,7 +76,7 @@ def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind,
 
 
 def test_results_have_the_order_of_the_jobs_though_the_longest_ends_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "usable_cores", lambda: [0])
+    monkeypatch.setattr(cache, "list_usable_cores", lambda: [0])
     monkeypatch.setattr(cache, "make_pool", lambda n, *_: ThreadPoolExecutor(n))
     jobs = {
         name: cache.CachedJob(name, (name,), {"name": name}, 1 + i) for i, name in enumerate("abc")

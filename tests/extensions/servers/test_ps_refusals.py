@@ -597,7 +597,7 @@ def test_an_initialiser_given_up_half_way_changes_nothing_when_it_goes_on(
         late_s = DEADLINE_S * (half_way.is_set() and member.worker == 0)
         return silent_s(member, now + late_s, awake_since)
 
-    monkeypatch.setattr(Member, "silent_s", long)
+    monkeypatch.setattr(Member, "compute_silence_s", long)
     plan = config(tmp_path, workers=2, shard_bytes=1 << 20)
     server = Served(plan, SECRET)
     while not rendezvous_file(plan.rendezvous, 0).exists():
