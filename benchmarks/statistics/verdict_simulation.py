@@ -321,7 +321,11 @@ def _with(what: Any, **values: Any) -> Iterator[None]:
 def uncorrected():
     """The known mistake of looking again and again at an interval made for one look and one rival."""
     alpha = moderated.ALPHA
-    return _with(moderated, REPEATED_LOOKS=1.0, tail_of=lambda k: np.full(np.shape(k), alpha))
+    return _with(
+        moderated,
+        REPEATED_LOOKS=1.0,
+        compute_alternatives_tail=lambda rivals: np.full(np.shape(rivals), alpha),
+    )
 
 
 def screening_whatever_the_noise():

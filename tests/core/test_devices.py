@@ -342,7 +342,9 @@ def test_workers_have_equal_threads_under_every_strategy(monkeypatch, request_gp
             cell = Cell("s", "e", name, "m", "d", 4, 0)
             request = build_job_request(cell, s, cluster, None)
             cores = request.cpus if in_job else 64
-            monkeypatch.setattr(gpu_locks, "list_usable_cores", lambda cores=cores: set(range(cores)))
+            monkeypatch.setattr(
+                gpu_locks, "list_usable_cores", lambda cores=cores: set(range(cores))
+            )
             asked.add(request.cpus)
             threads.add(gpu_locks.threads_of(s, 4, request.cpus, request.server_cpus))
     assert len(asked) > 1

@@ -150,7 +150,7 @@ def test_a_node_that_reaches_no_other_names_no_interface(environment):
 def test_other_nodes_are_those_of_slurms_list(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        interface, "printed_by", lambda command: asked.append(command) or "n1\nn2\nn3\n"
+        interface, "read_command_output", lambda command: asked.append(command) or "n1\nn2\nn3\n"
     )
     monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-3]")
     assert interface.other_nodes("n2") == ["n1", "n3"]

@@ -65,16 +65,16 @@ def test_pauses_grow_while_slurm_refuses_and_end_with_the_next_success():
     for _ in range(6):
         waits.add("job", "silence", now)
         assert waits.waits(now)
-        pauses.append(waits.not_before - now)
-        now = waits.not_before
+        pauses.append(waits.not_before_s - now)
+        now = waits.not_before_s
         assert not waits.waits(now)
     assert pauses == [5, 10, 20, 40, 60, 60]
     waits.add("another", "silence", now - 1)  # refused meanwhile: no longer pause for that
-    assert waits.not_before == now
+    assert waits.not_before_s == now
     waits.hurry()
     assert not waits.waits(0.0)
     waits.add("job", "silence", now)
-    assert waits.not_before == now + 5
+    assert waits.not_before_s == now + 5
 
 
 def test_silence_ends_after_ten_minutes_and_a_limit_never():

@@ -14,7 +14,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The logs of a rule and of its SLURM job, neither of which is there."""
     monkeypatch.chdir(tmp_path)
     shown = "JobId=12 NodeList=node7 BatchHost=node7 NumNodes=1\n"
-    monkeypatch.setattr(unstarted_jobs, "printed_by", lambda command: shown)
+    monkeypatch.setattr(unstarted_jobs, "read_command_output", lambda command: shown)
     return [tmp_path / "results/rep0.log", tmp_path / "slurm_logs/rule_train_cell/x/12.log"]
 
 
@@ -57,7 +57,9 @@ def test_of_other_jobs_nothing_is_said(logs: list[Path], monkeypatch: pytest.Mon
     assert unstarted_jobs.unstarted_reason(logs[:1]) is None  # of no SLURM job
     assert unstarted_jobs.unstarted_reason([]) is None
     logs[1].unlink()
-    monkeypatch.setattr(unstarted_jobs, "printed_by", lambda command: "JobId=12 NodeList=(null)\n")
+    monkeypatch.setattr(
+        unstarted_jobs, "read_command_output", lambda command: "JobId=12 NodeList=(null)\n"
+    )
     assert unstarted_jobs.unstarted_reason(logs) is None  # cancelled while it waited
     logs[0].parent.mkdir(parents=True)
     logs[0].write_text("cell: began\n")

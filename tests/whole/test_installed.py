@@ -269,18 +269,18 @@ for command in (
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["decide", "none.zip"], "none.zip is not there"),
+        (["decide", "none.zip"], "none.zip does not exist"),
         (["decide", "paper:v2", "--config", "decide={gpus: none}"], "config: decide.gpus = 'none'"),
         (["decide", "paper:v2", "--config", "gpus"], "is not KEY=VALUE"),
-        (["plan", "paper:v2"], "holds no config to plan"),
-        (["compare", "a=paper:v1"], "has one set"),
-        (["compare", "a=paper:v1", "paper:v2"], "name each set once"),
+        (["plan", "paper:v2"], "has no config to plan"),
+        (["compare", "a=paper:v1"], "has a single set"),
+        (["compare", "a=paper:v1", "paper:v2"], "each set needs a name of its own"),
         (["export", "paper:v2", "--to", "excel"], "--to excel: is not one of parquet"),
-        (["decide", "--out", "there"], "--out is for a set"),
-        (["decide", "--jobs", "4"], "an option of Snakemake gets its value by ="),
+        (["decide", "--out", "there"], "--out is only for a result set"),
+        (["decide", "--jobs", "4"], "write the value of an option of Snakemake with ="),
         (["plan"], "no config.yaml is in this folder"),
         (["run", "--profile", "none"], "--profile none: is not a profile"),
-        (["init", ".", "--quick"], "unknown: --quick"),
+        (["init", ".", "--quick"], "unknown arguments: --quick"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, said):

@@ -402,7 +402,7 @@ def test_what_a_config_says_wrongly_ends_in_one_message(tmp_path):
             "the key 'test_share' is not allowed with 'call'; allowed: call",
         ),
         ({"images": str(tmp_path / "none")}, "is not a folder"),
-        ({"images": folder, "channels": 4}, "channels = 4: must be 1 (grey) or 3 (RGB)"),
+        ({"images": folder, "channels": 4}, "channels = 4: images become grey (1) or RGB (3)"),
         ({"images": folder}, "has no image"),
         ({"text": folder}, "is not a file"),
         ({"text": text, "test_share": 1}, "test_share = 1: must be less than 1"),

@@ -273,7 +273,7 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
     monkeypatch.setattr(sys, "path", [*sys.path])
     config, study = study_of({"call": "asking.Net"}, tmp_path)
     sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
-    assert sentence == "its forward asks for the values of tensors, and a prediction has none"
+    assert sentence == "its forward reads values of tensors, and a prediction has none"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ onsuccess:
 
 
 onerror:
-    if failed := list(reasons.iter_failure_summary(failed_jobs(), RESULTS, BEGUN_S)):
+    if failed := list(
+        reasons.iter_failure_summary(failed_jobs(), RESULTS, BEGUN_S)
+    ):
         print(folded(failed), file=sys.stderr, flush=True)
 
 

@@ -23,7 +23,9 @@ def data_of_block(wildcards):
     """The data that all cells of a block are trained on. A block of other data is made anew."""
     plan = block_of(wildcards)
     settings = JOBS.settings_of(plan.cell(plan.order[0]))
-    resume.replace_results_of_other_data(workflow, plan.folder(RESULTS) / BLOCK_FILE, settings)
+    resume.replace_results_of_other_data(
+        workflow, plan.folder(RESULTS) / BLOCK_FILE, settings
+    )
     return prepared_data(plan.dataset)
 
 

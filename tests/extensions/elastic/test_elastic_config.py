@@ -27,7 +27,10 @@ import test_config
         ),
         (
             {"elastic": True, "strategies": ["ddp"], "compile": True},
-            ["compile = true with elastic = true: each number of workers", "remove one of the two"],
+            [
+                "compile = true with elastic = true: the size of a worker's part",
+                "remove one of these two keys",
+            ],
         ),
         (
             {"elastic": True, "strategies": ["ddp"], "precision": "fp16"},

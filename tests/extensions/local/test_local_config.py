@@ -8,5 +8,5 @@ import test_config
 def test_scaled_losses_are_refused_where_workers_train_alone():
     test_config.check_mistake(
         {"precision": "fp16", "strategies": ["ddp", "diloco"]},
-        ["precision = 'fp16': a worker whose gradient overflows", "use bf16", "remove diloco"],
+        ["precision = 'fp16': a worker whose gradients overflow", "use bf16", "remove diloco"],
     )

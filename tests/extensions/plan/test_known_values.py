@@ -179,7 +179,7 @@ def test_who_reads_its_data_is_told_once_that_it_is_not_predicted(code, monkeypa
     assert not followed
     assert not checked.refused
     assert len({r.unpredicted for r in checked.rehearsals.values()}) == 1
-    assert check_text(checked).count("asks for the values of tensors") == said
+    assert check_text(checked).count("reads values of tensors") == said
 
 
 @pytest.mark.slow

@@ -198,9 +198,12 @@ def test_what_cannot_be_answered_is_told_by_its_option(changes, told, tmp_path):
     [
         (
             ["--model", "gpt-compact", "--gpus", "0"],
-            "--gpus: 0: is no whole number; give one above",
+            "--gpus: 0: is not a whole number; give one above",
         ),
-        (["--model", "gpt-compact", "--gpus", "1", "--tokens", "x"], "--tokens: x: is no number"),
+        (
+            ["--model", "gpt-compact", "--gpus", "1", "--tokens", "x"],
+            "--tokens: x: is not a number",
+        ),
         (["--model", "gpt-compact", "--price", "2"], "--price: needs --gpus N; add"),
         (["--gpus", "2"], "--gpus: needs --model NAME and --gpus N"),
         (
@@ -320,7 +323,7 @@ def test_inputs_targets_and_loss_are_what_a_caller_says():
             {"strategy": "command"},
             "strategy = 'command': memory and traffic of a command are unknown",
         ),
-        ({"strategy": "tensor"}, "strategy = 'tensor': it states no plan by which its layers"),
+        ({"strategy": "tensor"}, "strategy = 'tensor': it has no plan that divides its layers"),
         ({"strategy": "fsdp", "options": {"x": 1}}, "options = 'x': is unknown. Allowed: reshard"),
         ({"optimizer": "adam"}, "optimizer = 'adam': is unknown. Did you mean 'adamw'?"),
         ({"precision": "fp8"}, "precision = 'fp8': is unknown."),

@@ -228,7 +228,9 @@ def peak_of(request: Request, batch: int) -> int:
     """By running one step of that batch, not by the line through two others; of each kind of steps."""
     trace, made = fake.trace_steps(request, [batch])
     later = [fake.trace_steps(request, [batch], n)[0] for n in made.first_steps[1:]]
-    return max(max(t.live_bytes(t.phases[1].first, t.phases[4].first)) for t in (trace, *later))
+    return max(
+        max(t.live_bytes(t.phases[1].first_event, t.phases[4].first_event)) for t in (trace, *later)
+    )
 
 
 @pytest.mark.slow
@@ -307,7 +309,7 @@ def test_two_batches_tell_the_peak_of_every_other(strategy: str, options: dict):
 def test_the_first_step_is_like_the_next(strategy: str):
     request = request_for(strategy, workers=1 if strategy == "ps-sync" else 4, precision="bf16")
     trace, _ = fake.trace_steps(request, [8, 8])
-    first, second, end = (trace.phases[i].first for i in (1, 4, 7))
+    first, second, end = (trace.phases[i].first_event for i in (1, 4, 7))
     assert trace.live_bytes(first, second) == trace.live_bytes(second, end)
 
 
@@ -318,7 +320,7 @@ def test_a_worker_of_divided_layers_makes_no_tensor_of_the_whole_scores():
     batches = [16, 32]
     trace, _ = fake.trace_steps(replace(asked, classes=4096), batches)
     positions = max(batches) * asked.input_shape[0]
-    evaluated = trace.phases[-1].first
+    evaluated = trace.phases[-1].first_event
     # A worker's half of the scores in float32.
     assert max(n for _, n in trace.events[:evaluated]) == positions * 4096 // 2 * 4
 
@@ -374,12 +376,15 @@ def test_what_gloo_copies_to_reduce_and_scatter_lives_until_the_update():
     """`zero1` reduces beside backward, and asks for the results when it is over."""
     trace, made = fake.trace_steps(request_for("zero1", options={"bucket_cap_mb": 1}), [4])
     assert len(made.buckets) > 1
-    start, update = trace.phases[1].first, trace.phases[3].first
+    start, update = trace.phases[1].first_event, trace.phases[3].first_event
     before, after = trace.live_bytes(start, update)[:: update - start]
     copies = sum(bucket.weights.nbytes for bucket in made.buckets)
     activations = trace.parts_bytes(update)["activations"]
     assert after - before - activations == pytest.approx(copies, rel=0.01)
-    assert trace.live_bytes(start, trace.phases[4].first)[-1] - before - activations < 0.01 * copies
+    assert (
+        trace.live_bytes(start, trace.phases[4].first_event)[-1] - before - activations
+        < 0.01 * copies
+    )
 
 
 def test_a_compressed_bucket_is_under_way_while_backward_fills_the_next():
@@ -397,7 +402,7 @@ def test_a_compressed_bucket_is_under_way_while_backward_fills_the_next():
     # The gradient that completes the first bucket is there until that has begun: of vgg16 392 MiB.
     largest = max(p.nbytes for p in made.parameters)
     changes = [n_bytes for _, n_bytes in trace.events]
-    assert changes.index(-largest, trace.phases[2].first) > changes.index(halves[0])
+    assert changes.index(-largest, trace.phases[2].first_event) > changes.index(halves[0])
 
 
 @pytest.mark.slow
@@ -416,10 +421,10 @@ def test_the_peak_is_that_of_the_worst_kind_of_steps(monkeypatch):
     largest = 1 << 26
 
     class Wasteful(strategy_class("local-sgd")):
-        def exchange(self) -> None:
+        def exchange_weights(self) -> None:
             if self.steps > self.options.start:
                 torch.zeros(largest, dtype=torch.uint8)
-            super().exchange()
+            super().exchange_weights()
 
     request = request_for("local-sgd", options={"start": 3})
     plain = planned(request).training_peak(4)

@@ -321,7 +321,7 @@ def test_the_workers_of_servers_hold_all_epochs_tables(plan_of):
 def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     monkeypatch.setattr(
         schedule.nodes,
-        "cluster_nodes",
+        "read_cluster_nodes",
         lambda: schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite"),
     )
     plan = plan_of()
@@ -331,7 +331,7 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     told = told.partition(asked)[2]
     assert "the largest node of partition gpu has 4 GPUs, 16 CPU cores, 24,000 MiB" in told
     assert "lower cluster.mem_mib_per_gpu" in told
-    monkeypatch.setattr(schedule.nodes, "cluster_nodes", list)
+    monkeypatch.setattr(schedule.nodes, "read_cluster_nodes", list)
     assert "no node can hold" not in format_plan(plan_of())
 
 
@@ -478,7 +478,7 @@ def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypat
     plan = plan_of(strategies=["ddp"], gpus=[2])
     assert quantities.totals(plan, plan.device)["gpu_hours"][1] > 0
     small = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite")
-    monkeypatch.setattr(schedule.nodes, "cluster_nodes", lambda: small)
+    monkeypatch.setattr(schedule.nodes, "read_cluster_nodes", lambda: small)
     record = record_of("ddp", 2, 5.0) | {"status": "unsupported", "reason": "it cannot"}
     found = {plan.cells[0].cell: record | {"time": {"train_time_s": None}}}
     plan = plan_of(records=found, strategies=["ddp"], gpus=[2])
@@ -489,7 +489,7 @@ def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypat
 
 def test_the_plan_names_types_of_gpus_where_none_is_chosen(plan_of, monkeypatch):
     mixed = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:a100:2,gpu:v100:2|infinite")
-    monkeypatch.setattr(schedule.nodes, "cluster_nodes", lambda: mixed)
+    monkeypatch.setattr(schedule.nodes, "read_cluster_nodes", lambda: mixed)
     cuda = {"strategies": ["ddp"], "gpus": [2], "device": "cuda"}
     assert "several types, a100" in format_plan(plan_of(**cuda))
     typed = format_plan(plan_of(**cuda, cluster={"gpu_type": "a100"}))
@@ -498,7 +498,7 @@ def test_the_plan_names_types_of_gpus_where_none_is_chosen(plan_of, monkeypatch)
 
 def test_no_node_is_missed_for_a_cell_that_is_skipped(plan_of, monkeypatch):
     small = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite")
-    monkeypatch.setattr(schedule.nodes, "cluster_nodes", lambda: small)
+    monkeypatch.setattr(schedule.nodes, "read_cluster_nodes", lambda: small)
     for skips in (False, True):
         plan = plan_of(
             made_up(500), strategies=["ddp"], gpus=[2], cluster={"skip_infeasible": skips}

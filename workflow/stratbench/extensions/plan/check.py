@@ -40,7 +40,7 @@ BY_COMMAND = (
     "memory and traffic of a command are unknown until it has run; its time follows from records"
 )
 #: Reason why a model has no footprint if its forward reads values of tensors.
-NO_PREDICTION = "its forward asks for the values of tensors, and a prediction has none"
+NO_PREDICTION = "its forward reads values of tensors, and a prediction has none"
 
 
 @dataclass(frozen=True)
