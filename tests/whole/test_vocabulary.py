@@ -110,7 +110,7 @@ MAX_FIRST_WORDS, MAX_WORDS, MIN_DESCRIBED = 15, 25, 3
 #: Docstrings that are left, and sentences of docstrings and pages. Lower a number when some are mended.
 LEFT_IN_TEXTS = {
     "docstrings of functions that begin with no verb": 4,
-    "docstrings whose first sentence has over 15 words": 498,
+    "docstrings whose first sentence has over 15 words": 0,
     "public functions of three or more parameters without Args": 44,
     "sentences of docstrings with over 25 words": 46,
     "sentences of docstrings that begin with Of, What or Who": 6,
@@ -226,7 +226,7 @@ def count_in_function(node: ast.FunctionDef | ast.AsyncFunctionDef, docstring: s
         {
             "docstrings of functions that begin with no verb": first[0].rstrip(",:") in NO_VERBS
             and not any("property" in ast.unparse(d) for d in node.decorator_list),
-            "docstrings whose first sentence has over 15 words": len(first) > MAX_FIRST_WORDS,
+            "docstrings whose first sentence has over 15 words": 0len(first) > MAX_FIRST_WORDS,
             "public functions of three or more parameters without Args": not node.name.startswith(
                 "_"
             )

@@ -160,7 +160,10 @@ class RunFolder:
 
     @property
     def ended(self) -> Path:
-        """The path of the file that marks the end of an elastic cell, for late workers."""
+        """The path of the file that marks the end of an elastic cell.
+
+        The file is for late workers.
+        """
         return self.path / "ended"
 
     @property

@@ -51,10 +51,11 @@ def refusing_changed_scores(
     x: Tensor,
     y: Tensor,
 ) -> Iterator[None]:
-    """Raise Refused if the strategy's set-up, within the block, changes the scores of the user's model.
+    """Raise Refused if the strategy's set-up changes the scores of the user's model.
 
-    It also raises if a worker would train whole parameters on some positions only. It checks strategies that
-    divide a model by the user's declarations. All workers must call it.
+    The set-up is within the block. Refused is also raised if a worker would train whole parameters on some
+    positions only. The check is for strategies that divide a model by the user's declarations. All workers
+    must call it.
 
     Args:
         strategy: The strategy.
@@ -116,7 +117,10 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
 
 
 def compute_least_samples(batchnorm: bool, parts: int) -> int:
-    """Return the smallest number of samples per step of a worker: two per part with BatchNorm, else one."""
+    """Return the smallest number of samples per step of a worker.
+
+    It is two per part with BatchNorm, else one per step.
+    """
     return 2 * parts if batchnorm else 1
 
 

@@ -272,7 +272,10 @@ class Strategy:
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a message, `.key = ...: reason`, for each value of an experiment that it does not support."""
+        """Yield a message for each value of an experiment that the strategy does not support.
+
+        The messages have the form `.key = ...: reason`.
+        """
         yield from ()
 
     @classmethod
@@ -365,7 +368,10 @@ class Strategy:
 
     @property
     def parts(self) -> int:
-        """Number of equal parts into which it divides each batch, or each part of gradient accumulation."""
+        """Number of equal parts into which the strategy divides each batch.
+
+        It divides each part of gradient accumulation instead if a batch has several.
+        """
         return 1
 
     def bubble_share(self, gpus: int) -> float | None:
@@ -379,12 +385,15 @@ class Strategy:
 
     @property
     def first_steps(self) -> tuple[int, ...]:
-        """Index of the first step of each kind of steps in the training, for the plan."""
+        """Index of the training's first step of each kind, for the plan."""
         return (0,)
 
     @property
     def period(self) -> int:
-        """Number of steps after which its work repeats, once its last kind of step has begun."""
+        """Number of steps after which the strategy's work repeats.
+
+        The work repeats only once the last kind of step has begun.
+        """
         return 1
 
     def own_length(self, discarded: int, timed: int) -> tuple[int, int]:
@@ -447,7 +456,10 @@ class Strategy:
         return []
 
     def reset(self) -> None:
-        """Reset the state that `restore` does not restore: step counts, loss scale and state of hooks."""
+        """Reset the state that `restore` does not restore.
+
+        It consists of step counts, the loss scale and the state of hooks.
+        """
 
     def save(self) -> SavedState:
         """Return a copy in host memory of all state that a warm-up changes."""
@@ -676,14 +688,17 @@ class Collective(Strategy):
             return self.mean_loss(x, y)
 
     def mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a part of the batch, by the compiled or wrapped model."""
+        """Return the mean loss of the compiled or wrapped model on part of a batch."""
         if self.chunked is None:
             return self.loss_of(self.compiled(x), y)
         with self.chunked.against(y):
             return self.compiled(x)
 
     def make_chunked_loss(self) -> ChunkedLoss:
-        """Make the model, which is not wrapped yet, compute its loss in parts of the positions."""
+        """Make the model compute its loss in parts of the positions.
+
+        The model is not wrapped yet.
+        """
         import torch
 
         from stratbench.workload.network.chunked_loss import ChunkedLoss
@@ -818,7 +833,10 @@ class Collective(Strategy):
         return loss
 
     def synchronising(self, last: bool) -> AbstractContextManager:
-        """Return the context for a part of a batch, in which only the `last` part synchronises gradients."""
+        """Return the context for a part of a batch.
+
+        Gradients are synchronised only in the `last` part.
+        """
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:

@@ -128,7 +128,10 @@ def _copy_to_host(value: Any) -> Any:
 
 
 def _restore_value(then: Any, now: Any) -> Any:
-    """Return a saved value, copied into the present tensor if that has the same shape, type and device."""
+    """Return a saved value, copied into the present tensor if that fits.
+
+    The present tensor fits if it has the same shape, type and device.
+    """
     if not isinstance(then, _HostCopy):
         return deepcopy(then)
     if torch.is_tensor(now) and (now.shape, now.dtype, now.device) == (

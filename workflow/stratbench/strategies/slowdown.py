@@ -84,7 +84,7 @@ class Slowdown:
 def measure_step_s(
     s: Settings, model: nn.Module, shape: tuple[int, ...], classes: int, device: torch.device
 ) -> float:
-    """Return the median time of forward and backward of the bare model on a step's samples, in seconds.
+    """Return the median seconds of the bare model's forward and backward on a step's samples.
 
     The model's state does not change.
 

@@ -59,7 +59,10 @@ def write_values(jobs: Iterable[Any]) -> None:
 
 
 def insert_values(arguments: list[str]) -> list[str]:
-    """Return a command line's arguments with each `@NAME` replaced by its value from the file of values."""
+    """Return a command line's arguments with each `@NAME` replaced by its value.
+
+    The values come from the file of values.
+    """
     if OPTION not in arguments:
         return arguments
     at = arguments.index(OPTION)

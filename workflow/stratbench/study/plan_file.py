@@ -82,9 +82,10 @@ class PlanFile:
         return self.gpu == cluster["gpu"] and planned.get("settings") == digest_of(settings)
 
     def _get_planned_needs(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the planned needs of the cell, or of its first repeat if the cell is not in the plan.
+        """Return the planned needs of the cell.
 
-        A verdict adds repeats and blocks, which the plan does not have.
+        The needs of its first repeat replace them if the cell is not in the plan. A verdict adds repeats and
+        blocks, which the plan does not have.
         """
         return self.cells.get(cell.path) or self.cells.get(replace(cell, repeat=0).path, {})
 

@@ -89,9 +89,9 @@ def stop(pid: int, signum: int, frame: object) -> None:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Lock a folder for the duration of the block, or end this process if another one has locked it.
+    """Lock a folder for the duration of the block.
 
-    On a file system without locks, nothing is locked.
+    This process ends if another one has locked the folder. On a file system without locks, nothing is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:

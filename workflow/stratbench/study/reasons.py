@@ -57,7 +57,10 @@ def _read_failure_reason(log_dir: Path, since_s: float) -> str:
 
 
 def format_reasons(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
-    """Return a line for each reason why cells are not trained, which names all cells with this reason."""
+    """Return a line for each reason for which cells are not trained.
+
+    The line names all cells with this reason.
+    """
     groups: dict[str, list[Cell]] = {}
     for cell, reason in reasons:
         groups.setdefault(remove_subject(reason), []).append(cell)

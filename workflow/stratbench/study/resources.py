@@ -66,7 +66,7 @@ class JobRequest:
 
     @property
     def sbatch(self) -> str:
-        """The sbatch command of this request, and that of workers that are jobs of their own."""
+        """The sbatch command of this request, and that of workers in their own jobs."""
         each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
         return f"sbatch {' '.join(self.options)}{each}"
 
@@ -96,7 +96,7 @@ def build_job_request(
     time_limit_s: float | None,
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
-    """Return the request of a cell: an extension's if one replaces it, or the plain one."""
+    """Return a cell's request: an extension's if one replaces it, else the plain one."""
     for _, make_request in at("request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request

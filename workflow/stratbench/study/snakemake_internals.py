@@ -118,7 +118,10 @@ def force(workflow: Any, path: str) -> None:
 
 
 def has_incomplete_files(workflow: Any, job: Any) -> bool:
-    """Return whether Snakemake was killed while the job ran, so that it regards its files as incomplete."""
+    """Return whether Snakemake regards the job's files as incomplete.
+
+    Snakemake does so if it was killed while the job ran.
+    """
     return bool(workflow.async_run(workflow.persistence.incomplete(job)))
 
 

@@ -155,10 +155,10 @@ class StepClock:
 
     @property
     def epoch_starts_s(self) -> list[float]:
-        """Start of each ended epoch in seconds, on a clock that all processes of a node share.
+        """Start of each ended epoch in seconds.
 
-        On Linux `time.perf_counter` reads CLOCK_MONOTONIC, which counts from the node's boot, so the clocks
-        of two nodes cannot be compared.
+        All processes of a node share the clock. On Linux `time.perf_counter` reads CLOCK_MONOTONIC, which
+        counts from the node's boot, so the clocks of two nodes cannot be compared.
         """
         return list(self._epoch_starts_s)
 
@@ -174,7 +174,10 @@ class StepClock:
 
     @property
     def phase_means_ms(self) -> dict[str, float]:
-        """Mean time of each phase in a step, in ms, over the steps in which it was marked."""
+        """Mean time of each phase in a step, in ms.
+
+        The mean is over the steps in which the phase was marked.
+        """
         return {phase: total_ms / steps for phase, (steps, total_ms) in self._phases.items()}
 
     @property
@@ -184,10 +187,11 @@ class StepClock:
 
     @property
     def issue_ms(self) -> float | None:
-        """Shortest time in ms in which the host issued a step, among the first two after each `begin`.
+        """Shortest time in ms in which the host issued a step.
 
-        None on a CPU, where the host is the device, and before the first step. If a step has more operations
-        than the device's queue can hold, the time may include waits for the device.
+        Only the first two steps after each `begin` count. The time is None on a CPU, where the host is the
+        device, and before the first step. It may include waits for the device if a step has more operations
+        than the device's queue can hold.
         """
         return self._issue_ms
 
@@ -242,7 +246,10 @@ class StepClock:
             heartbeat.alive()
 
     def _compute_oldest_steps(self) -> None:
-        """Compute the times of at most two of the oldest steps that the device has completed."""
+        """Compute the times of the oldest steps that the device has completed.
+
+        One call computes at most two steps.
+        """
         for _ in range(2):
             length = self._labels.index(_STEP) + 1
             if length < len(self._labels) and self._stamps[length].query():

@@ -109,7 +109,10 @@ class CollectiveCount(TorchDispatchMode):
         self._is_whole = True
 
     def wire_bytes(self, world_size: int) -> float:
-        """Return the bytes that a rank sent by ring algorithms, or NaN after an unknown collective."""
+        """Return the bytes that a rank sent by ring algorithms.
+
+        The result is NaN after an unknown collective.
+        """
         return sum(c.wire_bytes(world_size) for c in self.calls) if self._is_whole else math.nan
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

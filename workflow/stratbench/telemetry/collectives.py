@@ -31,7 +31,10 @@ class CollectiveCall:
 
     @property
     def listed(self) -> tuple[Any, ...]:
-        """Kind and bytes, then ranks, bytes per sample and stride as far as these are not the defaults."""
+        """Kind and bytes, then ranks, bytes per sample and stride.
+
+        Fields at the end that have their defaults are left out.
+        """
         if self.stride > 1:
             return astuple(self)[:5]
         if self.sample_bytes:

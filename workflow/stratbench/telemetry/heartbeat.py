@@ -130,7 +130,10 @@ def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> Hear
 
 
 def read_calls(path: Path) -> list[int]:
-    """Return the numbers of the shard groups that a worker has called in its last step, in order."""
+    """Return the numbers of the shard groups that a worker has called, in order.
+
+    The list has the calls of the worker's last step.
+    """
     try:
         content = path.read_bytes()
         (count,) = _CALLS.unpack_from(content, _FORM.size)

@@ -174,7 +174,10 @@ def _sum_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _trim_heap() -> None:
-    """Give freed heap memory back to the kernel, so that the base does not include it (glibc only)."""
+    """Give freed heap memory back to the kernel.
+
+    The base then does not include this memory. The call works with glibc only.
+    """
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

@@ -57,10 +57,11 @@ def collect_host_facts() -> dict[str, Any]:
 
 
 def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of named weights, over the name, dtype, shape and bytes of each, sorted by name.
+    """Return the SHA-256 of named weights.
 
-    Equal weights have equal hashes, regardless of device, memory layout, sharding and wrapper: the name
-    prefixes of DDP and torch.compile are removed. With DTensors every rank must call it.
+    The hash is over the name, dtype, shape and bytes of each, sorted by name. Equal weights have equal
+    hashes, regardless of device, memory layout, sharding and wrapper: the name prefixes of DDP and
+    torch.compile are removed. With DTensors every rank must call it.
 
     Raises:
         TypeError: If an entry is not a tensor.

@@ -227,7 +227,10 @@ class Host:
         self._asked_s = time.monotonic()
 
     def sample(self) -> dict[str, Any]:
-        """Return a row of the timeline, without the use of cores if the previous sample is too recent."""
+        """Return a row of the timeline.
+
+        The row is without the use of cores if the previous sample is too recent.
+        """
         memory = psutil.virtual_memory()
         row: dict[str, Any] = {
             "kind": "host",
@@ -324,7 +327,7 @@ def sample_until(
     period_s: float,
     origin_s: float,
 ) -> None:
-    """Write samples to a file until `stop` is set, and an extra one whenever `wake` is set.
+    """Write samples to a file until `stop` is set.
 
     Args:
         stop: Event that ends the sampling; `wake` must be set with it.

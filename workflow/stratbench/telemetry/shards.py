@@ -15,7 +15,10 @@ def get_local_shard(tensor: Tensor) -> Tensor:
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, for which every rank must call it, or a plain tensor."""
+    """Return the full tensor of a DTensor, or a plain tensor itself.
+
+    Every rank must call the function for a DTensor.
+    """
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

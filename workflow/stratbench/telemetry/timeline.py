@@ -129,10 +129,11 @@ def merge_timeline(
     phase_logs: Iterable[str | os.PathLike[str]],
     out: str | os.PathLike[str],
 ) -> None:
-    """Write the samples of all nodes to one file, sorted by time, with a column for the phase.
+    """Write the samples of all nodes to one file, sorted by time.
 
-    A row of process `rank3` gets rank 3's phase. Every other row gets the phase of the lowest rank with a
-    log. The innermost of nested phases counts. Missing files and truncated rows are ignored.
+    A further column has the phase. A row of process `rank3` gets rank 3's phase. Every other row gets the
+    phase of the lowest rank with a log. The innermost of nested phases counts. Missing files and truncated
+    rows are ignored.
 
     Args:
         sample_csvs: Sample files of the nodes.
@@ -160,9 +161,10 @@ def merge_timeline(
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a sample file or timeline, with `t_s` as a number and all else as text.
+    """Yield the rows of a sample file or timeline.
 
-    A missing file has no rows. A row that a kill has truncated is left out.
+    The value `t_s` is a number, and all others are texts. A missing file has no rows. A row that a kill has
+    truncated is left out.
     """
     if not Path(path).is_file():
         return

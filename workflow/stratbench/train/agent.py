@@ -106,7 +106,10 @@ class NodeProcesses:
         return standing.hung_for_good(self.job, self.workers, awake_since_s)
 
     def abandoned(self) -> set[str]:
-        """Return the names of processes that the others count as lost, so that the agent kills them."""
+        """Return the names of processes that the others count as lost.
+
+        The agent kills these processes.
+        """
         return set()
 
 
@@ -132,7 +135,9 @@ def workers_of(job: Job, node: int, fork_server: Path) -> list[Process]:
 
 
 def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> Exits:
-    """Start the processes of a cell on one node, wait for their end, and return their exits.
+    """Start the processes of a cell on one node, and return their exits.
+
+    The call waits for the end of the processes.
 
     Args:
         job: Job of the cell.
@@ -197,7 +202,10 @@ def set_environment(job: Job, on_one_host: bool) -> None:
 
 
 def gpus_of(job: Job, node: int) -> dict[str, str]:
-    """Return the GPU of each worker on this node, by the worker's name, as named in CUDA_VISIBLE_DEVICES."""
+    """Return the GPU of each worker on this node, by the worker's name.
+
+    The GPUs are named as in CUDA_VISIBLE_DEVICES.
+    """
     if not job.use_cuda:
         return {}
     names = map(format_worker_name, job.ranks_of(node))
@@ -215,9 +223,10 @@ def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any
 
 
 def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
-    """Wait until all processes have ended or the time limit is reached, and return their exits.
+    """Wait for the end of all processes, and return their exits.
 
-    If the running processes can no longer succeed, they get GRACE_S seconds to end.
+    The wait also ends at the time limit. Running processes that can no longer succeed get GRACE_S seconds to
+    end.
 
     Args:
         group: Processes of the node.
@@ -256,7 +265,10 @@ def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
 
 
 def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
-    """Return the time limit on this node's monotonic clock, extended by pauses, or None without a limit."""
+    """Return the time limit on this node's monotonic clock, extended by pauses.
+
+    The result is None if there is no limit.
+    """
     if job.deadline_s is None:
         return None
     if time.monotonic() >= job.deadline_s + watch.stopped_s:

@@ -135,7 +135,7 @@ def time_figures(
     run: dict[str, Any],
     is_gang: bool,
 ) -> dict[str, Any]:
-    """Return the entry `time` of the record, without the breakdown of a step and the total.
+    """Return the record's entry `time` without the step's breakdown and the total.
 
     Args:
         job: Job of the cell.
@@ -199,7 +199,7 @@ def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
-    """Return how many ms the last worker starts an epoch after the first, for each epoch.
+    """Return per epoch how many ms the last worker starts after the first.
 
     Only workers on one node share a clock. So with several nodes this is the largest difference within a
     node.
@@ -256,14 +256,17 @@ def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | No
 
 
 def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest compile time and counts of any worker, or an empty dict if none has compiled."""
+    """Return the largest compile time and counts of any worker.
+
+    The dict is empty if no worker has compiled.
+    """
     figures = [w["compile"] for w in workers if w.get("compile")]
     keys = ("compile_s", "compilations", "recompilations")
     return {key: max(f[key] for f in figures) for key in keys} if figures else {}
 
 
 def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
-    """Return the longest time of a worker in a phase, in seconds, or None if it is not known."""
+    """Return the longest time (s) of a worker in a phase, or None if unknown."""
     return max((w["phases_s"][key] for w in workers if key in w["phases_s"]), default=None)
 
 
@@ -283,7 +286,10 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def memory_of_stages(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """Return the peak memory per pipeline stage, that of its worst rank, or an empty dict without stages."""
+    """Return the peak memory of the worst rank per pipeline stage.
+
+    The dict is empty without stages.
+    """
     each = [[w for w in workers if mesh.place(w["rank"]).stage == i] for i in range(mesh.stages)]
     if mesh.stages == 1 or not all(each):
         return {}

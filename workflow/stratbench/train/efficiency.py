@@ -22,11 +22,10 @@ _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_st
 def compute_figures(
     job: Job, workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
-    """Return operations per second of all workers together, and their share of the devices' peak (MFU).
+    """Return the total operations per second, and their share of the devices' peak (MFU).
 
-    They are the model's operations, without recomputation by activation checkpointing. Source: Chowdhery et
-    al.,
-    PaLM: Scaling Language Modeling with Pathways, 2022, appendix B.
+    The total is over all workers. Operations are those of the model, without recomputation by activation
+    checkpointing. Source: Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B.
 
     Args:
         job: Job of the cell.
@@ -52,7 +51,10 @@ def compute_figures(
 
 
 def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
-    """Return the sum of the GPUs' datasheet peaks in the cell's precision, or None if one is not known."""
+    """Return the sum of the GPUs' datasheet peaks in the cell's precision.
+
+    The result is None if one of them is not known.
+    """
     if job.settings.precision == "fp64" or len(workers) < job.world_size:
         return None
     peaks = [find_datasheet(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
@@ -63,7 +65,7 @@ def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
 def communication_figures(
     workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
-    """Return the mean bytes that a worker sends and receives per step, with rates and times.
+    """Return a worker's mean bytes sent and received per step, with rates and times.
 
     None: no worker reports its traffic.
 
@@ -123,7 +125,10 @@ def mean_phases_ms(
 
 
 def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the share of a step in which workers waited for other pipeline stages, or an empty dict."""
+    """Return the share of a step that workers waited for other pipeline stages.
+
+    The dict is empty unless every worker has such a time.
+    """
     waits = [w["breakdown_ms"].get("bubble") for w in workers]
     if not waits or None in waits:
         return {}
@@ -131,7 +136,10 @@ def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
-    """Read the training intervals of each GPU, or return None if they are not known for all."""
+    """Read the training intervals of each GPU.
+
+    The result is None if they are not known for all GPUs.
+    """
     if len(workers) < job.world_size:
         return None
     intervals: Intervals = {}
@@ -149,10 +157,10 @@ def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Inte
 def energy_figures(
     job: Job, run: dict[str, Any], intervals: Intervals | None
 ) -> dict[str, float] | None:
-    """Return the energy of the cell's GPUs during training steps in joules, in total and per applied sample.
+    """Return the energy of the cell's GPUs during training steps in joules.
 
-    CPUs, host memory and other parts of the machine are not included. None: the energy of a GPU is not known,
-    as after a restart.
+    The figures are the total and the energy per applied sample. CPUs, host memory and other parts of the
+    machine are not included. None: the energy of a GPU is not known, as after a restart.
 
     Args:
         job: Job of the cell.

@@ -61,7 +61,7 @@ def classify(
 
 
 def first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
-    """Return the reason of the first worker with a status, or None if no worker has this status."""
+    """Return the reason of the first worker with a status, if any."""
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
 
@@ -72,7 +72,7 @@ _LOST_PEER = re.compile(
 
 
 def cause_of_error(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) -> str | None:
-    """Return the first error that is not the loss of another worker, or else the first error.
+    """Return the first error except the loss of another worker, else the first error.
 
     Args:
         workers: Results of the workers by rank.
@@ -123,12 +123,15 @@ def hung_or_slow(job: Job, exits: Exits) -> Ending:
 
 
 def failed_or_slow(job: Job, why_failed: str | None) -> Ending:
-    """Return the ending of a cell at its time limit: an error if there is a reason, else `timeout`."""
+    """Return the ending of a cell at its time limit.
+
+    It is an error if there is a reason, else `timeout`.
+    """
     return Ending("error", why_failed) if why_failed else slow(job.time_limit_s)
 
 
 def slow(limit_s: float) -> Ending:
-    """Return the ending of a cell that reached its time limit, in seconds, without a failure."""
+    """Return the ending of a cell that reached its time limit without a failure."""
     return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
 
 
@@ -141,7 +144,7 @@ _WATCHDOG_SAYS = (
 
 
 def watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
-    """Return the message of NCCL's watchdog on the first process that it has ended, or None.
+    """Return the message of NCCL's watchdog on the first process that it ended, if any.
 
     It reports an error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
     """
@@ -187,12 +190,17 @@ def _in_gib(held_bytes: int | None) -> str:
 
 
 def has_killed(kills_before: int | None) -> bool:
-    """Return whether the kernel has killed a process of the control group for memory since `kills_before`."""
+    """Return whether the kernel has killed a process for memory since `kills_before`.
+
+    Only processes of the control group count.
+    """
     return kills_before is not None and oom_kills() > kills_before
 
 
 def oom_kills(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of out-of-memory kills in this process's control group, or 0 if it cannot be read.
+    """Return the number of out-of-memory kills in this process's control group.
+
+    The number is 0 if it cannot be read.
 
     Args:
         proc: The kernel's list of this process's control groups, of version 1 or 2.

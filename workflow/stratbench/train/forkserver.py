@@ -122,7 +122,10 @@ class Process:
             raise ConnectionError(f"the fork server ended before {self.name} could start")
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the process, and set `exitcode`, negative if a signal has killed it."""
+        """Wait for the end of the process, and set `exitcode`.
+
+        The code is negative if a signal has killed the process.
+        """
         if self.exitcode is None and wait([self.sentinel], timeout):
             code = _receive(self.sentinel)
             self.exitcode = -signal.SIGKILL if code is None else code  # None: the server was killed
@@ -140,7 +143,10 @@ class Process:
 
 @contextmanager
 def fork_server(may_share: bool) -> Iterator[Path]:
-    """Yield the address of the shared fork server, or of a new one that ends with this context."""
+    """Yield the address of the shared fork server, or of a new one.
+
+    A new server ends with this context.
+    """
     shared = _shared() if may_share else None
     if shared is not None:
         print("PyTorch is imported already: this run's cells share a fork server", flush=True)
@@ -191,7 +197,10 @@ def address(folder: str | Path) -> Path:
 
 
 def _shared() -> Path | None:
-    """Return the address of the shared server, or None if there is none that has imported PyTorch."""
+    """Return the address of the shared server that has imported PyTorch.
+
+    The result is None if there is no such server.
+    """
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         return None

@@ -56,7 +56,10 @@ def visible_gpus() -> list[str]:
 
 
 def unknown_gpu() -> str | None:
-    """Return a sentence on the first name in CUDA_VISIBLE_DEVICES that is not a GPU's, or None."""
+    """Return a sentence on the first name in CUDA_VISIBLE_DEVICES that is not a GPU's.
+
+    The result is None if there is no such name.
+    """
     library, names = nvml.Nvml(), os.environ.get(VARIABLE, "")
     for name in _names(names):
         if _identity(name, library) is None:
@@ -65,16 +68,20 @@ def unknown_gpu() -> str | None:
 
 
 def _names(visible: str) -> list[str]:
-    """Return the names in CUDA_VISIBLE_DEVICES before the first -1 or empty name, which hides the rest."""
+    """Return the names in CUDA_VISIBLE_DEVICES before the first -1 or empty name.
+
+    Such a name hides the rest.
+    """
     names = [name.strip() for name in visible.split(",")]
     ends = [i for i, name in enumerate(names) if name in ("", "-1")]
     return names[: ends[0]] if ends else names
 
 
 def _identity(name: str, library: nvml.Nvml) -> str | None:
-    """Return the UUID of a GPU from any of its names, or None if the name is not a GPU's.
+    """Return the UUID of a GPU from any of its names.
 
-    If NVML does not answer or does not know the name, return the name itself.
+    The result is None if the name is not a GPU's. If NVML does not answer or does not know the name, return
+    the name itself.
     """
     if not _NAME.fullmatch(name):
         return None
@@ -170,9 +177,10 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
 
 
 def lock_names(gpus: list[str]) -> dict[str, str]:
-    """Return the name of the lock file for each GPU: its full UUID if NVML knows it.
+    """Return the name of the lock file for each GPU.
 
-    Numbers would not do, because a scheduler may show every job its own GPU as number 0.
+    The name is the GPU's full UUID if NVML knows it. Numbers would not do, because a scheduler may show every
+    job its own GPU as number 0.
     """
     library = nvml.Nvml()
     return {gpu: (_identity(gpu, library) or gpu).replace("/", "_") for gpu in gpus}
@@ -185,7 +193,10 @@ def show_only(gpus: list[str]) -> None:
 
 @contextmanager
 def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
-    """Reserve this node's GPUs for a cell within the context, and yield whether the cell trains on GPUs."""
+    """Reserve this node's GPUs for a cell within the context.
+
+    The context yields whether the cell trains on GPUs.
+    """
     gpus = [] if settings.device == "cpu" else visible_gpus()
     cuda = wants_cuda(settings.device, gpus)
     if settings.device != "cpu" and (unknown := unknown_gpu()):
@@ -197,10 +208,11 @@ def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
 
 
 def threads_of(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:
-    """Return the number of CPU threads per worker on this node: as configured, or its share of the cores.
+    """Return the number of CPU threads per worker on this node.
 
-    If a SLURM job has exactly the requested cores, the servers' cores are not counted. So all strategies of a
-    comparison have the same number of threads.
+    The number is as configured, or the worker's share of the cores. If a SLURM job has exactly the requested
+    cores, the servers' cores are not counted. So all strategies of a comparison have the same number of
+    threads.
 
     Args:
         settings: Settings of the cell.

@@ -40,9 +40,9 @@ def check_inputs(data: Path, s: Settings) -> None:
 
 
 def check_data(folder: Path, s: Settings) -> None:
-    """Check the prepared data by their meta data, and a user's own data by their sizes as well.
+    """Check the prepared data by their meta data.
 
-    Sizes of a user's own data are not known before they are prepared.
+    A user's own data are also checked by their sizes, which are not known before they are prepared.
 
     Raises:
         DataError: If the prepared data do not match or do not suit the settings.

@@ -97,7 +97,9 @@ def run_to_end(
     work: Callable[[ExitStack], None],
     logs: Callable[[], Path],
 ) -> int:
-    """Call the work of a launcher, store the evidence if it fails, and return the exit code.
+    """Call the work of a launcher, and return the exit code.
+
+    The evidence is stored if the work fails.
 
     Args:
         of: The cell or block.
@@ -134,12 +136,12 @@ def run_to_end(
 
 
 def title_of(of: Launched) -> str:
-    """Return the kind and the name of a cell or block, for the beginning of a message."""
+    """Return a cell's or block's kind and name, for the beginning of a message."""
     return f"{'cell' if isinstance(of, Cell) else 'block'} {of}"
 
 
 def begin_log(logs: Path, first_line: str) -> None:
-    """Truncate the log to which this launcher writes, once it has locked the cell or block.
+    """Truncate the log that this launcher writes, once it has locked the cell or block.
 
     The shell opens the log for appending, because another launcher may still write to it.
     """

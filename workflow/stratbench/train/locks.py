@@ -26,9 +26,10 @@ _MAX_SOCKET_PATH = 103
 
 
 def own_folder(parent: str | Path | None = None) -> Path:
-    """Return a folder below `parent` that no other user can read or write, and create it if it is missing.
+    """Return a folder below `parent` that no other user can read or write.
 
-    All processes of the user get the same folder. Names that other users have created are skipped.
+    The folder is created if it is missing. All processes of the user get the same folder. Names that other
+    users have created are skipped.
 
     Args:
         parent: Folder of the user's folder. None: the folder for temporary files.
@@ -81,7 +82,7 @@ class Held(RuntimeError):
 
 @contextmanager
 def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
-    """Lock the cell of a log folder, and yield whether this had to wait for another launcher.
+    """Lock a log folder's cell, and yield whether this waited for another launcher.
 
     The function waits for a launcher that trains the cell on any node, and for the workers of a killed one.
 

@@ -155,7 +155,7 @@ def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> No
 
 
 def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
-    """Return a sentence on the first loss that is not finite, or None if all are.
+    """Return a sentence on the first loss that is not finite, or None.
 
     Args:
         mean_losses: Mean losses of an epoch by name.
@@ -224,10 +224,11 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
 
 
 def let_go_of_collectives(device: torch.device) -> None:
-    """Free the tensors of the warm-up's collectives, such as DDP's first buckets, before memory is measured.
+    """Free the tensors of the warm-up's collectives before memory is measured.
 
-    PyTorch keeps the tensors of a collective until its watchdog has seen the end and another collective runs.
-    After a short warm-up these tensors, as large as all gradients, would be part of the peak.
+    DDP's first buckets are such tensors. PyTorch keeps the tensors of a collective until its watchdog has
+    seen the end and another collective runs. These tensors are as large as all gradients, and would be part
+    of the peak after a short warm-up.
     """
     torch.cuda.synchronize(device)
     wait_for_collectives()  # waits for those whose end the watchdog has not seen
@@ -326,7 +327,10 @@ def with_next(
 
 
 def line_up(worker: Worker) -> None:
-    """Wait until all workers of a collective have called this function and their devices are idle."""
+    """Wait until all workers of a collective have called this function.
+
+    The wait also lasts until their devices are idle.
+    """
     if worker.world_size > 1:
         on_cuda = worker.device.type == "cuda"
         dist.barrier(device_ids=[worker.device.index] if on_cuda else None)

@@ -62,9 +62,10 @@ class Standing:
 
 
 def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
-    """Return whether all running workers of this node have trained and then made no progress for HUNG_S.
+    """Return whether all running workers of this node hang for good.
 
-    Workers that have not taken a step do not count as hung here.
+    Such workers have trained, and then made no progress for HUNG_S. Workers that have not taken a step do not
+    count as hung here.
 
     Args:
         job: Job of the cell.
@@ -122,7 +123,7 @@ def note_standing(
 
 
 def phase_of(job: Job, rank: int) -> str:
-    """Return the present phase of a worker from its log, or `start` before its first phase."""
+    """Return a worker's present phase from its log, or `start` before its first phase."""
     phases = read_phases([job.folder.phases(rank)])
     open_ones = [p.phase for p in phases if math.isinf(p.end_s)]
     if open_ones:
@@ -149,10 +150,11 @@ def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
 
 
 def calls_in(path: Path) -> list[str]:
-    """Return the calls in a process's stack file, innermost first, or an empty list without a file.
+    """Return the calls in a process's stack file, innermost first.
 
-    They are those of the main thread, which `faulthandler` writes last. If the main thread waits for
-    autograd's thread, the calls of that thread come first, because it calls the collectives of backward.
+    The list is empty without a file. The calls are those of the main thread, which `faulthandler` writes
+    last. If the main thread waits for autograd's thread, the calls of that thread come first, because it
+    calls the collectives of backward.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -173,7 +175,7 @@ def calls_in(path: Path) -> list[str]:
 
 
 def innermost_call(path: Path) -> str | None:
-    """Return the innermost call in a stack file as `function (file.py:12)`, or None without a stack."""
+    """Return a stack file's innermost call as `function (file.py:12)`, or None without a stack."""
     calls = calls_in(path)
     if not calls:
         return None
@@ -182,9 +184,10 @@ def innermost_call(path: Path) -> str | None:
 
 
 def why_no_timeout(job: Job) -> str | None:
-    """Return why a cell that reached its time limit counts as failed, or None if it was only slow.
+    """Return the reason that a cell at its time limit counts as failed.
 
-    It counts as failed if no worker had taken a step, or if it hung (`why_hung`).
+    The result is None if the cell was only slow. The cell counts as failed if no worker had taken a step, or
+    if it hung (`why_hung`).
     """
     standings = standings_of(job)
     results = job.folder.read_workers(job.world_size)
@@ -217,7 +220,7 @@ def unlike_step(standings: Mapping[int, Standing]) -> int | None:
 
 
 def why_hung(standings: Mapping[int, Standing]) -> str | None:
-    """Return a sentence with the last state of each rank if all running workers hang, or None."""
+    """Return a sentence with each rank's last state if all running workers hang, or None."""
     running = {rank: standing for rank, standing in standings.items() if standing.exit_code is None}
     if not running or not all(standing.hangs for standing in running.values()):
         return None
@@ -232,7 +235,10 @@ def why_hung(standings: Mapping[int, Standing]) -> str | None:
 def _has_stepped(
     job: Job, rank: int, standing: Standing | None, result: dict[str, Any] | None
 ) -> bool:
-    """Return whether a worker is known to have taken a step, even if its agent has written no state."""
+    """Return whether a worker is known to have taken a step.
+
+    The agent of the worker may have written no state.
+    """
     if standing is not None:
         return standing.steps > 0
     if result is not None and result["status"] in ("ok", "diverged"):
@@ -241,7 +247,10 @@ def _has_stepped(
 
 
 def _ranks_text(standings: Mapping[int, Standing]) -> str:
-    """Return the states of all ranks as text, those with the fewest steps first: others wait for them."""
+    """Return the states of all ranks as text.
+
+    The ranks with the fewest steps come first, because others wait for them.
+    """
     by_state: dict[str, list[int]] = {}
     for rank, standing in sorted(standings.items(), key=lambda item: (item[1].steps, item[0])):
         by_state.setdefault(str(standing), []).append(rank)

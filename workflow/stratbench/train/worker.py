@@ -62,7 +62,9 @@ COLLECTIVE_S = 600
 
 
 def main(job_json: str, rank: int, local_rank: int) -> None:
-    """Run the worker process and exit: with 0 after a result, 3 without memory, and 1 after other errors.
+    """Run the worker process and exit.
+
+    The exit code is 0 after a result, 3 without memory, and 1 after other errors.
 
     Args:
         job_json: Job of the cell, from `Job.to_json`.
@@ -300,14 +302,19 @@ def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: D
 
 
 def watch_compiling(job: Job) -> CompileWatch:
-    """Return a counter of compilations, and give the cell a cache of compiled code of its own."""
+    """Return a counter of compilations, and set the cell's cache of compiled code.
+
+    The cell shares the cache with no other cell.
+    """
     if job.folder.local is not None:  # a shared cache would make later cells faster
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.local / "compiled")
     return CompileWatch()
 
 
 def load_data(job: Job, device: torch.device) -> DeviceData:
-    """Load the cell's data set for a device, in the shape and dtype that the model takes.
+    """Load the cell's data set for a device.
+
+    The data have the shape and dtype that the model takes.
 
     Raises:
         DataError: If the data set was prepared again since the launcher has read it.
@@ -327,7 +334,9 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
 
 
 def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.device) -> Built:
-    """Build the model with its initial weights, and the task, and describe both for the record.
+    """Build the model with its initial weights, and the task.
+
+    Both are described for the record.
 
     Args:
         s: Settings of the cell.
@@ -375,9 +384,9 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
 
 
 def flops_of(s: Settings, built: Built) -> dict[str, int]:
-    """Return forward and training operations per sample, or an empty dict if they cannot be counted.
+    """Return forward and training operations per sample.
 
-    They cannot be counted if a user's own model reads values of tensors.
+    The dict is empty if they cannot be counted, because a user's own model reads values of tensors.
     """
     classes, shape = built.facts["classes"], built.shape
     try:

@@ -45,10 +45,10 @@ NO_SUM = (
 def tried_task(
     s: Settings, shape: Sequence[int], classes: int, values: bool
 ) -> tuple[Task, LossKind]:
-    """Return a cell's task and the kind of its loss, after a trial if it is a user's own task.
+    """Return a cell's task and the kind of its loss.
 
-    Cells do this before they train, and `check` does it, too. A task is tried with `TRIED_POSITIONS`
-    positions of a text, or with all if it does not take fewer.
+    A user's own task is tried first. Cells do this before they train, and `check` does it, too. The trial
+    takes `TRIED_POSITIONS` positions of a text, or all if the task does not take fewer.
 
     Args:
         s: Settings of the cell.
@@ -173,7 +173,10 @@ def _compute_loss(
 def _determine_loss_kind(
     task: Task, what: OwnTask, classes: int, targets: Sequence[int]
 ) -> LossKind:
-    """Return the kind of a task's loss, by comparing the loss of a batch with those of its halves."""
+    """Return the kind of a task's loss.
+
+    The function compares the loss of a batch with those of its halves.
+    """
     import torch
 
     draw = torch.Generator().manual_seed(0)

@@ -267,7 +267,9 @@ def describe_wrong_targets(values: bool) -> str:
 
 
 def compute_output_shape(task: Task, targets: Sequence[int], classes: int) -> list[int]:
-    """Return the shape of a model's outputs for targets of a shape, by the task or by default.
+    """Return the shape of a model's outputs for targets of a shape.
+
+    The shape follows from the task if it has `outputs`, else from a default.
 
     Args:
         task: The task.
@@ -433,11 +435,11 @@ def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluated(sums: Sequence[float]) -> Evaluated:
-    """Return the mean loss and the mean score of all counted answers, from the sums of all batches.
+    """Return the mean loss and the mean score of all counted answers.
 
-    Samples are independent, but answers within a sample are not. The standard error is that of a ratio of two
-    sums over samples (Cochran, Sampling techniques, 1977, section 6.4). With equal numbers of answers it is
-    that of a mean over samples.
+    They follow from the sums of all batches. Samples are independent, but answers within a sample are not.
+    The standard error is that of a ratio of two sums over samples (Cochran, Sampling techniques, 1977,
+    section 6.4). With equal numbers of answers it is that of a mean over samples.
     """
     loss, weight, a, n, aa, an, nn, left_out = sums
     score = a / n if n else math.nan

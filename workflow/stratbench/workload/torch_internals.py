@@ -190,7 +190,10 @@ def skipping_truncated_normals() -> Iterator[None]:
 
 
 def assign_buckets(parameters: list[Tensor], cap_bytes: int) -> list[list[int]]:
-    """Return the indices of the parameters of each bucket of at most `cap_bytes`, as DDP forms buckets."""
+    """Return the indices of the parameters of each bucket, as DDP forms buckets.
+
+    A bucket has at most `cap_bytes`.
+    """
     groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
     return groups
 
@@ -234,9 +237,9 @@ def unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None
 
 
 def skip_votes(schedule: Any) -> None:
-    """Disable the vote of a pipeline's workers on whether they know the shapes of received tensors.
+    """Disable a pipeline's vote on whether workers know the shapes of received tensors.
 
-    They do. Unknown shapes would be sent as pickles, which this program does not unpickle.
+    The workers know them. Unknown shapes would be sent as pickles, which this program does not unpickle.
 
     Raises:
         RuntimeError: If the schedules of the installed PyTorch have neither of the known methods.

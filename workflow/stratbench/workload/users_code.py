@@ -71,7 +71,9 @@ def code_folders() -> list[Path]:
 
 
 def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
-    """Return the files of a call's module or package and its imports, in the user's folders.
+    """Return the files of a call's module or package, and of its imports.
+
+    Only files in the user's folders count.
 
     Args:
         call: The call.
@@ -192,7 +194,10 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
 
 
 def shadowing_reason(call: str, folders: Iterable[Path]) -> str | None:
-    """Return a message if a file of a call has the name of an installed module, else None."""
+    """Return a message if a file of a call hides an installed module.
+
+    A file hides a module of the same name. The result is None if no file does so.
+    """
     for name in dict.fromkeys(path.partition("/")[0] for path in sources(call, folders)):
         if _is_installed_module(name.removesuffix(".py")):
             return f"{name} hides the installed module of the same name; rename it"

@@ -301,7 +301,7 @@ def iter_constraint_changes(
 
 
 def iter_slow_worker_changes(ranking: Ranking) -> Iterator[str]:
-    """Yield a sentence on how slow a worker must be for an asynchronous strategy to win.
+    """Yield a sentence on the slowdown of a worker beyond which an asynchronous strategy wins.
 
     If one of N workers is f times slower, a strategy that waits takes f times as long. A strategy that does
     not wait takes N / (N - 1 + 1/f) times as long. Both are equal at f = (N r - 1) / (N - 1), where r is the

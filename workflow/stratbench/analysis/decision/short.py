@@ -224,7 +224,10 @@ def append_token_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
 
 
 def compute_time_interval(values_s: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % t interval of a geometric mean, or the range of few values."""
+    """Return the 95 % t interval of the values' geometric mean.
+
+    The range of the values replaces it if there are fewer than INTERVAL_FROM.
+    """
     if len(values_s) >= INTERVAL_FROM:
         _, low, high = compute_mean_of_logs(np.log(values_s))
         if low is not None and high is not None:

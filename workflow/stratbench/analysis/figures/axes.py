@@ -80,7 +80,7 @@ def add_near_interval_ends(values: list[float], ends: Iterable[float]) -> list[f
 
 
 def compute_axis_fraction(value: float, limits: tuple[float, float], log: bool) -> float:
-    """Return the position of a value on an axis as a fraction from 0 to 1."""
+    """Return a value's position on an axis as a fraction from 0 to 1."""
     low, high, at = (math.log(v) if log else v for v in (*limits, value))
     return (at - low) / (high - low)
 

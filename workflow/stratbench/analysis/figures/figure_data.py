@@ -104,7 +104,9 @@ def build_figure_data(
     decided: Mapping[str, Any] | None = None,
     study_dir: Path | None = None,
 ) -> list[FigureData]:
-    """Return the figure data of each experiment and model; a strategy has the same mark in all.
+    """Return the figure data of each experiment and model.
+
+    A strategy has the same mark in all of them.
 
     Args:
         cells: Rows of cells.csv.

@@ -93,7 +93,10 @@ def create_mark(family: str, index: int) -> Mark:
 
 @cache
 def number_family_members() -> dict[str, dict[str, int]]:
-    """Return the number of each registered strategy in its family: the declared or the next free number."""
+    """Return the number of each registered strategy in its family.
+
+    A strategy without a declared number gets the next free one.
+    """
     members: dict[str, dict[str, int]] = {}
     for name in sorted(REGISTRY, key=lambda name: strategy_class(name).mark is None):
         kind = strategy_class(name)

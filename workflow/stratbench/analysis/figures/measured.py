@@ -165,9 +165,10 @@ def format_row_value(
     factor: float,
     reference: float | None,
 ) -> str:
-    """Return a strategy's value as text: with its unit for the choice, else as a multiple of `reference`.
+    """Return a strategy's value as text, in its unit or relative to `reference`.
 
-    Without a reference it is the value on the number of workers that the figure shows.
+    The choice has its unit, and every other strategy is a multiple of `reference`. Without a reference it is
+    the value on the number of workers that the figure shows.
     """
     known = rows[rows["value"].notna()]
     if reference is None:
@@ -194,7 +195,10 @@ def row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]:
 def find_gpu_memory(
     data: FigureData, measure: Measure, points: dict[str, list[Point]], factor: float
 ) -> float | None:
-    """Return the GPU's memory in the axis' unit if it is near enough to the peaks to be drawn, else None."""
+    """Return the GPU's memory in the axis' unit, or None if it is not drawn.
+
+    Only memory that is near enough to the peaks is drawn.
+    """
     cards = data.cells["device_memory_bytes"].dropna()
     if measure.name != "memory" or data.on_cpu or cards.empty:
         return None

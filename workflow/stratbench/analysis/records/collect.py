@@ -66,7 +66,9 @@ def read_expectations(args: argparse.Namespace) -> Expected:
 
 
 def find_time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
-    """Return the training time until the end of the first epoch that reached the target, or None.
+    """Return the training time to the end of the first epoch that reached the target.
+
+    The result is None if no epoch reached it, or without a target.
 
     Args:
         per_epoch: Results of the epochs.
@@ -85,7 +87,10 @@ def find_time_to_score_s(per_epoch: list[Row], target: float | None, better: str
 
 
 def describe_missing_record(log_dir: Path) -> Row:
-    """Return status and reason of a cell without a record: `error` if its logs show one, else `missing`."""
+    """Return the status and the reason of a cell without a record.
+
+    The status is `error` if its logs show a failure, else `missing`.
+    """
     reason = record.read_failure_reason(log_dir)
     if reason is None:
         return {"status": "missing", "reason": "no record yet"}

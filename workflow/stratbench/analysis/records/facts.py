@@ -45,7 +45,9 @@ class Facts:
         return None if None in values else math.prod(values)
 
     def samples_on(self, worker: dict[str, Any], kind: str, name: str | None) -> Series | None:
-        """Return the samples of a worker's host, or of a process or GPU on it; None without samples.
+        """Return the samples of a worker's host, or of a process or GPU on it.
+
+        The result is None without samples.
 
         Args:
             worker: The worker's entry.

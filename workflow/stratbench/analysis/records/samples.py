@@ -141,7 +141,7 @@ def read_timeline(path: Path) -> Timeline | None:
 
 
 def parse_timeline(lines: Iterable[str]) -> Timeline | None:
-    """Return the timeline in the lines of a CSV file, or None if it lacks columns.
+    """Return the timeline in a CSV file's lines, or None if it lacks columns.
 
     Raises:
         ValueError: A field is not a finite number.

@@ -144,7 +144,9 @@ def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | st
 
 
 def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return the `pair` of values behind a ratio, or a `text` on why there is none.
+    """Return the `pair` of values behind a ratio, or a `text`.
+
+    The text is the reason for which there is no ratio.
 
     Args:
         groups: All repeats.

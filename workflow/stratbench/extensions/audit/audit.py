@@ -116,7 +116,10 @@ def read_records(
 
 
 def read_timelines(cells: pd.DataFrame, study_dir: Path) -> dict[Key, Timeline]:
-    """Read the timelines of the cells that ended well, by the key of their cell, without unreadable ones."""
+    """Read the timelines of the cells that ended well, by the cell's key.
+
+    Unreadable timelines are left out.
+    """
     timelines = {}
     for row in cells[cells["status"].eq("ok") & cells["record_path"].notna()].to_dict("records"):
         timeline = read_timeline((study_dir / row["record_path"]).with_name("timeline.csv"))

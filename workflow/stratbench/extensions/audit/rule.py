@@ -84,24 +84,39 @@ class AuditData:
         return list(self.ok.itertuples())
 
     def list_groups_with_any_strategy(self, group: Group) -> list[Group]:
-        """Return the groups of all strategies on the same model and number of workers, including this one."""
+        """Return the groups of all strategies on the same model and number of workers.
+
+        The group itself is included.
+        """
         return self._alike.get(group.with_strategy(""), [])
 
     def list_groups_on_any_count(self, group: Group) -> list[Group]:
-        """Return the groups of the same strategy and model on all numbers of workers, including this one."""
+        """Return the groups of the same strategy and model on all numbers of workers.
+
+        The group itself is included.
+        """
         return self._alike.get(group.with_gpus(0), [])
 
     def median(self, group: Group, column: str) -> float | None:
-        """Return the median of a column over the repeats of a group, or None without values."""
+        """Return the median of a column over the repeats of a group.
+
+        The result is None if there are no values.
+        """
         return self.repeats.median(group, column)
 
     def multiply_medians(self, group: Group, *columns: str) -> float | None:
-        """Return the product of the medians of some columns, or None if a median is missing."""
+        """Return the product of the medians of some columns.
+
+        The result is None if a median is missing.
+        """
         values = [self.median(group, column) for column in columns]
         return None if None in values else math.prod(values)
 
     def get_common_value(self, group: Group, column: str) -> Any:
-        """Return the value of a group's repeats in a column that does not differ between them, or None."""
+        """Return the value that all repeats of a group share in a column.
+
+        The column must not differ between the repeats. The result is None if the value is missing.
+        """
         value = self.groups[group][column].iloc[0]
         return None if pd.isna(value) else value
 
@@ -159,9 +174,10 @@ def rule(
 def record_rule(
     id: str, severity: Severity, affects: Affects, of: Of = "ours"
 ) -> Callable[[Callable[[Facts], Iterator[str]]], Rule]:
-    """Return a decorator that makes a rule of a function that checks one record, and yields violations.
+    """Return a decorator that makes a rule of a check of one record.
 
-    The docstring of the function is the explanation for users.
+    The decorated function checks one record and yields violations. Its docstring is the explanation for
+    users.
 
     Args:
         id: Name of the rule.
@@ -220,5 +236,8 @@ def make_cell_key(cell: Row) -> Key:
 
 
 def iter_rows(frame: pd.DataFrame) -> Iterable[Any]:
-    """Return the rows of a table as tuples, quickly if it is empty: pandas is slow then."""
+    """Return the rows of a table as tuples.
+
+    An empty table gives an empty tuple at once, because pandas is slow then.
+    """
     return frame.itertuples() if len(frame) else ()

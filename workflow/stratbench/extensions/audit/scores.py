@@ -95,7 +95,7 @@ def compute_error_of_guessing(score: Score, guess: float, row: Any) -> float:
 
 
 def find_expected_score(evidence: AuditData, row: Any, score: Score) -> tuple[str, float | None]:
-    """Return the score of synchronous training on the fewest workers, with the name of its cell.
+    """Return the cell name and score of synchronous training on the fewest workers.
 
     That training had as many epochs. The score is None if there is no such cell.
 
@@ -187,7 +187,10 @@ def find_unequal_loss_of_equal_arithmetic(evidence: AuditData) -> Iterator[Case]
 def iter_unlike_median(
     members: list[Facts], name: str
 ) -> Iterator[tuple[Facts, list[tuple[int, float, float]]]]:
-    """Yield cells whose values differ from the median, with epoch, value and median of each case."""
+    """Yield the cells whose values differ from the median.
+
+    Each cell comes with the epoch, value and median of each case.
+    """
     deviations: list[list[tuple[int, float, float]]] = [[] for _ in members]
     epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)
     for epoch, entries in enumerate(epochs, 1):

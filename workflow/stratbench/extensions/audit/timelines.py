@@ -40,7 +40,10 @@ OTHERS, OTHERS_SHARE = 0.5, 0.05
 
 
 def is_crowded(facts: Facts) -> bool:
-    """Return whether the load was so high that processes may have waited for a core for seconds."""
+    """Return whether processes may have waited for a core for seconds.
+
+    A load far above the number of cores is the sign of such waits.
+    """
     cores = [
         get_by_path(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers
     ]

@@ -54,19 +54,20 @@ def delete_older_checkpoints(run: RunFolder, rank: int, workers: int) -> None:
 
 
 def find_last_write(run: RunFolder) -> float | None:
-    """Return when an attempt last wrote to its run folder, in seconds since 1970, or None if it is empty.
+    """Return when an attempt last wrote to its run folder, in seconds since 1970.
 
-    This is about the end of the attempt, because the sampler of each node writes every second.
+    The result is None if the folder is empty. The last write is about the end of the attempt, because the
+    sampler of each node writes every second.
     """
     dates = [path.stat().st_mtime for path in run.path.glob("*") if path.is_file()]
     return max(dates, default=None)
 
 
 def begin(job: Job, ended_unix_s: float | None) -> Job:
-    """Return the job of the cell's next attempt, whose times count from the first attempt's start.
+    """Return the job of the cell's next attempt.
 
-    Time without a running attempt does not count. Attempts with other settings, data or devices are
-    discarded.
+    Its times count from the first attempt's start. Time without a running attempt does not count. Attempts
+    with other settings, data or devices are discarded.
 
     Args:
         job: Job of the cell.
@@ -98,7 +99,7 @@ def begin(job: Job, ended_unix_s: float | None) -> Job:
 
 
 def make_identity(job: Job) -> dict[str, Any]:
-    """Return the values that must be equal for an attempt to resume from an earlier one."""
+    """Return the values that must be equal for an attempt to resume an earlier one."""
     identity = {"cell": asdict(job.cell), "settings": asdict(job.settings), "data": job.data}
     return json.loads(json.dumps(identity | {"cuda": job.use_cuda}))
 
@@ -114,7 +115,10 @@ def _read_attempts(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]
 def _close_attempt(
     attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: float
 ) -> None:
-    """Add to an ended attempt its duration, its lost time, and the step at which the next one resumes."""
+    """Add the duration, the lost time and the next step to an ended attempt.
+
+    The next step is the one at which the next attempt resumes.
+    """
     step = find_common_step(job.folder, job.world_size)
     # Later checkpoints are deleted, so that workers never combine checkpoints of different attempts.
     for rank in range(job.world_size):

@@ -212,9 +212,10 @@ class Writer:
         more: Sequence[Tensor] = (),
         facts: dict[str, Any] | None = None,
     ) -> bool:
-        """Start to write a checkpoint, or return False if the previous one is still being written.
+        """Start to write a checkpoint, and return whether the write has started.
 
-        Raises the error of an earlier checkpoint that could not be written.
+        The result is False if the previous checkpoint is still being written. Raises the error of an earlier
+        checkpoint that could not be written.
 
         Args:
             step: Number of steps of the state.

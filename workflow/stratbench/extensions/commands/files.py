@@ -30,7 +30,10 @@ def get_out_path(run: RunFolder) -> Path:
 
 
 def get_end_path(run: RunFolder, node: int) -> Path:
-    """Return the path of the file in which a supervisor writes how the command ended on a node."""
+    """Return the path of the file with a command's end on a node.
+
+    A supervisor writes to it how the command ended.
+    """
     return run.path / f"{get_command_name(node)}.json"
 
 
@@ -45,10 +48,11 @@ def read_ends(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:
 
 
 def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
-    """Return the user's files that a command names, and the local imports of its Python files.
+    """Return the user's files that a command names.
 
-    The files are by their names in the command, or by their relative paths. A module after `-m` is searched
-    in the working directory. Binary files, files above 1 MiB and installed packages are left out.
+    The local imports of its Python files are included. The files are by their names in the command, or by
+    their relative paths. A module after `-m` is searched in the working directory. Binary files, files above
+    1 MiB and installed packages are left out.
     """
     by_name: dict[str, Path] = {}
     before = ""

@@ -80,7 +80,10 @@ class CommandProcess:
         return self._process.stdout.fileno()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the command, and set `exitcode`, which is negative if a signal killed it."""
+        """Wait for the end of the command, and set `exitcode`.
+
+        The exit code is negative if a signal killed the command.
+        """
         if self._process is None or self.exitcode is not None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -95,7 +98,10 @@ class CommandProcess:
         return self.exitcode is None
 
     def kill(self) -> None:
-        """Let the supervisor kill all processes of the command, and kill the supervisor if it does not."""
+        """Kill all processes of the command through the supervisor.
+
+        The supervisor is killed too if it does not do so within END_S.
+        """
         self._process.stdin.close()
         self.join(END_S)
         if self.exitcode is None:
@@ -118,7 +124,7 @@ def kill_marked_processes(mark: str) -> None:
 
 
 def make_environment(job: Job, mark: str) -> dict[str, str]:
-    """Return the environment variables of a command, with the path of its report and its mark."""
+    """Return a command's environment variables, with its report's path and its mark."""
     code = [] if INSTALLED else [os.fspath(PACKAGE.parent)]
     path = [*code, os.environ.get("PYTHONPATH", "")]
     return os.environ | {

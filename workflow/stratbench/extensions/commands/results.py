@@ -100,7 +100,10 @@ def make_self_reported_entry(report: CommandReport, origin_s: float) -> dict[str
 
 
 def list_ends_before_scores(report: CommandReport) -> list[float]:
-    """Return for each score the end of the last step or score before it, when the evaluation began."""
+    """Return the end of the last step or score before each score.
+
+    The evaluation for the score began at that time.
+    """
     ends, latest = [], report.training_intervals[0][0]
     for score in report.scores:
         done = [end for _, end in report.training_intervals if end <= score.at_s]
@@ -136,7 +139,10 @@ def compute_epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
 
 
 def get_origin_s(job: Job) -> float:
-    """Return the origin of the cell's times on the clock of node 0, which wrote the report."""
+    """Return the origin of the cell's times on the clock of node 0.
+
+    Node 0 wrote the report.
+    """
     ends = read_ends(job.folder, 1)
     return ends[0]["origin_s"] if ends else job.origin_s
 
@@ -162,7 +168,10 @@ def read_peak_memory(job: Job) -> dict[str, Any]:
 
 
 def collect_provenance(job: Job, report: CommandReport) -> dict[str, Any]:
-    """Return the provenance of worker 0: this node, its GPU, and the version of torch by the report."""
+    """Return the provenance of worker 0: this node, its GPU and torch's version.
+
+    The version is taken from the report.
+    """
     facts: dict[str, Any] = {
         "device": "cuda" if job.use_cuda else "cpu",
         "host": collect_node_facts(),
@@ -235,9 +244,10 @@ def read_last_log_lines(job: Job) -> list[str]:
 
 
 def find_hang_reason(job: Job) -> str | None:
-    """Return why a command that reached its time limit had hung, or None if it was only slow.
+    """Return the reason for which a command at its time limit counts as hung.
 
-    A slow command is a result. Only reported steps count as progress.
+    The result is None if the command was only slow. A slow command is a result. Only reported steps count as
+    progress.
     """
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     try:

@@ -77,7 +77,7 @@ class CommandRunner(Runner):
     def gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Return the intervals in which the command trained by its report, for each GPU of the cell."""
+        """Return the command's training intervals by its report, for each GPU of the cell."""
         places = [p for p in job.folder.read_places().values() if "gpu" in p]
         if any(p["gpu"].get("index") is None for p in places):
             return None

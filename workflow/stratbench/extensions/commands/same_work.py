@@ -78,7 +78,10 @@ def iter_work_differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def iter_score_difference(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """Yield a text if a command's score differs by more than tolerance and sampling error explain."""
+    """Yield a text if a command's score differs too much from its partners' scores.
+
+    A difference is too large if tolerance and sampling error together do not explain it.
+    """
     known = [r for r in partners if r["score_final"] is not None]
     if not known:
         return

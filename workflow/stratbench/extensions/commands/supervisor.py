@@ -140,7 +140,10 @@ def set_process_attribute(option: int, value: int) -> None:
 
 
 def _prepare_child() -> None:
-    """Prepare the child before it becomes the command: it ends with its parent, and handles signals."""
+    """Prepare the child before it becomes the command.
+
+    The child ends with its parent, and handles signals.
+    """
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

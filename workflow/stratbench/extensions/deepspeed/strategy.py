@@ -370,7 +370,10 @@ def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def import_deepspeed(device: str) -> ModuleType:
-    """Import DeepSpeed, with all that a first step would import, for workers on `cpu` or `cuda`."""
+    """Import DeepSpeed for workers on `cpu` or `cuda`.
+
+    The import includes all that a first step would import.
+    """
     os.environ["DS_ACCELERATOR"] = device
     before = dict(os.environ)
     import deepspeed

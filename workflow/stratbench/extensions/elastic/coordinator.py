@@ -132,7 +132,7 @@ class Coordinator:
             threading.Thread(target=work, daemon=True).start()
 
     def get_divergence_reason(self) -> str | None:
-        """Return a sentence on a loss that is not finite, or None if there is none."""
+        """Return a sentence on a loss that is not finite, or None."""
         for number, epoch in sorted(self.history.epochs.items()):
             if not isfinite(epoch.loss):
                 return f"the training loss became {epoch.loss} in epoch {number + 1}"
@@ -350,7 +350,10 @@ class Coordinator:
                 self._decide()
 
     def _decide(self) -> None:
-        """Decide whether to end the training, stop the generation for new members, or form the next one."""
+        """Decide between the end of training, a stop, and a new generation.
+
+        The running generation stops for new members.
+        """
         if self.done.is_set():
             return
         inside = self._list_training_members()
@@ -372,7 +375,10 @@ class Coordinator:
             self._form_generation(candidates)
 
     def _form_generation(self, candidates: list[GroupMember]) -> None:
-        """Tell these members to form a generation; a member with the most steps becomes rank 0."""
+        """Tell these members to form a generation.
+
+        A member with the most steps becomes rank 0.
+        """
         last = self.history.generations[-MAX_FAILED_GENERATIONS:]
         if len(last) == MAX_FAILED_GENERATIONS and all(g.began_unix_s is None for g in last):
             self._fail(

@@ -91,7 +91,10 @@ class ElasticGroup:
             dist.destroy_process_group()
 
     def check(self) -> None:
-        """Raise RuntimeError if the group was broken up: on a GPU, collectives then end without an error."""
+        """Raise RuntimeError if the group was broken up.
+
+        Collectives on a GPU then end without an error.
+        """
         if self.broken:
             raise RuntimeError("the process group was broken up")
 
@@ -121,7 +124,10 @@ def broadcast_from_first(tensors: list[Tensor]) -> None:
 
 
 def _iter_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield parts of the tensors: each has one dtype and device, and at most _SENT_BYTES if it can."""
+    """Yield parts of the tensors, each of one dtype and device.
+
+    A part has at most _SENT_BYTES, unless a single tensor is larger.
+    """
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

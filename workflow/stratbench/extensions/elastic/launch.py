@@ -41,7 +41,9 @@ POLL_S, KEEP_S = 0.2, 10.0
 
 
 def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, Any]) -> None:
-    """Create the run folder, or reuse one with an unfinished training of equal settings and data.
+    """Create the run folder, or reuse that of an unfinished training.
+
+    The unfinished training must have equal settings and data.
 
     Args:
         folder: The run folder.
@@ -107,7 +109,10 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
 
 
 def write_worker_files(job: Job) -> None:
-    """Write the files that worker jobs read: the job and the secret, if no earlier launcher wrote one."""
+    """Write the job and the secret, which worker jobs read.
+
+    The secret is written only if no earlier launcher wrote one.
+    """
     # A worker on another node has a local folder of its own.
     job.folder.write_job(replace(job, folder=replace(job.folder, local=None)).to_json())
     if not job.folder.secret.exists():
@@ -121,9 +126,10 @@ def _wait_for_end(
     keep: Callable[[dict[str, Any]], None],
     watch: PauseWatch,
 ) -> Ending:
-    """Wait until the training is over, reaches its time limit, or has no worker that can continue.
+    """Wait until the training ends, and return how it ended.
 
-    `keep` writes the history of members to a file.
+    It also ends at its time limit, and when no worker can continue. `keep` writes the history of members to a
+    file.
     """
     limit_s, deadline, kept, again_s = job.time_limit_s, None, None, 0.0
     while not coordinator.done.wait(POLL_S):
@@ -145,7 +151,10 @@ def _wait_for_end(
 
 
 def find_ending_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> Ending | None:
-    """Return how the cell ends if its workers report an end or no worker can start, else None."""
+    """Return how the cell ends because of its workers, or None if it continues.
+
+    The cell ends if its workers report an end or no worker can start.
+    """
     for result in _iter_worker_results(folder, keeper):
         if result["status"] in ("oom", "unsupported"):
             return Ending(result["status"], result["reason"])
@@ -175,7 +184,7 @@ def _wait_for_last_files(coordinator: Coordinator) -> None:
 
 
 def find_newest_checkpoint(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
-    """Return the step and the epochs' results of the newest intact checkpoint, or None without one."""
+    """Return the newest intact checkpoint's step and epoch results, or None without one."""
     for step in sorted(checkpoints.list_steps(folder.path), reverse=True):
         try:
             with checkpoints.delete_if_damaged(folder.path, step):

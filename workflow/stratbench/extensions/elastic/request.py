@@ -52,7 +52,10 @@ def request_workers(
 def request_servers(
     settings: Settings, cluster: Mapping[str, Any], minutes: int, servers_mem_mib: int
 ) -> JobRequest:
-    """Return the request of the cell's own job, which runs the servers and supervises the workers."""
+    """Return the request of the cell's own job.
+
+    That job runs the servers and supervises the workers.
+    """
     servers = settings.options.get("servers", 0)
     cpus, mem_mib = servers * (settings.threads or 1), servers * cluster["mem_mib_per_cpu_worker"]
     if servers and cluster["request_gpus"] and settings.device != "cpu":

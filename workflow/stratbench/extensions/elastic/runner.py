@@ -44,7 +44,10 @@ class ElasticRunner(Runner):
 
     @contextmanager
     def hold_devices(self, s: Settings, args: argparse.Namespace) -> Iterator[bool]:
-        """Hold the devices of this machine, unless workers are SLURM jobs with devices of their own."""
+        """Hold the devices of this machine, unless the workers are SLURM jobs.
+
+        Such jobs have devices of their own.
+        """
         if (worker_job := parse_worker_job(args)) is not None:
             yield worker_job.gpus > 0
             return
@@ -111,5 +114,8 @@ class ElasticRunner(Runner):
 
 
 def parse_worker_job(args: argparse.Namespace) -> WorkerJob | None:
-    """Return the SLURM request of each worker job, or None if workers run on this machine."""
+    """Return the SLURM request of each worker job.
+
+    The result is None if the workers run on this machine.
+    """
     return WorkerJob.from_json(args.worker_job) if args.worker_job else None

@@ -77,7 +77,10 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
 
 
 def make_server_configs(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
-    """Return each server's config for the next incarnation, which resumes from a saved state if any."""
+    """Return each server's config for the next incarnation.
+
+    The servers resume from a saved state if there is one.
+    """
     own, s = job.folder.servers, job.settings
     elastic = ElasticConfig(
         str(own),
@@ -110,9 +113,10 @@ def _wait_for_end(
     keeper: WorkerJobSupervisor,
     watch: PauseWatch,
 ) -> Ending:
-    """Wait until the training is over, reaches its time limit, or has no worker that can continue.
+    """Wait for the end of the training, and return how it ended.
 
-    `incarnation` is the number of the servers' present incarnation.
+    The wait also ends at the time limit, or when no worker can continue. `incarnation` is the number of the
+    servers' present incarnation.
     """
     limit_s, deadline = job.time_limit_s, None
     journal, has_begun = NewEvents(job.folder.servers), False

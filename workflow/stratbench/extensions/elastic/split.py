@@ -137,7 +137,7 @@ class ElasticSynchronous:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker is rank 0 of its generation, or was rank 0 of its last one."""
+        """Whether this worker is rank 0 of its current or last generation."""
         return self._rank == 0
 
     def run(self, memory: MemoryMeter) -> loop.Result:
@@ -174,7 +174,10 @@ class ElasticSynchronous:
         return {"held_up_s": written.held_up_s, "written_s": written.written_s}
 
     def _wait_for_generation(self) -> dict[str, Any] | None:
-        """Wait for the message that forms the next generation, and return it, or None after leaving."""
+        """Wait for the message that forms the next generation, and return it.
+
+        The result is None after leaving.
+        """
         if self._leaving.is_set() and not self.generations:
             self._seat.send_message("left")
             return None
@@ -376,7 +379,7 @@ class ElasticSynchronous:
             yield False
 
     def _stop_clock(self, done: GenerationProgress) -> None:
-        """Stop the clock if it runs, and add its seconds to the last epoch with a step."""
+        """Stop a running clock, and add its seconds to the last epoch with a step."""
         if self._running:
             self._running = False
             self._clock.end()
@@ -395,7 +398,10 @@ class ElasticSynchronous:
     # ------------------------------------------------------------ evaluation
 
     def _evaluate_ended_epoch(self) -> None:
-        """Evaluate with all members at the end of an epoch, unless the epoch has a result already."""
+        """Evaluate with all members at the end of an epoch.
+
+        An epoch that has a result already is not evaluated again.
+        """
         epoch, rest = divmod(self._step, self._steps_per_epoch)
         s = self.worker.settings
         if rest or s.steps or epoch <= self._epochs_done:

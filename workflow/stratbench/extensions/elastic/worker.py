@@ -68,10 +68,10 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
 
 
 def set_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
-    """Set `leaving` when one of the signals comes, which SLURM sends before it ends a job.
+    """Set `leaving` when one of the signals comes.
 
-    A separate thread sets it at once, because the main thread may compute for seconds before it handles
-    signals.
+    SLURM sends these signals before it ends a job. A separate thread sets the event at once, because the main
+    thread may compute for seconds before it handles signals.
     """
     reading, writing = socket.socketpair()
     writing.setblocking(False)

@@ -58,7 +58,10 @@ class Choice:
         return self.options.get(key, default)
 
     def note(self, text: str, *keys: str) -> None:
-        """Add `text` to the file's comments, preceded by the settings or options `keys` and their values."""
+        """Add `text` to the file's comments, after `keys` and their values.
+
+        The keys are settings or options.
+        """
         self._written.update(keys)
         values = ", ".join(f"{key} = {self._format_value(key)}" for key in keys)
         self._notes.append(f"{values}: {text}" if values else text)

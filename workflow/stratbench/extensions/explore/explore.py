@@ -60,7 +60,7 @@ MAX_PLAIN = 1 << 18
 
 
 def make_label(name: str, unit: str) -> str:
-    """Return the label of a column: its name with blanks, without the unit at its end."""
+    """Return a column's label: its name with blanks, without the unit at its end."""
     if name == "gpus":
         return "workers"
     suffix = {"%": "pct", "FLOP/s": "flops_per_s"}.get(unit, unit.replace("/", "_per_"))
@@ -69,7 +69,7 @@ def make_label(name: str, unit: str) -> str:
 
 
 def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
-    """Return the unit in which a column's values are shown, and the factor to that unit.
+    """Return the unit in which a column is shown, and the factor to it.
 
     Scores with different units are shown in the units of the records.
     """
@@ -88,7 +88,10 @@ def round_value(value: float) -> float | int:
 
 
 def make_natural_key(value: Any) -> tuple[Any, ...]:
-    """Return a sort key for values of a column: numbers in texts sort by value, and None comes last."""
+    """Return a sort key for values of a column.
+
+    Numbers in texts sort by value, and None comes last.
+    """
     if not isinstance(value, str):
         return value is None, value
     parts = re.split(r"([0-9]+)", value.lower())
@@ -96,9 +99,10 @@ def make_natural_key(value: Any) -> tuple[Any, ...]:
 
 
 def encode_values(name: str, number: bool, values: Sequence[Any]) -> Row:
-    """Encode a column for the page: distinct `levels` with an index per cell (`at`), or all `values`.
+    """Encode a column for the page, as `levels` or as all `values`.
 
-    Columns with levels get a filter. With a single level there is no `at`.
+    Levels are the distinct values, with an index per cell (`at`). Columns with levels get a filter. A single
+    level has no `at`.
     """
     levels = list(dict.fromkeys(values))
     most = MAX_NUMBER_LEVELS if number else MAX_LEVELS
@@ -113,7 +117,7 @@ def encode_values(name: str, number: bool, values: Sequence[Any]) -> Row:
 
 
 def get_column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
-    """Return a column's values for JSON in the shown unit, or None if no cell has a value."""
+    """Return a column's values for JSON in the shown unit, or None without values."""
     series = cells[column.name]
     if not series.notna().any():
         return None
@@ -131,7 +135,7 @@ def list_values(series: pd.Series) -> list[Any]:
 
 
 def iter_column_data(cells: pd.DataFrame) -> Iterator[Row]:
-    """Yield the columns in which any cell has a value, in the form that the page's script reads."""
+    """Yield the columns in which any cell has a value, for the page's script."""
     for column in (SET_COLUMN, *CELL_COLUMNS):
         if column.name not in cells or column.name in NOT_SHOWN or column.kind == "json":
             continue
@@ -169,7 +173,10 @@ def make_column_data(
 
 
 def iter_audit_column(audit: Row, count: int) -> Iterator[Row]:
-    """Yield a column with the severity of the worst finding on each cell, if the audit has findings."""
+    """Yield a column with the severity of each cell's worst finding.
+
+    An audit without findings has no column.
+    """
     if not audit["rules"]:
         return
     graded = [SEVERITIES.index(rule["severity"]) for rule in audit["rules"]]
@@ -207,7 +214,7 @@ def iter_findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Itera
 
 
 def collect_audit(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
-    """Return the rules of the audit that have findings, and for each cell the indices of its rules."""
+    """Return the audit's rules that have findings, and each cell's indices of them."""
     rules: dict[tuple[str, str, str, str], int] = {}
     rule_at = [
         rules.setdefault((f["rule"], f["severity"], f["affects"], f["explanation"]), len(rules))
@@ -228,7 +235,10 @@ def collect_audit(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
 
 
 def collect_links(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
-    """Return the links to records and logs, and the indices of the cells that have these files."""
+    """Return the links to the records and logs of the cells.
+
+    Each link lists the indices of the cells that have this file.
+    """
     folder = Path(os.path.relpath(study_dir, page_dir)).as_posix()
     paths = {"record": f"cells/{CELL_PATTERN}/record.json", "log": f"logs/{CELL_PATTERN}.log"}
     return {

@@ -29,10 +29,11 @@ CHUNK_WAVEFORMS = 64
 def masked_markov_text(
     train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
-    """Return texts of a Markov chain with every seventh token hidden, and the hidden tokens (`hide_tokens`).
+    """Return texts of a Markov chain with every seventh token hidden.
 
-    The last token of the vocabulary hides others, and is none of the chain's. A hidden one depends on its
-    two neighbours alone, which gives the least possible loss.
+    The hidden tokens are returned too (`hide_tokens`). The last token of the vocabulary hides others, and is
+    none of the chain's. A hidden one depends on its two neighbours alone, which gives the least possible
+    loss.
 
     Args:
         train_samples: Number of training samples.
@@ -56,9 +57,10 @@ def masked_markov_text(
 
 
 def hide_tokens(text: np.ndarray, hides: int, rng: np.random.Generator) -> Chunk:
-    """Return texts [n, length] whose every seventh token is `hides`, and the hidden ones, others IGNORED.
+    """Return texts [n, length] with every seventh token hidden, and the hidden tokens.
 
-    The first hidden token is another in each text, and none is the first or the last of its text.
+    A hidden token is `hides` in the texts, and the other tokens are IGNORED in the second array. The first
+    hidden token is another in each text, and none is the first or the last of its text.
     """
     import numpy as np
 
@@ -160,9 +162,10 @@ def _noisy(of: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _least_loss(classes: int) -> float:
-    """Return the entropy of a noisy label given the class, in nats: the minimum mean loss.
+    """Return the minimum mean loss of a noisy label, in nats.
 
-    No model's expected accuracy is higher than 1 - LABEL_NOISE.
+    The minimum is the entropy of the label conditional on its class. No model's expected accuracy is higher
+    than 1 - LABEL_NOISE.
     """
     each = LABEL_NOISE / (classes - 1)
     return -(1 - LABEL_NOISE) * math.log(1 - LABEL_NOISE) - LABEL_NOISE * math.log(each)

@@ -44,9 +44,10 @@ def read_masked_text_files(
     test_share: float,
     seed: int,
 ) -> tuple[Source, int]:
-    """Return a text of concatenated files in pieces with hidden tokens, and its number of different tokens.
+    """Return a text in pieces with hidden tokens, and its number of different tokens.
 
-    The mask is the tokenizer's own, or a new token after the last one of the text.
+    The files are concatenated to one text. The mask is the tokenizer's own, or a new token after the last one
+    of the text.
 
     Args:
         name: Name of the data set.
@@ -76,7 +77,10 @@ def read_masked_text_files(
 
 
 def find_special_token(tokenizer: Any, names: Sequence[str], size: int) -> int:
-    """Return a tokenizer's token with one of some names, or `size`, a new token, if it has none."""
+    """Return a tokenizer's token with one of some names, or `size` if it has none.
+
+    The number `size` is that of a new token.
+    """
     known = (tokenizer.token_to_id(name) for name in names) if tokenizer else ()
     return next((number for number in known if number is not None), size)
 
@@ -157,7 +161,9 @@ def _read_texts_by_label(name: str, files: Sequence[Path], columns: tuple[str, s
 
 
 def rows_of(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the values of some columns of a CSV file with a header, or of keys of a JSON Lines file.
+    """Return the values of some columns or keys of a file.
+
+    The file is CSV with a header, or JSON Lines.
 
     Args:
         name: Name of the data set, for messages.

@@ -136,7 +136,7 @@ def _count_labels(cls: type, vocab_size: int | None, num_classes: int | None) ->
 
 
 def _check_data_kind(kind: type[PreTrainedConfig], data: str) -> None:
-    """Raise Unsuitable if the data are texts or images, but the config is for other data."""
+    """Raise Unsuitable if the data are texts or images that the config cannot take."""
     for key, wanted in (("vocab_size", "texts"), ("image_size", "images")):
         if data == wanted and not hasattr(kind, key):
             raise Unsuitable(
@@ -147,7 +147,11 @@ def _check_data_kind(kind: type[PreTrainedConfig], data: str) -> None:
 def _adapt_to_text(
     config: PreTrainedConfig, values: Mapping[str, Any], vocab_size: int, sequence: int
 ) -> None:
-    """Adapt the config's longest sequence to the text, or raise Unsuitable if the user has set less."""
+    """Adapt the config's longest sequence to the text.
+
+    Raises:
+        Unsuitable: If the user has set less.
+    """
     if config.vocab_size < vocab_size:
         raise Unsuitable(
             f"vocab_size = {config.vocab_size}: the data set has {vocab_size} tokens; remove the key, or set "

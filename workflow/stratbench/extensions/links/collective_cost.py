@@ -105,10 +105,10 @@ def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 
 
 def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of a pipelined binary tree: log2 steps up, and down again for an all-reduce.
+    """Return the cost of a pipelined binary tree.
 
-    Each step has S bytes. NCCL's tree spans the nodes, with a chain in each node. Here the steps of a chain
-    count like those of a tree.
+    The tree takes log2 steps up, and as many down again for an all-reduce. Each step has S bytes. NCCL's tree
+    spans the nodes, with a chain in each node. Here the steps of a chain count like those of a tree.
 
     Args:
         kind: Kind of the collective.
@@ -127,10 +127,11 @@ def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 
 
 def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of a ring in each node, and concurrent rings of equal ranks between nodes.
+    """Return the cost of a ring in each node and rings between nodes.
 
-    With g ranks per node, an all-reduce is a scatter within nodes, an all-reduce of S/g between nodes, and
-    a gather within nodes. A node's connection carries all g parts: S (n-1)/n bytes each way.
+    The rings between nodes connect equal ranks, and run concurrently. With g ranks per node, an all-reduce is
+    a scatter within nodes, an all-reduce of S/g between nodes, and a gather within nodes. A node's connection
+    carries all g parts: S (n-1)/n bytes each way.
 
     Args:
         kind: Kind of the collective.
@@ -271,12 +272,12 @@ class _Fit:
 
 
 def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
-    """Return latency and bandwidth of each kind of collective on each level, fitted to median times.
+    """Return latency and bandwidth of each kind of collective on each level.
 
-    The fit minimises squared relative errors over all worker counts and sizes, with values of at least
-    zero. It uses one algorithm for all tensors, or the fastest for each tensor, whichever fits best. If
-    fits are equally good within ALIKE, the first counts. A level whose times do not depend on bytes has
-    infinite bandwidth.
+    Both are fitted to median times. The fit minimises squared relative errors over all worker counts and
+    sizes, with values of at least zero. It uses one algorithm for all tensors, or the fastest for each
+    tensor, whichever fits best. If fits are equally good within ALIKE, the first counts. A level whose times
+    do not depend on bytes has infinite bandwidth.
     """
     rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
@@ -346,7 +347,10 @@ def _fit_alternately(
 def _solve_links(
     costs: Sequence[CollectiveCost], seconds: Sequence[float]
 ) -> dict[Level, LinkModel]:
-    """Return the links for which the costs take these seconds, by least squares of relative errors."""
+    """Return the links for which the costs take these seconds.
+
+    The links are fitted by least squares of relative errors.
+    """
     import numpy as np  # imported here, since only fits need numpy and scipy
     from scipy.optimize import nnls
 

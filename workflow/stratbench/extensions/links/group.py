@@ -126,7 +126,10 @@ def _run_member(group: LinkGroup, node: int, number: int) -> None:
 
 
 def measure_as_member(sweep: Sweep, on_gpus: bool) -> MeasuredLinks | None:
-    """Return the measurements of a process that a launcher started, or None unless it is rank 0."""
+    """Return the measurements of a process that a launcher started.
+
+    The result is None unless the process has rank 0.
+    """
     rank = int(os.environ["RANK"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     measured = _measure_in_group(sweep, on_gpus, local_rank, init_method="env://")

@@ -13,7 +13,9 @@ TIMEOUT_S = 1800.0
 
 
 def run_all(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Run each function with its arguments in a separate process, and wait until all have ended.
+    """Run each function with its arguments in a separate process.
+
+    The caller waits until all processes have ended.
 
     Raises:
         RuntimeError: If a process fails, after the others were ended.

@@ -36,7 +36,10 @@ class Sweep:
     kinds: tuple[str, ...] = KINDS
 
     def list_sizes_bytes(self) -> list[int]:
-        """Return tensor sizes in bytes, from 1 KiB in factors of four up to the largest."""
+        """Return the tensor sizes in bytes.
+
+        The sizes go from 1 KiB in factors of four up to the largest.
+        """
         steps = range(math.ceil(math.log(self.largest_bytes / SMALLEST_BYTES, 4)))
         return [*(SMALLEST_BYTES << 2 * i for i in steps), self.largest_bytes]
 
@@ -135,7 +138,10 @@ def _make_call(
 
 
 def _send_and_return(tensor: Tensor, last: int, group: dist.ProcessGroup) -> None:
-    """Send a tensor from rank 0 to the last rank and back; no other rank takes part."""
+    """Send a tensor from rank 0 to the last rank and back.
+
+    No other rank takes part.
+    """
     rank = dist.get_rank()
     if rank == 0:
         dist.send(tensor, last, group=group)
@@ -151,10 +157,10 @@ def _synchronise(device: torch.device) -> None:
 
 
 def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the factor by which matrix products slow down during an all-reduce of the largest tensor.
+    """Return the slowdown factor of matrix products during an all-reduce of the largest tensor.
 
-    It is the median over rounds. On a GPU the products are queued after the start of the collective, on
-    separate streams.
+    The factor is the median over rounds. On a GPU the products are queued after the start of the collective,
+    on separate streams.
 
     Args:
         sweep: The measurements to make.

@@ -149,7 +149,10 @@ class Local(base.Collective):
 
 
 def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Make a flat tensor per dtype, and turn `tensors` into views of it that keep their strides."""
+    """Make a flat tensor per dtype, and turn `tensors` into views of it.
+
+    The views keep the strides of the tensors.
+    """
     import torch
 
     from stratbench.workload.flat import copied_into, offsets_of

@@ -41,10 +41,10 @@ PUBLISHED_COLUMNS = (
 
 
 def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return every published cell with the median of ours (NaN if there is none), and ratios of ratios.
+    """Return every published cell with our median and ratios of ratios.
 
-    A ratio of ratios is our ratio divided by the published one, so 1 if both agree. Accuracies are compared
-    by differences in points instead of ratios (`kind` is `difference`).
+    Our median is NaN if there is none. A ratio of ratios is our ratio divided by the published one, so 1 if
+    both agree. Accuracies are compared by differences in points instead of ratios (`kind` is `difference`).
     """
     ours = compute_our_medians(cells, findings)
     tables = published.read_published_tables().rename(columns={"value": "published"})
@@ -72,7 +72,10 @@ def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.D
 
 
 def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return the medians of our cells that the paper has too, in its units: PLACE, ours, experiment."""
+    """Return the medians of our cells that the paper has too, in its units.
+
+    The columns are PLACE, `ours` and `experiment`.
+    """
     groups = Repeats(cells[published.mask_counterparts(cells)], findings.to_dict("records"))
     rows = []
     for group, repeats in groups.ok.items():

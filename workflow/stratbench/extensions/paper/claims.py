@@ -36,7 +36,9 @@ def add_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
 
 
 def judge_figures(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
-    """Return HOLDS if all intervals are in [low, high], FAILS if one is completely outside, else UNKNOWN.
+    """Return HOLDS, FAILS or UNKNOWN for a claim's intervals and limits.
+
+    A claim holds if all intervals are in [low, high], and fails if one has no value in it.
 
     Args:
         figures: Figures of a claim, with their intervals.
@@ -76,7 +78,11 @@ def describe_single_repeats(figures: Sequence[ClaimFigure]) -> str:
 
 
 def describe_figure(figure: ClaimFigure) -> str:
-    """Return `1.23 [1.10, 1.31]` with an interval, `1.23 (1.10 to 1.31)` with a range, or `at least 1.23`."""
+    """Return a figure as text, with its interval, range or bound.
+
+    The forms are `1.23 [1.10, 1.31]` for an interval, `1.23 (1.10 to 1.31)` for a range, and `at least 1.23`
+    for a bound.
+    """
     match figure.ends:
         case "bound":
             return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
@@ -92,7 +98,10 @@ def concerns_model(claim: dict[str, Any], figure: ClaimFigure) -> bool:
 
 @cache
 def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
-    """Return the paper's cells twice: as printed, and without times that the audit finds in two cells."""
+    """Return the paper's cells as printed, and without times that two cells share.
+
+    The audit finds the shared times.
+    """
     cells = published.make_cells_of_version(version)
     copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
     return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
@@ -101,7 +110,10 @@ def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
 def describe_weak_figures(
     metric: Callable[[Repeats], Iterator[ClaimFigure]], claim: dict[str, Any]
 ) -> str:
-    """Return which of the paper's values for a claim stand in two cells, or are bounds from a time limit."""
+    """Return which of the paper's values for a claim are weak.
+
+    A weak value is from a time in two cells, or is a bound from a time limit.
+    """
     printed, believed = (
         {f.label: f for f in metric(groups) if concerns_model(claim, f)}
         for groups in read_published_groups(claim["version"])
@@ -115,10 +127,11 @@ def describe_weak_figures(
 
 
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return every claim, and whether it holds in our cells of the paper's models on GPUs.
+    """Return every claim, and whether it holds in our cells.
 
-    The column `elsewhere` has the values of other models and of CPU processes, which do not decide.
-    `in_the_paper` tells whether the paper's own tables agree, and which of their values are doubtful.
+    Our cells are those of the paper's models on GPUs. The column `elsewhere` has the values of other models
+    and of CPU processes, which do not decide. `in_the_paper` tells whether the paper's own tables agree, and
+    which of their values are doubtful.
     """
     is_ours = published.mask_counterparts(cells)
     listed = findings.to_dict("records")

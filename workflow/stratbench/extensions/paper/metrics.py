@@ -54,9 +54,10 @@ def make_ratio_figure(
     label: str,
     scale: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
-    """Return the mean of one / other over their common repeats, converted by `scale`, or None without data.
+    """Return the mean of one / other over their common repeats.
 
-    It is a bound if one of the groups reached its time limit.
+    The mean is converted by `scale`. It is a bound if one of the groups reached its time limit, and None
+    without data.
 
     Args:
         groups: All repeats.
@@ -88,7 +89,7 @@ def make_ratio_figure(
 
 
 def find_time_limit_s(groups: Repeats, group: Group) -> float | None:
-    """Return the time limit (s) of a group that reached it, or None for any other group."""
+    """Return the time limit (s) of a group that reached it, else None."""
     if group in groups.ok or group not in groups.all:
         return None
     rows = groups.all[group]
@@ -97,7 +98,7 @@ def find_time_limit_s(groups: Repeats, group: Group) -> float | None:
 
 
 def estimate_least_time_s(groups: Repeats, group: Group, ended: Group) -> float | None:
-    """Return a lower bound on the training time (s) of a group that reached its time limit.
+    """Return the least possible training time (s) of a group that reached its time limit.
 
     The time of its start-up and evaluation is estimated from another group.
 
@@ -146,15 +147,18 @@ def make_ratio_metric(
 
 
 def make_pair_selector(one: str, other: str) -> Callable[[Group], tuple[Group, Group] | None]:
-    """Return a function that pairs a group of strategy `one` with that of `other`, otherwise equal."""
+    """Return a function that pairs groups of the strategies `one` and `other`.
+
+    The paired groups are otherwise equal.
+    """
     return lambda group: (group, group.with_strategy(other)) if group.strategy == one else None
 
 
 def make_points_metric(one: str, other: str) -> Callable[[Repeats], Iterator[ClaimFigure]]:
-    """Return a metric: the accuracy of strategy `one` minus that of `other`, in points, on equal models and
-    GPUs.
+    """Return a metric: the accuracy of strategy `one` minus that of `other`.
 
-    Its range is from the lowest to the highest difference of the repeats.
+    The difference is in points, on equal models and GPUs. Its range is from the lowest to the highest
+    difference of the repeats.
     """
 
     def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
@@ -192,7 +196,7 @@ def make_median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
 
 
 def iter_counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
-    """Yield the groups in which `strategy` trained the same work on the same model and GPUs.
+    """Yield the groups of `strategy` with the same work, model and GPUs.
 
     Args:
         groups: All repeats.
@@ -206,7 +210,7 @@ def iter_counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[
 
 
 def did_same_work(groups: Repeats, one: Group, other: Group) -> bool:
-    """Return whether both groups trained the same epochs on the same data, with equal batches and precision.
+    """Return whether both groups have equal data, epochs, batches and precision.
 
     Args:
         groups: All repeats.

@@ -109,16 +109,20 @@ def make_numbered_table(
 
 
 def format_as_in_paper(row: object) -> str:
-    """Return the text of a summary row with the audit's mark; a time limit is as in the paper (`>3000`)."""
+    """Return the text of a summary row with the audit's mark.
+
+    A time limit has the form of the paper (`>3000`).
+    """
     text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
     return marked(text, row.flags)
 
 
 def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
-    """Return table 8: the results of each strategy on the largest number of workers of each experiment.
+    """Return table 8: each strategy's results on the most workers of an experiment.
 
-    Its columns are experiment, strategy, workers, property, text (the range over models), models, records
-    (the cells of the values), outcomes (of cells that did not finish) and flags (of the audit).
+    Its columns are experiment, strategy, workers, property, text, models, records, outcomes and flags. The
+    text is the range over models, and the records are the cells of the values. Outcomes are those of cells
+    that did not finish, and flags are those of the audit.
     """
     lines, measures = [], list_measures_by_experiment(cells)
     most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
@@ -151,7 +155,10 @@ def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_range(values: list[float], measure: Measure) -> str:
-    """Return the range of values with the unit, or one number if its ends print alike."""
+    """Return the range of values with the unit.
+
+    A range whose ends print the same is one number.
+    """
     if not values:
         return NO_CELL
     ends = [format_number(end, measure.decimals) for end in (min(values), max(values))]
@@ -159,7 +166,7 @@ def describe_range(values: list[float], measure: Measure) -> str:
 
 
 def widen_table_8(long: pd.DataFrame) -> pd.DataFrame:
-    """Return table 8 with a row per strategy, and columns for each property and for outcomes."""
+    """Return table 8 with a row per strategy, and columns for properties and outcomes."""
     lines = []
     for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
         texts = {row.property: marked(row.text, row.flags) for row in rows.itertuples()}
@@ -172,7 +179,7 @@ def widen_table_8(long: pd.DataFrame) -> pd.DataFrame:
 def iter_paper_tables(
     cells: pd.DataFrame, summary: pd.DataFrame, table_8: pd.DataFrame
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the name and the texts of each of tables 3 to 8, including empty ones.
+    """Yield the name and texts of each of tables 3 to 8, including empty ones.
 
     Args:
         cells: Rows of cells.csv.
@@ -187,7 +194,7 @@ def iter_paper_tables(
 
 
 def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
-    """Write tables 3 to 8 of the paper from our records, and the sources of table 8.
+    """Write the paper's tables 3 to 8 from our records, and table 8's sources.
 
     Args:
         cells: Rows of cells.csv.

@@ -29,12 +29,18 @@ def read_published_tables() -> pd.DataFrame:
 
 
 def read_published_claims() -> pd.DataFrame:
-    """Return the claims of the paper's text in our words, each with a metric and the range that it claims."""
+    """Return the claims of the paper's text in our words.
+
+    Each claim has a metric and the range that it claims.
+    """
     return pd.read_csv(REFERENCE / "claims.csv")
 
 
 def read_explanations() -> pd.DataFrame:
-    """Return why records may disagree with a claim or a table: about (claim or table), rule, explanation."""
+    """Return the reasons for which records may disagree with a claim or a table.
+
+    The columns are `about` (claim or table), `rule` and `explanation`.
+    """
     return pd.read_csv(REFERENCE / "explanations.csv", keep_default_na=False)
 
 
@@ -103,7 +109,7 @@ def make_cells_of_version(version: str) -> pd.DataFrame:
 
 
 def mask_counterparts(cells: pd.DataFrame) -> pd.Series:
-    """Return which rows match a published cell by strategy, model, data set and number of GPUs.
+    """Return which rows match a published cell's strategy, model, data set and GPU count.
 
     Excludes `single`, variants, other tasks than classification, CPU processes, and cells slowed on purpose.
     """

@@ -38,7 +38,10 @@ def make_paper_section(folder: Path) -> dict[str, Any]:
 
 
 def iter_published_tables(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield each published table: its number of cells, its cells with a counterpart, and an explanation."""
+    """Yield each published table with its cells that have a counterpart.
+
+    An item also has the number of all cells of the table, and an explanation.
+    """
     notes = published.read_explanations().set_index("about")["explanation"].to_dict()
     for (version, name), rows in compared.groupby(["version", "table"], sort=False):
         ours = rows[rows["ours"].notna()]

@@ -72,7 +72,10 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for every cell with a prediction and a record with a measured peak."""
+    """Return a row for every cell with a prediction and a measured peak.
+
+    The peak is that of the cell's record.
+    """
     return [
         prediction_row(c, records[c.cell])
         for c in plan.cells

@@ -108,7 +108,7 @@ class PlannedStep:
 
     @property
     def waiting_share(self) -> float:
-        """Fraction of the step in which it does not compute, if the device's rate is known."""
+        """Fraction of the step without computation, if the device's rate is known."""
         return 1 - self.compute_s / self.seconds
 
 

@@ -105,7 +105,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
 
 
 def sent_bytes(s: Subject, footprint: Footprint) -> float:
-    """Return the bytes that a rank sends per global batch, as a mean over the training."""
+    """Return the mean bytes per global batch that a rank sends in the training."""
     if s.served:
         sent, _ = servers.worker_traffic_bytes(s.settings, footprint.flat_bytes)
         return sent
@@ -116,7 +116,7 @@ def sent_bytes(s: Subject, footprint: Footprint) -> float:
 def mean_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return the mean bytes that a rank of a stage sends per step by these collectives.
+    """Return the mean bytes that a stage's rank sends per step by these collectives.
 
     Args:
         s: The cell.

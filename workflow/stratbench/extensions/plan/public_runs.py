@@ -40,7 +40,10 @@ class Band(NamedTuple):
 
 
 def is_like_public_runs(s: Settings, reads_text: bool) -> bool:
-    """Return whether a cell resembles the runs: a text decoder in bf16, sharded by FSDP's policy."""
+    """Return whether a cell resembles the public runs.
+
+    The runs train a text decoder in bf16, sharded by FSDP's policy.
+    """
     if not reads_text or s.task is not None or s.precision != "bf16" or s.compile:
         return False
     return s.options.get("mixed_precision") == "policy" and s.options["offload"] == "none"

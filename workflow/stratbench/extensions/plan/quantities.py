@@ -48,7 +48,10 @@ def totals(plan: Plan, device: str) -> dict[str, Any]:
 
 
 def list_assumed_rates(plan: Plan) -> list[str]:
-    """Return texts on the rates of links that some cell uses and the config does not give."""
+    """Return texts on the link rates that the config does not give.
+
+    Only links that some cell uses are listed.
+    """
     cells = [c for c in plan.cells if c.needs is not None]
     rates = []
     sheet = next((gpu for gpu in list_datasheets() if gpu.name == plan.device), None)
@@ -85,9 +88,10 @@ def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Plan
 
 
 def sort_by_usual_time(cells: Iterable[Planned]) -> list[Planned]:
-    """Return the cells sorted by usual time within each experiment, model and worker count, unknown last.
+    """Return the cells sorted by usual time within their groups, unknown times last.
 
-    Groups, and cells of equal times, keep their order.
+    A group has one experiment, model, worker count and repeat. Groups, and cells of equal times, keep their
+    order.
     """
     groups = cells_by(cells, "experiment", "model", "gpus", "repeat").values()
     return [c for group in groups for c in sorted(group, key=_usual_s)]

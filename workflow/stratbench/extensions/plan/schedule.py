@@ -252,9 +252,9 @@ def _plan_cell(
     measured: Span | None,
     config: Mapping[str, Any],
 ) -> Planned:
-    """Return the plan of a cell on `devices`, the first of which is the plan's own.
+    """Return the plan of a cell on `devices`.
 
-    `measured` is the time of its training by records.
+    The first device is the plan's own. `measured` is the time of the cell's training by records.
     """
     cluster = config["cluster"]
     footprint = None if s.cell in checked.refused else checked.rehearsals[s.request].footprint

@@ -118,7 +118,7 @@ def project_inputs(
 
 
 def read_gpu_price(config: Mapping[str, Any]) -> float | None:
-    """Return the price of a GPU per hour: that of the decision, else that of the plan."""
+    """Return the hourly price of a GPU from the decision, else from the plan."""
     price = config["decide"]["price_per_gpu_hour"]
     return config["cluster"]["price_per_gpu_hour"] if price is None else price
 

@@ -312,9 +312,9 @@ def _make_server_replay(
     path: Path,
     nodes_of: Callable[[int], int],
 ) -> LinkReplay | None:
-    """Return the replay by a queue at the parameter servers, which have equal parts of the weights.
+    """Return the replay by a queue at the parameter servers.
 
-    Workers access the servers concurrently.
+    The servers have equal parts of the weights. Workers access the servers concurrently.
 
     Returns:
         The replay, or None if the number of parameters is not recorded.

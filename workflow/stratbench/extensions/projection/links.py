@@ -100,7 +100,7 @@ class Links:
 
 
 def _lay_out_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
-    """Return the layout of a call's group, and how many such groups share a node's connection.
+    """Return a call's group layout, and how many such groups share a node's connection.
 
     A group of neighbours that does not divide a node's ranks spans two nodes, which limits all groups.
     """

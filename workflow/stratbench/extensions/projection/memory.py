@@ -33,7 +33,9 @@ def project_peaks(
     resident_threads: int,
     cache_folder: Path,
 ) -> list[ProjectedPeak | None]:
-    """Return the projected peak memory of each wanted cell, or None if it cannot be planned.
+    """Return the projected peak memory of each wanted cell.
+
+    The peak is None if it cannot be planned.
 
     Args:
         wanted: Cells to project.

@@ -72,10 +72,11 @@ def project_constant_loss(points: Sequence[MeasuredStep], scaling: Scaling, work
 
 
 def fit_a_plus_b_over_n(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
-    """Return the seconds of a step as a + b/N, fitted by least squares of relative errors.
+    """Return the seconds of a step by a fit of a + b/N.
 
-    The fit is exact for two points. In strong scaling it is Amdahl's law, in weak scaling the volume of a
-    ring, (N-1)/N. The result may be negative far beyond the measured counts.
+    The fit is by least squares of relative errors. The fit is exact for two points. In strong scaling it is
+    Amdahl's law, in weak scaling the volume of a ring, (N-1)/N. The result may be negative far beyond the
+    measured counts.
 
     Args:
         points: Measured step times.
@@ -111,7 +112,9 @@ def compute_log_error(projected_s: float, measured_s: float) -> float:
 def compute_forward_errors(
     rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling
 ) -> dict[int, float]:
-    """Return the log error at each count from the third on, when projected from smaller counts.
+    """Return the log error of a projection at each count from the third on.
+
+    The projection uses only smaller counts.
 
     Args:
         rule: The rule.
@@ -144,7 +147,10 @@ class Skill:
 
     @property
     def matches_naive(self) -> bool:
-        """Whether the rule is at least as good as the best naive rule, or this is unknown."""
+        """Whether the rule is at least as good as the best naive rule.
+
+        The value is True too if this is unknown.
+        """
         return self.error_reduction is None or self.error_reduction >= 0
 
 

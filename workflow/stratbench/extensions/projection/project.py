@@ -144,7 +144,10 @@ def _has_informative_interval(rule: Rule, points: Sequence[MeasuredStep], scalin
 def _count_fit_refusal_reason(
     points: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
-    """Return why a + b/N of the measured counts allows no projection to `workers`, or None."""
+    """Return the reason against a projection by a + b/N of the measured counts.
+
+    The result is None if the projection is possible.
+    """
     if reason := two_count_refusal_reason(points, scaling, workers):
         return reason
     if not _has_informative_interval(naive.fit_a_plus_b_over_n, points, scaling):
@@ -208,9 +211,10 @@ def make_link_rule(
 def fit_computation_s(
     replayed: StepReplay, points: Sequence[MeasuredStep], scaling: Scaling, host_s: float = 0.0
 ) -> Callable[[int], float]:
-    """Return a function for the seconds of computation on any worker count, fitted to measured steps.
+    """Return a function for the seconds of computation on any worker count.
 
-    A step that the host may limit gives only an upper bound. It is left out if there are others.
+    The function is fitted to measured steps. A step that the host may limit gives only an upper bound. It is
+    left out if there are others.
 
     Args:
         replayed: Replays a step.
@@ -273,7 +277,10 @@ def compute_left_out_errors(
 def _compute_interval(
     rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling, workers: int, more_sd: float
 ) -> Interval:
-    """Return the projected time with its 80 % interval, from the rule's errors at left-out counts."""
+    """Return the projected time with its 80 % interval.
+
+    The interval comes from the rule's errors at left-out counts.
+    """
     middle_s = rule(points, scaling, workers)
     doublings = max(1.0, math.log2(workers / points[-1].workers))
     reach = _compute_half_width_ln(rule, points, scaling, doublings, more_sd)
@@ -325,7 +332,7 @@ def _describe_rule(projection: Projection) -> str:
 
 
 def describe_projected_count(projection: Projection, unit: str = "GPUs") -> str:
-    """Return a sentence on the projected time of a worker count, or why there is none."""
+    """Return a sentence on a worker count's projected time, or the reason without one."""
     if projection.refusal_reason:
         return f"{projection.workers} {unit}: not projected: {projection.refusal_reason}."
     low, middle, high = (

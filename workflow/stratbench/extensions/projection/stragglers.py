@@ -67,7 +67,10 @@ def _midpoints(n: int) -> NDArray:
 
 
 def _log_slowest(times: NDArray, workers: int) -> float:
-    """Return ln of the mean maximum of `workers` draws from `times`, over the mean of `times`."""
+    """Return ln of the relative mean maximum of `workers` draws from `times`.
+
+    The maximum is relative to the mean of `times`.
+    """
     import numpy as np
 
     ordered = np.sort(times, axis=None)

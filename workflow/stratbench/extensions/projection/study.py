@@ -165,7 +165,9 @@ def make_device(config: Mapping[str, Any], subject: Subject) -> Device:
 def untrainable_reason(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> str | None:
-    """Return why a strategy's cell on `workers` workers could not be trained or would be useless.
+    """Return the reason against training a strategy's cell on `workers` workers.
+
+    A reason means that the cell could not be trained or would be useless.
 
     Args:
         config: The validated config.

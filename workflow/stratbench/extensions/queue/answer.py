@@ -180,7 +180,7 @@ def _find_refusal_reason(
 def _compare_with_record(
     history: AccountingHistory, arrivals: list[Arrival], queue: TrainingQueue
 ) -> str:
-    """Return a sentence that compares the simulated waits of the history's jobs with the recorded ones."""
+    """Return a sentence that compares simulated and recorded waits of the history's jobs."""
     sim = Cluster(queue.nodes, queue.gpus_per_node, arrivals, queue.rules)
     sim.run_until(arrivals[-1].submit_s)
     simulated = [wait_s for _, wait_s in sim.waits]
@@ -272,7 +272,10 @@ class _AnswerText:
         return next(mode for mode in allowed if mean[mode] <= best * (1 + self.margin))
 
     def make_headline(self) -> str:
-        """Return the sentence that names the chosen mode, its time, and its ratio to a gang's time."""
+        """Return the text on the chosen mode and its time.
+
+        The text also has the ratio of this time to a gang's time.
+        """
         mean = self.times.average_hours(self.get_simulated_mode(self.choice))
         text = (
             f"With the queue: {self.choice} takes {_format_hours(mean.value)} from submission to result"

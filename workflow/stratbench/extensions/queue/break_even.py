@@ -127,7 +127,10 @@ class ModeTimes:
         return jackknife(lambda kept: float(self.hours[mode][kept].mean()), len(self.hours[mode]))
 
     def ratio(self, mode: str, other: str) -> IntervalEstimate:
-        """Return the ratio of two modes' mean times at equal submission times, with a 95 % interval."""
+        """Return the ratio of two modes' mean times, with a 95 % interval.
+
+        Both means are at equal submission times.
+        """
 
         def ratio(kept: np.ndarray) -> float:
             return float(self.hours[mode][kept].mean() / self.hours[other][kept].mean())
@@ -283,9 +286,10 @@ def make_recorded_queue(
     moments: int,
     settled_s: float = 0.0,
 ) -> TrainingQueue:
-    """Make a queue from one recorded stream of jobs, whose submission times are divided into blocks.
+    """Make a queue from one recorded stream of jobs.
 
-    The end of the stream has no submission times, so that trainings can end in it.
+    Its submission times are divided into blocks. The end of the stream has no submission times, so that
+    trainings can end in it.
 
     Args:
         nodes: Number of nodes.

@@ -96,7 +96,10 @@ class AccountingHistory:
 
     @cached_property
     def window_s(self) -> tuple[float, float]:
-        """Begin and end of the time in which the file has all jobs, from the first end of a job on."""
+        """Begin and end of the time in which the file has all jobs.
+
+        The time begins with the first end of a job.
+        """
         times = [t for e in self.entries for t in (e.submit_s, e.start_s, e.end_s) if t is not None]
         ends = [e.end_s for e in self.entries if e.end_s is not None]
         if not ends or max(times) <= min(ends):
@@ -113,7 +116,7 @@ class AccountingHistory:
         return (end_s - begin_s) / 86400
 
     def _compute_use(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return times in the window, and the number of GPUs in use from each time on."""
+        """Return times in the window, and the number of GPUs in use from each."""
         begin_s, end_s = self.window_s
         changes: list[tuple[float, int]] = [(begin_s, 0), (end_s, 0)]
         for e in self.entries:
@@ -140,9 +143,9 @@ class AccountingHistory:
 
     @cached_property
     def growth_gpus(self) -> float:
-        """Growth of the waiting work over the window, as the number of GPUs that it would keep busy.
+        """Growth of the waiting work over the window, as a number of GPUs.
 
-        It is at least 0.
+        The growth would keep this number of GPUs busy. It is at least 0.
 
         Work is GPUs times the duration. Jobs that have not run have the duration expected from their time
         limits.
@@ -179,9 +182,10 @@ class AccountingHistory:
         return max(1.0, statistics.median(factors)) if factors else UNKNOWN_FACTOR
 
     def node_mtbf_days(self, nodes: int) -> float | None:
-        """Return the mean days between failures of one node, or None if no job ended with NODE_FAIL.
+        """Return the mean days between failures of one node.
 
-        Failures of unused nodes are not recorded, so that this is an upper bound.
+        The result is None if no job ended with NODE_FAIL. Failures of unused nodes are not recorded, so that
+        the mean is an upper bound.
         """
         failures = sum(e.state == "NODE_FAIL" for e in self.entries)
         return nodes * self.days / failures if failures else None
@@ -227,7 +231,7 @@ class AccountingHistory:
         return self.window_s[0] - self._first_s
 
     def make_arrivals(self) -> list[Arrival]:
-        """Return the jobs for the simulator, whose clock starts at 0, without jobs that never started."""
+        """Return the jobs that started, for the simulator, whose clock starts at 0."""
         _, end_s = self.window_s
         started = [e for e in self.entries if e.start_s is not None and e.gpus]
         jobs = []

@@ -313,7 +313,10 @@ class Cluster:
         return {int(node): each for node in fits} if fits.size == nodes else None
 
     def _make_room_by_preemption(self, job: SimulatedJob) -> dict[int, int] | None:
-        """Stop preemptible jobs to make room for another job, and return its GPUs by node, or None."""
+        """Stop preemptible jobs to make room for another job.
+
+        The result is the GPUs of that job by node, or None.
+        """
         if job.preemptible or not any(j.preemptible for j in self.running):
             return None
         at = self._find_room(np.where(self._up, self._count_free_without_preemptible(), 0), job)
@@ -362,7 +365,10 @@ class Cluster:
                 plan.book(begin_s, job.request_s, at)
 
     def _iter_expected_ends(self) -> Iterator[tuple[float, dict[int, int]]]:
-        """Yield when each running job ends by its requested wall time, and its GPUs by node."""
+        """Yield the expected end of each running job, and its GPUs by node.
+
+        The job's requested wall time determines its end.
+        """
         for job in self.running:
             if not job.preemptible:
                 yield max(job.start_s + job.request_s, self.now_s + 1e-6), job.gpus_by_node
@@ -405,7 +411,7 @@ class _FreeGpuPlan:
         self.free[:, ~up] = 0
 
     def compute_least_free(self, begin_s: float, seconds: float) -> np.ndarray:
-        """Return the smallest number of free GPUs of each node in an interval from `begin_s` on."""
+        """Return the smallest number of free GPUs of each node in an interval."""
         begin = bisect_left(self.times, begin_s)
         return self.free[begin : max(bisect_left(self.times, begin_s + seconds), begin + 1)].min(0)
 

@@ -52,7 +52,7 @@ def traffic_of_servers(
 
 
 def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the bytes that stay on a node, and those over the busiest link between nodes.
+    """Return the bytes within nodes and over the busiest link between nodes.
 
     Workers count them. Lost workers, of which nothing is known, are left out.
     """
@@ -133,6 +133,6 @@ def mean_loss(losses: Sequence[Mapping[str, tuple[float | None, float]]]) -> flo
 
 
 def applied_pushes(servers: list[dict[str, Any]]) -> float:
-    """Return the number of pushes applied to the weights of a shard, as the mean over all shards."""
+    """Return the mean number of pushes applied to a shard's weights, over all shards."""
     shards = [sum(counts) for server in servers for counts in server["staleness"]]
     return sum(shards) / len(shards)

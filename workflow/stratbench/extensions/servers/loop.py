@@ -133,9 +133,10 @@ def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
 
 
 def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
-    """Draw order and augmentation of all epochs, and return a function that copies one epoch's to the device.
+    """Return a function that copies one epoch's order and augmentation to the device.
 
-    They are drawn in advance, because training with servers has no pause between two epochs.
+    The tables of all epochs are drawn in advance, because training with servers has no pause between two
+    epochs.
 
     Args:
         data: Data set.
@@ -170,7 +171,9 @@ def evaluate_epoch(
 def evaluate_epochs(
     strategy: Any, data: DeviceData, worker: Worker, progress: Progress
 ) -> list[str]:
-    """Evaluate the servers' snapshots of all epochs, and return the names of losses that are not finite.
+    """Evaluate the servers' snapshots of all epochs.
+
+    The result names the losses that are not finite.
 
     Args:
         strategy: Strategy of the cell.

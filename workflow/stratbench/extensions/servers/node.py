@@ -56,7 +56,10 @@ class ServedProcesses(NodeProcesses):
         return self.job.n_nodes == 1 and super().hangs(awake_since_s)
 
     def abandoned(self) -> set[str]:
-        """Return names of the workers that the servers gave up; empty before server 0 has ended."""
+        """Return the names of the workers that the servers gave up.
+
+        The set is empty before server 0 has ended.
+        """
         server = self.job.folder.read_server(0)
         return {format_worker_name(w["worker"]) for w in server["lost"]} if server else set()
 

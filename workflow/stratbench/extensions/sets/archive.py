@@ -97,7 +97,10 @@ def write_archive(
 
 
 def hash_manifest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest, and so of all files that it lists with their hashes."""
+    """Return the SHA-256 of a manifest.
+
+    It covers all files that the manifest lists with their hashes.
+    """
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -138,9 +141,10 @@ def extract_bundle(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _check_ends(path: Path) -> None:
-    """Raise SetError if a file does not begin and end as a bundle does, or lists too many files.
+    """Check the begin, the end and the number of files of a bundle.
 
-    This comes first because zipfile makes an object per listed file, for any number of files.
+    A file raises SetError if it does not begin and end as a bundle does, or lists too many files. The check
+    comes first because zipfile makes an object per listed file, for any number of files.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -166,7 +170,7 @@ def _check_ends(path: Path) -> None:
 
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    """Raise SetError if a bundle has members with other names, kinds or sizes than bundles have."""
+    """Raise SetError if a member has a name, kind or size that no bundle has."""
     seen: set[str] = set()
     if len(members) > MAX_MEMBERS:
         raise SetError(f"{path} lists more files than the {MAX_MEMBERS:,} that are read")
@@ -211,7 +215,7 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 
 
 def _read_manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
-    """Read the manifest of a bundle, and check that it has the form that `write_archive` writes."""
+    """Read a bundle's manifest, and check it against the form that `write_archive` writes."""
     try:
         manifest = parse_json(_read_member(path, archive, archive.getinfo(MANIFEST)).decode())
     except ValueError as e:

@@ -55,7 +55,10 @@ def describe_workers(cells: pd.DataFrame) -> str:
 
 
 def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
-    """Yield a line with the number of findings per severity, and a line per violated rule."""
+    """Yield a line of totals, and a line per violated rule.
+
+    The totals are the numbers of findings per severity.
+    """
     tally = [format_tally(int((findings["severity"] == s).sum()), s) for s in SEVERITIES]
     yield f"audit: {', '.join(tally)}"
     shown = findings[findings["severity"] != "note"]

@@ -158,7 +158,10 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
 
 
 def get_experiments(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
-    """Return the experiments in a set's unchecked config, or an empty dict if it has none."""
+    """Return the experiments in a set's unchecked config.
+
+    The result is an empty dict if the config has none.
+    """
     try:
         experiments = config["studies"][study]["experiments"]
         return {name: dict(block) for name, block in experiments.items()}
@@ -167,7 +170,7 @@ def get_experiments(config: Mapping[str, Any], study: str) -> dict[str, dict[str
 
 
 def check_no_foreign_code(text: str, config: Mapping[str, Any]) -> None:
-    """Raise CommandError if a bundle's plan would run code or read data that the bundle names."""
+    """Raise CommandError if a plan would run code or read data that the bundle names."""
     # Values of other types are skipped here, because the validation of the config rejects them later.
     models, datasets, studies = (
         value if isinstance(value := config.get(key), dict) else {}

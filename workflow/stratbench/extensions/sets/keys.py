@@ -38,7 +38,10 @@ class Sets(Keys):
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
-        """Yield messages on sets that cannot be compared, and on prices that do not match the sets."""
+        """Yield messages on faults of the sets and of their prices.
+
+        Such sets cannot be compared, and such prices do not match the sets.
+        """
 
         def make_wrong_value_message(*of: Any) -> str:
             return wrong_value_message(*of).removeprefix("config: ")

@@ -35,7 +35,7 @@ _LISTED = {
 
 
 def remove_secrets(value: Any, is_record: bool = False) -> Any:
-    """Return the content of a record, a config or a plan without texts that may be secrets.
+    """Return a record, config or plan without texts that may be secrets.
 
     In a record, only the allowed environment variables of a worker remain. In a config, `slurm` or
     `environment` may be the name of an experiment, so that all their keys remain.
@@ -75,7 +75,10 @@ def _remove_secrets(
 
 
 def _has_user_keys(path: tuple[str, ...]) -> bool:
-    """Return whether a user chose the keys below this path of a config or a plan, such as model names."""
+    """Return whether a user chose the keys below this path, such as model names.
+
+    The path is in a config or a plan.
+    """
     if len(path) == 3:
         return path[0] == "studies" and path[2] in ("experiments", "variants")
     return path in (("studies",), ("models",), ("datasets",), ("cells",))
@@ -141,7 +144,10 @@ class Replacements:
         return _map_texts(value, self._replace_unless_word)
 
     def _replace_unless_word(self, text: str) -> str:
-        """Return `text` with names replaced, except in a single word: a host may be called `ok`."""
+        """Return `text` with names replaced, except in a single word.
+
+        A host's name may be a common word, such as `ok`.
+        """
         return self._replace_gpus(text) if _WORD.fullmatch(text) else self.replace_names(text)
 
     def replace_names_in_record(self, record: Record) -> Record:

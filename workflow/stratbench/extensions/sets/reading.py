@@ -72,7 +72,10 @@ class ResultSet:
 
     @property
     def hosts_replaced(self) -> bool:
-        """Whether host names were replaced, so that they do not tell whether two sets share a host."""
+        """Whether host names were replaced.
+
+        Replaced names do not show whether two sets share a host.
+        """
         return bool(self.manifest) and self.manifest["hosts"] == "replaced"
 
     @property
@@ -240,7 +243,10 @@ def _parse_cell(coordinates: Any) -> Cell:
 
 
 def _read_json_object(path: Path, make_error: Any) -> dict[str, Any] | None:
-    """Read the JSON object in a file, or return None if the file does not exist."""
+    """Read the JSON object in a file.
+
+    The result is None if the file does not exist.
+    """
     if not path.exists():
         return None
     try:
@@ -253,7 +259,10 @@ def _read_json_object(path: Path, make_error: Any) -> dict[str, Any] | None:
 
 
 def _check_timeline(path: Path, make_error: Any) -> None:
-    """Raise an error if a file is not a timeline, a table with the column `kind`."""
+    """Raise an error if a file is not a timeline.
+
+    A timeline is a table with the column `kind`.
+    """
     try:
         text = read_regular(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:

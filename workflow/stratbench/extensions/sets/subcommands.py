@@ -48,7 +48,7 @@ def add_set_argument(
     sets: str,
     written: str | None = None,
 ) -> None:
-    """Add the argument SET to a subcommand, and with `written` the option --out of such a run.
+    """Add the argument SET to a subcommand, and with `written` the option --out.
 
     Args:
         command: The subcommand's parser.

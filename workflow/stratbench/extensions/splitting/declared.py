@@ -44,7 +44,9 @@ def has_tensor_plan(network: str | Model) -> bool:
 
 
 def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
-    """Return how workers divide the layers of a model, by module path, in which `*` is any name.
+    """Return how workers divide the layers of a model, by module path.
+
+    A `*` in a path is any name.
 
     Raises:
         ValueError: If the model has no such plan.

@@ -42,7 +42,10 @@ def _gather_first_input(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a module with the first input gathered; a forward hook calls this."""
+    """Return a module's arguments with the first input gathered.
+
+    A forward hook calls this function.
+    """
     name = next(iter(signature(module.forward).parameters), None)
     x = args[0] if args else kwargs.get(name)
     if not isinstance(x, Tensor):

@@ -96,10 +96,11 @@ class Pipeline(ModelSplit):
         return self.options.microbatches
 
     def bubble_share(self, gpus: int) -> float | None:
-        """Return the predicted share of time that workers wait: (S - 1) / (v m + S - 1).
+        """Return the predicted share of time that workers wait.
 
-        There are S workers, m micro-batches and v stages per worker (Narayanan et al., 2021, section 2.2).
-        Return None for zero-bubble, for which there is no formula.
+        The share is (S - 1) / (v m + S - 1). There are S workers, m micro-batches and v stages per worker
+        (Narayanan et al., 2021, section 2.2). The result is None for zero-bubble, for which there is no
+        formula.
         """
         o, workers = self.options, self.mesh(gpus).stages
         if o.schedule == "zero-bubble" and workers > 1:
@@ -253,7 +254,10 @@ class Pipeline(ModelSplit):
     def cut_into_stages(
         self, model: nn.Module, worker: base.Worker
     ) -> list[tuple[list[Piece], list[MeasuredUnit]]]:
-        """Cut the model into stages of similar work, and return pieces and measured units of each stage."""
+        """Cut the model into stages of similar work.
+
+        The result has the pieces and the measured units of each stage.
+        """
         from stratbench.extensions.splitting.pieces import list_units
         from stratbench.extensions.splitting.stages import balance_stages
 
@@ -265,7 +269,10 @@ class Pipeline(ModelSplit):
         return [(list(chain(*units[i:j])), measured[i:j]) for i, j in pairwise(ends)]
 
     def _open_connections(self) -> None:
-        """Send a value over each boundary of stages, because NCCL connects two workers at the first send."""
+        """Send a value over each boundary of stages.
+
+        NCCL connects two workers at the first send.
+        """
         import torch
         import torch.distributed as dist
 
@@ -336,7 +343,10 @@ class Pipeline(ModelSplit):
         return set(several)
 
     def _drop_parameters_of_others(self, model: nn.Module, own: list[int]) -> None:
-        """Set parameters to None that no stage of this worker uses, so that their memory is freed."""
+        """Set parameters to None that no stage of this worker uses.
+
+        Their memory is thereby freed.
+        """
         used = {p for i in own for piece in self._cut[i] for p in piece.parameters(model)}
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -351,7 +361,10 @@ class Pipeline(ModelSplit):
     # --- a step ------------------------------------------------------------------------------------
 
     def _get_schedule(self, samples: int) -> Any:
-        """Return the schedule for batches of `samples` samples; it is made anew if the size changes."""
+        """Return the schedule for batches of `samples` samples.
+
+        A new schedule is made if the size changes.
+        """
         if samples != self._batch:
             self._batch = samples
             self._schedule = self.make_schedule(samples)
@@ -390,7 +403,10 @@ class Pipeline(ModelSplit):
         return stage
 
     def _make_example(self, i: int, samples: int) -> Tensor:
-        """Return a tensor like the output of stage `i` for `samples` samples; stage -1 is the input."""
+        """Return a tensor like the output of stage `i` for `samples` samples.
+
+        The output of stage -1 is the input.
+        """
         import torch
 
         from stratbench.workload.data.device_data import example_batch
@@ -500,9 +516,9 @@ class Pipeline(ModelSplit):
             yield self._compute_scores
 
     def _compute_scores(self, x: Tensor) -> Tensor:
-        """Return the scores of a batch on the worker of the last stage, and zeros on others.
+        """Return the scores of a batch.
 
-        All workers must call it.
+        The worker of the last stage gets the scores, and other workers get zeros. All workers must call it.
         """
         import torch
         import torch.distributed as dist

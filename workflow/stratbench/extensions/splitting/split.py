@@ -32,11 +32,17 @@ class ModelSplit(Counted):
 
     @classmethod
     def why_not(cls, network: str | Model) -> str | None:
-        """Return why this strategy cannot divide a model that is not built yet, or None if it can."""
+        """Return the reason that this strategy cannot divide a model, or None if it can.
+
+        The model is not built yet.
+        """
         raise NotImplementedError
 
     def find_divisibility_reason(self, network: str | Model, gpus: int) -> str | None:
-        """Return why a model cannot be divided among this many workers, with the remedy, or None."""
+        """Return the reason that a model cannot be divided among this many workers.
+
+        The text includes the remedy. The result is None if the model can be divided.
+        """
         raise NotImplementedError
 
     @classmethod

@@ -88,11 +88,11 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
 
 
 def balance_stages(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
-    """Divide consecutive units into stages such that the stage with the most work has the least.
+    """Divide consecutive units into stages of balanced work.
 
-    Among equal divisions, the stage with the most memory has the least. Memory is that of states and of
-    micro-batches of one sample, so that no cut depends on the batch. Returns the number of units of each
-    stage.
+    The stage with the most work has the least possible work. Among equal divisions, the stage with the most
+    memory has the least. Memory is that of states and of micro-batches of one sample, so that no cut depends
+    on the batch. The result is the number of units of each stage.
 
     Args:
         units: The measured units.
@@ -126,7 +126,9 @@ def balance_stages(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> lis
 def _minimize_max_cost(
     cost: Callable[[int, int, int], float], n: int, stages: int
 ) -> tuple[float, tuple[int, ...]]:
-    """Find the division into stages whose largest cost is smallest; return that cost and the stages' ends.
+    """Find the division into stages whose largest cost is smallest.
+
+    The result is that cost and the ends of the stages.
 
     Args:
         cost: Returns the cost of a stage with units from `start` to before `end`, or infinity if forbidden.

@@ -276,7 +276,10 @@ class TensorParallel(ModelSplit, Sharded):
 def list_repeated_parameters(
     model: nn.Module,
 ) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Return each repeated use of a parameter with its first use, both as module and name in it."""
+    """Return each repeated use of a parameter with its first use.
+
+    Each use is a module and the parameter's name in it.
+    """
     first: dict[int, tuple[nn.Module, str]] = {}
     again = []
     for module in model.modules():
@@ -350,7 +353,10 @@ def iter_plan_faults(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]
 
 
 def match_modules(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of the modules that match a path of a plan, in which `*` matches any name."""
+    """Return the paths of the modules that match a path of a plan.
+
+    A `*` in the plan's path matches any name.
+    """
     return [name for name, _ in model.named_modules() if fnmatchcase(name, path)]
 
 

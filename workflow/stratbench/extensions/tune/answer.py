@@ -239,7 +239,7 @@ def compare_with_baseline(answer: TuneAnswer, winner: MeasuredCombination) -> st
 
 
 def describe_memory_use(answer: TuneAnswer, winner: MeasuredCombination) -> str:
-    """Return a sentence on the winner's memory per worker and how much of it is free."""
+    """Return a sentence on the winner's memory per worker and the memory left free."""
     peak, room = winner.memory_bytes, answer.device_memory_bytes
     if peak is None:
         return "The memory of the fastest combination was not measured."

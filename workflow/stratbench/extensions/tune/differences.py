@@ -157,7 +157,10 @@ def fit_public_margins() -> dict[tuple[str, bool], Margin]:
 
 
 def describe_margins(margins: Margins) -> Iterator[str]:
-    """Yield a line per kind: the planned ratio up to which combinations are kept, and its evidence."""
+    """Yield a line per kind with its planned ratio and the evidence for it.
+
+    Combinations up to this planned ratio are retained.
+    """
     for kind in KINDS:
         lines = [
             f"factor {m.ratio:.2f} if it has {words} of it ({counted(m.sweeps, 'public sweep')} of "

@@ -154,9 +154,10 @@ def drop_slow(
 def postpone_beyond_budget(
     by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None
 ) -> None:
-    """Postpone the combinations with the longest planned times if the budget is too small, in place.
+    """Postpone the combinations with the longest planned times, in place.
 
-    The baseline, the planned fastest and those without a planned time are measured whatever the budget.
+    Combinations are postponed only if the budget is too small. The baseline, the planned fastest and those
+    without a planned time are measured whatever the budget.
 
     Args:
         by_name: The combinations, by name.
@@ -230,7 +231,10 @@ def _options_of_unknown_kind(c: Combination) -> str:
 
 
 def measure_difference_amounts(s: Subject) -> dict[str, float]:
-    """Return how much a cell has of each kind of difference, such as its number of stages."""
+    """Return a cell's amount of each kind of difference.
+
+    An example is its number of stages.
+    """
     settings, mesh, options = s.settings, s.mesh, s.settings.options
     traits = get_traits(settings.strategy, options, s.cell.gpus)
     parts = settings.gradient_accumulation_steps * s.strategy.parts * mesh.tensor

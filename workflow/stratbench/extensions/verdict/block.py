@@ -156,7 +156,10 @@ class BlockRun:
 
     @contextmanager
     def _share_fork_server(self) -> Iterator[None]:
-        """Start a fork server that imports PyTorch once for all segments, while the context is open."""
+        """Start a fork server for all segments, while the context is open.
+
+        The server imports PyTorch once for all segments.
+        """
         if self._args.nodes > 1:
             yield
             return
@@ -301,9 +304,10 @@ def run_segments_in_order(
 
 
 def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
-    """Return by how much each strategy's two segments differ: the absolute log ratio of their times.
+    """Return the difference between the two segments of each strategy.
 
-    The result has only strategies whose two segments both ended well.
+    It is the absolute log ratio of their times. The result has only strategies whose two segments both ended
+    well.
     """
     times: dict[str, list[float]] = {}
     for s in segments:
@@ -313,7 +317,10 @@ def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
 
 
 def get_disagreement_limit(plan: BlockPlan, differences: Iterable[float]) -> float:
-    """Return the limit of this block: a strategy whose two segments differ by more runs a third one."""
+    """Return the limit of disagreement in this block.
+
+    A strategy whose two segments differ by more runs a third one.
+    """
     if plan.disagreement_limit is not None:
         return plan.disagreement_limit
     return block_rules.compute_disagreement_limit(list(differences))

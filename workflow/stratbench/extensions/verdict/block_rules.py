@@ -35,7 +35,7 @@ SEGMENTS_PER_STRATEGY, STRATEGIES_PER_FULL_CELL = 7.5, 9
 def choose_segment_steps(
     start_s: float, step_s: float, step_cv: float, correlation: float, process_sd: float
 ) -> int:
-    """Return the number of steps per segment that is most informative per second of run time.
+    """Return how many steps per segment are most informative per second of run time.
 
     A segment is long where a start is expensive, and short where starts differ more than steps do. The
     formula is sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), Kalibera and Jones 2013.
@@ -92,7 +92,9 @@ def estimate_segment_seconds(start_s: float, step_s: float, steps: int) -> float
 def estimate_block_and_full_cell_costs(
     segments: Sequence[float], full_cells: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the expected cost of a verdict on one comparison: of its blocks, and of its full cells.
+    """Return the expected costs of a verdict by blocks and by full cells.
+
+    The verdict is on one comparison.
 
     Args:
         segments: Cost of a segment of each strategy, in any unit.

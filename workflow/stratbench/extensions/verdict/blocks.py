@@ -99,18 +99,21 @@ class BlockPlan:
         return Path(results) / self.study / "blocks" / self.path
 
     def log_dir(self, results: str | Path) -> Path:
-        """Return the folder with the logs of the block's segments, and the evidence of a failure."""
+        """Return the folder of the block's segment logs and the evidence of a failure."""
         return Path(results) / self.study / "logs" / "blocks" / self.path
 
     def cell(self, strategy: str) -> Cell:
-        """Return a strategy's cell as its segments' records name it: the repeat is the block's number."""
+        """Return a strategy's cell as its segments' records name it.
+
+        The repeat is the block's number.
+        """
         return Cell(
             self.study, self.experiment, strategy, self.model, self.dataset, self.gpus, self.block
         )
 
 
 def make_segment_settings(settings: Settings, plan: BlockPlan, steps: int) -> Settings:
-    """Return the settings of a cell's segment in a block, from those of its full run.
+    """Return the settings of a cell's segment, from those of its full run.
 
     Args:
         settings: Settings of the full cell.
@@ -127,7 +130,7 @@ def remove_length_and_seed(settings: Settings | Mapping[str, Any]) -> dict[str, 
 
 
 def hash_trained_settings(settings: Settings | Mapping[str, Any]) -> str:
-    """Return a short hash of the settings that a segment and its full run have in common."""
+    """Return a short hash of the settings common to a segment and its full run."""
     text = json.dumps(remove_length_and_seed(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -318,9 +321,10 @@ def digest_of(verdict: Mapping[str, Any]) -> str:
 
 
 def find_tampering_reason(verdict: Mapping[str, Any], path: str | Path) -> str | None:
-    """Return why the verdict.json at `path` was changed or no longer fits its blocks, else None.
+    """Return the reason not to trust the verdict.json at `path`, or None.
 
-    Step times are computed again from the blocks next to the file, if these exist.
+    A reason is that it was changed or no longer fits its blocks. Step times are computed again from the
+    blocks next to the file, if these exist.
     """
     if verdict.get("digest") != digest_of(verdict):
         return "its content was changed after it was written"

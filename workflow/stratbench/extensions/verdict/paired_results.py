@@ -105,7 +105,7 @@ class BlocksEvidence(Evidence):
         self.paired = paired
 
     def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
-        """Set a candidate's times from blocks, and exclude it if it was excluded in the verdict."""
+        """Set a candidate's times from blocks, and exclude it if the verdict excludes it."""
         result = self.paired.get(group)
         if result is None:
             return
@@ -141,6 +141,9 @@ class BlocksEvidence(Evidence):
 
 
 def read_blocks(path: str, constraints: Constraints) -> Evidence:
-    """Read the paired blocks of the verdict.json at `path` as evidence, or empty evidence without one."""
+    """Read the paired blocks of the verdict.json at `path` as evidence.
+
+    The evidence is empty without such a file.
+    """
     verdict = read_verdict(path)
     return Evidence() if verdict is None else BlocksEvidence(paired_results(verdict))

@@ -47,7 +47,10 @@ def make_verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dic
 
 
 def make_comparison_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a comparison's row in the table of conclusions, with the rows of its other strategies."""
+    """Return a comparison's row in the table of conclusions.
+
+    It includes the rows of the strategies other than the leader.
+    """
     matrix, at_most = comparison["matrix_gpu_hours"], comparison["at_most"]
     spent = comparison["block_gpu_hours"] + comparison["full_run_gpu_hours"]
     return {

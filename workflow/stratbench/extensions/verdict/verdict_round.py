@@ -138,7 +138,7 @@ class Round:
         }
 
     def compute_segment_time_limit_s(self, plan: BlockPlan) -> float | None:
-        """Return the time limit of each segment of a block in seconds, or None for no limit."""
+        """Return the time limit of each segment in seconds, or None for no limit."""
         cell = plan.cell(plan.order[0])
         samples = self._study.dataset(plan.dataset).train_samples
         total = self._jobs.settings_of(cell).total_steps(samples) if samples else None
@@ -146,7 +146,10 @@ class Round:
         return compute_segment_limit_s(self._study.time_limit_s(cell), longest, total)
 
     def _segment_steps(self, cell: Cell, steps: int | None) -> int:
-        """Return how many steps a segment with `steps` timed steps has in all, discarded ones included."""
+        """Return the number of all steps of a segment with `steps` timed steps.
+
+        Discarded steps are included.
+        """
         timed, settings = steps or MAX_STEPS, self._jobs.settings_of(cell)
         strategy = make_strategy(settings.strategy, settings.options)
         return sum(strategy.own_length(count_discarded_steps(timed), timed))

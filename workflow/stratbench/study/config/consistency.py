@@ -268,9 +268,10 @@ def _join_independent_faults(where: str, faults: Iterator[str]) -> Iterator[str]
 
 
 def fill_adamw_defaults(block: dict[str, Any]) -> None:
-    """Set AdamW's momentum to 0, and its betas and eps to torch's defaults, where they are not set.
+    """Set AdamW's momentum, betas and eps where they are not set.
 
-    It must run before the config's defaults are filled in.
+    The momentum becomes 0, and betas and eps get torch's defaults. The function must run before the config's
+    defaults are filled in.
     """
     if block.get("optimizer") == "adamw":
         for key, value in (("momentum", 0.0), ("betas", [0.9, 0.999]), ("eps", 1e-8)):

@@ -67,10 +67,10 @@ def resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def typed(value: Any, rule: Mapping[str, Any]) -> Any:
-    """Return `value` with texts parsed to numbers, truth values and null where the schema requires them.
+    """Return `value` with texts parsed to the types that the schema requires.
 
-    Snakemake passes values nested in --config as text, and YAML reads 1e-3 as text. Any other text stays as
-    it is, and is rejected later.
+    The types are numbers, truth values and null. Snakemake passes values nested in --config as text, and YAML
+    reads 1e-3 as text. Any other text stays as it is, and is rejected later.
     """
     rule = resolved(rule)
     if isinstance(value, Mapping):
@@ -179,7 +179,10 @@ def collect_extension_values(
 
 
 def collect_constraints(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constraints of a decision: the keys of `decide`, and those that other blocks have."""
+    """Return the constraints of a decision.
+
+    They are the keys of `decide`, and those that other blocks have.
+    """
     decide = config["decide"]
     added = {field.name for _, keys in iter_keys("decide") for field in fields(keys)}
     constraints = {key: value for key, value in decide.items() if key not in added}
@@ -229,7 +232,10 @@ _BOUNDS = {
 
 
 def _list_wrong_keys(fault: Any) -> list[str | None]:
-    """Return the unknown or missing keys of a schema error, or `[None]` for a wrong value."""
+    """Return the unknown or missing keys of a schema error.
+
+    The list is `[None]` for a wrong value.
+    """
     value, rule = fault.instance, fault.validator_value
     match fault.validator:
         case "additionalProperties":

@@ -61,7 +61,10 @@ def check_duplicate_keys(path: str | Path) -> None:
 
 
 def check_value_types(value: Any, path: tuple[str | int, ...]) -> None:
-    """Raise ConfigError for values that the schema cannot reject: NaN, dates, keys that are not text."""
+    """Raise ConfigError for values that the schema cannot reject.
+
+    Such values are NaN, dates, and keys that are not text.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):

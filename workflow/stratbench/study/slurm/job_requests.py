@@ -49,7 +49,9 @@ class Submission:
 
 
 def check_and_follow_submissions(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
-    """Return sentences on jobs that are too large for every node, or follow all jobs if there are none.
+    """Return sentences on jobs too large for every node, or follow all jobs.
+
+    The jobs are followed if none is too large.
 
     Args:
         workflow: Snakemake's workflow, which is about to submit to SLURM.

@@ -25,9 +25,10 @@ def make_job_comment(rule: str, wildcards: list[str]) -> str:
 
 
 def live_jobs(directory: Path) -> dict[str, str] | None:
-    """Return the comments of a user's queued and running jobs of a directory, by job id.
+    """Return the comments of a directory's queued and running jobs, by job id.
 
-    Return an empty mapping on a machine without SLURM, and None if SLURM does not answer.
+    Only jobs of the user count. The mapping is empty on a machine without SLURM. The result is None if SLURM
+    does not answer.
     """
     if shutil.which("squeue") is None:
         return {}
@@ -40,10 +41,10 @@ def live_jobs(directory: Path) -> dict[str, str] | None:
 
 
 def wait_for_earlier_jobs(workflow: Any, planned: Sequence[Any]) -> None:
-    """Wait for those planned jobs that already are queued or running on SLURM, then restart Snakemake.
+    """Wait for planned jobs that already are live on SLURM, then restart Snakemake.
 
-    The restarted Snakemake does not plan jobs that have ended meanwhile. If no planned job is live, the
-    function returns at once. `workflow` and the jobs are Snakemake's.
+    A live job is queued or running. The restarted Snakemake does not plan jobs that have ended meanwhile. The
+    function returns at once if no planned job is live. `workflow` and the jobs are Snakemake's.
     """
     cells = {
         make_job_comment(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned
@@ -84,7 +85,9 @@ def tell(text: str) -> None:
 
 
 def describe_live_jobs(live: Mapping[str, str]) -> str:
-    """Return a message on the live jobs of an earlier run, and on what the user can do.
+    """Return a message on the live jobs of an earlier run.
+
+    The message also says which actions the user can take.
 
     Args:
         live: Output file of each live job, by SLURM's job id.

@@ -101,7 +101,10 @@ def count_gpus(gres: str) -> int:
 
 
 def gpu_types(gres: str) -> dict[str, int]:
-    """Return the number of GPUs by type in a text of SLURM's generic resources, such as `gpu:a100:2`."""
+    """Return the number of GPUs by type in a text of SLURM's generic resources.
+
+    An example of such a text is `gpu:a100:2`.
+    """
     counts: Counter[str] = Counter()
     for name, n in re.findall(r"\bgpu:([^:,()]+):(\d+)", gres):
         counts[name] += int(n)
@@ -267,7 +270,10 @@ def _iter_remedies(
 
 
 def format_refusals(refusals: Mapping[Cell, str]) -> list[str]:
-    """Return a line per reason why cells fit no node: the first cell, and the number of other cells."""
+    """Return a line per reason for which cells fit no node.
+
+    A line has the first cell, and the number of other cells.
+    """
     by_reason: dict[str, list[Cell]] = {}
     for cell, sentence in refusals.items():
         by_reason.setdefault(sentence.removeprefix(str(cell)), []).append(cell)

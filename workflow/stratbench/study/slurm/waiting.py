@@ -65,7 +65,9 @@ class WaitingJobs:
     _told_reasons: set[str] = field(default_factory=set)
 
     def iter_sentences(self, states: Mapping[str, JobState], now: float) -> Iterator[str]:
-        """Yield a sentence on each reason for which a job has waited PATIENCE_S, once per reason.
+        """Yield a sentence on each reason for which a job has waited PATIENCE_S.
+
+        Each reason is reported once.
 
         Args:
             states: State of each live job, by SLURM's id.

@@ -57,7 +57,10 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_number_name(name: str) -> bool:
-    """Return whether even a number with this name is a secret: with `api_key`, but not with `token_dim`."""
+    """Return whether even a number with this name is a secret.
+
+    A number named `api_key` is one, but a number named `token_dim` is not.
+    """
     return _SECRET_WORDS.fullmatch(" ".join(_WORDS.findall(name)).lower()) is not None
 
 

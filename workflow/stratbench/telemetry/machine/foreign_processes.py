@@ -24,7 +24,10 @@ _BROKERS = ("nvidia-cuda-mps-server",)
 
 
 def locate_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
-    """Return `index` and `uuid` of a GPU by CUDA's name of it, or `name` if NVML does not know it."""
+    """Return `index` and `uuid` of a GPU by CUDA's name of it.
+
+    The result is `name` instead if NVML does not know the GPU.
+    """
     gpu = nvml.find_named_gpu(name)
     known = {} if gpu is None else gpu.static()
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}

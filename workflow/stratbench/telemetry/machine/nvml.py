@@ -227,7 +227,7 @@ class Gpu:
         return None
 
     def computing(self) -> dict[int, int | None]:
-        """Return the GPU memory in bytes of each process that computes on the GPU, by its process id.
+        """Return the bytes of GPU memory of each computing process, by process id.
 
         A program that also draws, as a desktop does, is left out. A process has None if its memory is
         unknown.

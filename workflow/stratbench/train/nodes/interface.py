@@ -18,11 +18,11 @@ _ANYWHERE = "192.0.2.1"
 
 
 def set_gloo_interface() -> None:
-    """Set gloo's interface if its default is unreachable for others and the user has set none.
+    """Set gloo's interface if its default is unreachable for others.
 
-    The default is unreachable if this node's name means a loopback address, as in Debian's /etc/hosts. Then
-    it is the interface to the other nodes of the SLURM job, else that of the default route. NCCL does not use
-    the name.
+    An interface that the user has set stays. The default is unreachable if this node's name means a loopback
+    address, as in Debian's /etc/hosts. The interface is then that to the other nodes of the SLURM job, else
+    that of the default route. NCCL does not use the name.
     """
     own = os.uname().nodename
     if VARIABLE in os.environ or not is_loopback(own):
@@ -42,7 +42,10 @@ def is_loopback(host: str) -> bool:
 
 
 def other_nodes(own: str) -> Iterable[str]:
-    """Return the other nodes of this process's SLURM job or step, or none outside of SLURM."""
+    """Return the other nodes of this process's SLURM job or step.
+
+    The result is empty if the process has no SLURM job.
+    """
     listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     names = read_command_output(["scontrol", "show", "hostnames", listed]) if listed else None
     return [name for name in (names or "").split() if name != own]

@@ -17,7 +17,7 @@ SRUN_END_S = 30.0
 
 
 def facts_of_job() -> dict[str, str]:
-    """Return SLURM's data on the job that this process runs in, empty if there are none.
+    """Return SLURM's data on the job of this process, empty if there are none.
 
     They do not come from environment variables, most of which Snakemake's plugin removes.
     """

@@ -66,7 +66,10 @@ class Dataset:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes per stored value of an image, or per token in the smallest type for the vocabulary."""
+        """Bytes per stored value of an image, or per token of a text.
+
+        A token has the smallest type for the vocabulary.
+        """
         return (
             4
             if self.floats or (self.is_text and (self.vocabulary or self.classes or 0) > 256)

@@ -62,13 +62,16 @@ class EpochTables(NamedTuple):
 
 
 def compute_packed_bytes(data: Dataset, augment: bool) -> int:
-    """Return the bytes of an epoch's packed tables: 4 per training sample, and 3 more with augmentation."""
+    """Return the bytes of an epoch's packed tables.
+
+    A training sample has 4 bytes, and 3 more with augmentation.
+    """
     augmented = augment and (data.crop_padding > 0 or data.flip)
     return data.train_samples * (4 + 3 * augmented)
 
 
 def make_generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
-    """Return a CPU generator whose random numbers are equal on all workers and kinds of device.
+    """Return a CPU generator with the same random numbers on all workers and device kinds.
 
     Args:
         purpose: Name of the random numbers' use; each use has its own stream.
@@ -244,10 +247,10 @@ class DeviceData(ABC):
         return len(self.test_targets)
 
     def tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
-        """Draw the epoch's order of samples and, with `augment`, its crops and flips, in host memory.
+        """Draw the epoch's order of samples and, with `augment`, its crops and flips.
 
-        Augmentation is drawn per sample index, so that it does not depend on worker, batch or strategy. It is
-        None if the data set has none.
+        The tables are in host memory. Augmentation is drawn per sample index, so that it does not depend on
+        worker, batch or strategy. It is None if the data set has none.
 
         Args:
             seed: Seed of the cell.
@@ -309,7 +312,9 @@ class DeviceData(ABC):
         targets: torch.Tensor,
         drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch as a model takes it, from stored inputs and targets on the device.
+        """Return a batch as a model takes it, from stored inputs and targets.
+
+        The stored inputs and targets are on the device.
 
         Args:
             inputs: Stored inputs.

@@ -236,7 +236,10 @@ def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | Non
 
 
 def _reduce_parts(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
-    """Return the minimum or maximum of tokens, read part by part since they may be mapped from a file."""
+    """Return the minimum or maximum of tokens, read part by part.
+
+    The tokens may be mapped from a file.
+    """
     name = of.__name__
     step = _CHUNK_BYTES // tokens.itemsize
     return of(getattr(tokens[i : i + step], name)() for i in range(0, len(tokens), step))

@@ -130,7 +130,7 @@ class OwnData:
 
 
 def is_own(spec: Mapping[str, Any] | None) -> bool:
-    """Return whether a specification of the config is that of a user's own data, not a built-in source."""
+    """Return whether a config's specification describes a user's own data, not a built-in source."""
     return spec is not None and "source" not in spec
 
 
@@ -227,14 +227,17 @@ def format_places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
-    """Return a user's data set within a job, with file paths from the specification or the environment."""
+    """Return a user's data set within a job.
+
+    The file paths come from the specification or the environment.
+    """
     if spec.keys() & set(PLACES) or spec.get("call"):
         return own_data(name, spec)
     return own_data(name, spec, json.loads(os.environ.get(PLACES_VARIABLE, "{}")).get(name, {}))
 
 
 def read_prepared_meta(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata of the data set that was prepared in a folder for an identity, or None."""
+    """Return the metadata of a folder's prepared data set for an identity, or None."""
     try:
         return read_json(folder / prepared.name_meta_file(identity))
     except (OSError, ValueError):

@@ -154,7 +154,7 @@ def divided(
     test_share: float,
     seed: int,
 ) -> tuple[Labelled, Labelled, int]:
-    """Return the training and test sets as samples with class numbers, and the number of classes.
+    """Return the training and test samples with class numbers, and the number of classes.
 
     Classes are numbered in the order of their names. Without a test set, the training set is divided: the
     share `test_share` of each class, but at least one sample, becomes the test set.
@@ -274,9 +274,10 @@ def _read_pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
 def read_text_files(
     name: str, files: Sequence[Path], tokenizer: Path | None, sequence: int, test_share: float
 ) -> tuple[Source, int]:
-    """Return a text of concatenated files, cut into pieces of `sequence`, and its number of different tokens.
+    """Return a text of concatenated files, and its number of different tokens.
 
-    Without a tokenizer, a character's token is its index among the sorted different characters of the text.
+    The text is cut into pieces of `sequence` tokens. Without a tokenizer, a character's token is its index
+    among the sorted different characters of the text.
 
     Args:
         name: Name of the data set.

@@ -98,9 +98,10 @@ class HostRows:
     def take(
         self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor] | None]:
-        """Return a batch on the device: inputs, targets, and rows of the augmentation tables, if any.
+        """Return a batch on the device: inputs, targets and rows of the augmentation tables.
 
-        The batch is fetched now if it was not fetched in advance. The second-next `fetch` overwrites it.
+        The rows are None without tables. The batch is fetched now if it was not fetched in advance. The
+        second-next `fetch` overwrites it.
 
         Args:
             indices: Indices of the rows, int64 [b] in host memory.

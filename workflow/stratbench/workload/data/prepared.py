@@ -183,7 +183,10 @@ def _get_size_and_time(folder: Path, array: str) -> list[int]:
 
 
 def _hash_arrays(folder: Path) -> str:
-    """Return the SHA-256 over the files of the four arrays, including headers, in the order of ARRAYS."""
+    """Return the SHA-256 over the files of the four arrays.
+
+    The files include headers, and are in the order of ARRAYS.
+    """
     digest = hashlib.sha256()
     for array in ARRAYS:
         _get_size_and_time(folder, array)  # raises for a FIFO, whose reader would wait forever

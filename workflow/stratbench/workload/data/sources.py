@@ -227,7 +227,10 @@ def mnist(root: Path | None, scratch: Path | None) -> Source:
 
 
 def read_mnist_folder(folder: Path) -> Source:
-    """Return MNIST from a folder that has, for each of the four files, the file, its .gz, or both."""
+    """Return MNIST from a folder with its four files.
+
+    The folder has, for each of them, the file, its .gz, or both.
+    """
     arrays, files = {}, []
     for name, (gz_md5, raw_md5) in MNIST_FILES.items():
         compressed, plain = folder / f"{name}.gz", folder / name
@@ -248,7 +251,10 @@ def read_mnist_folder(folder: Path) -> Source:
 
 
 def _parse_idx(content: bytes, name: str) -> np.ndarray:
-    """Return the array of an IDX file: bytes 0, 0, 8 (uint8), number of axes, lengths, values."""
+    """Return the array of an IDX file.
+
+    The file consists of bytes 0, 0, 8 (uint8), the number of axes, lengths and values.
+    """
     import numpy as np
 
     if content[:3] != b"\0\0\x08":

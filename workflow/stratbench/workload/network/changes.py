@@ -240,7 +240,10 @@ def _iter_written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> It
 
 
 def _draws_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of an operator draws random numbers, as attention without dropout does not."""
+    """Return whether a call of an operator draws random numbers.
+
+    Attention without dropout draws none.
+    """
     for i, argument in enumerate(get_arguments(func)):
         if argument.name in ("dropout_p", "p"):
             p = args[i] if i < len(args) else kwargs.get(argument.name, 0)

@@ -95,7 +95,10 @@ def convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def resnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return a small ResNet: four stages of one bottleneck each, after a 3x3 stem that halves the image."""
+    """Return a small ResNet of four stages with one bottleneck each.
+
+    The stages follow a 3x3 stem that halves the image.
+    """
     layers: list[tuple[str, nn.Module]] = [
         ("conv1", nn.Conv2d(shape[0], 16, 3, stride=2, padding=1, bias=False)),
         ("bn1", nn.BatchNorm2d(16)),

@@ -321,10 +321,11 @@ def in_words(name: str | Model) -> str:
 
 
 def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move all tensors of a model to a device, and real ones to a number format, in place.
+    """Move all tensors of a model to a device, in place.
 
-    The tensor objects stay the same, so that hooks, attributes and other references stay valid. A tensor with
-    gaps or overlaps in memory gets dense memory of its own.
+    Real tensors also get the number format `dtype`. The tensor objects stay the same, so that hooks,
+    attributes and other references stay valid. A tensor with gaps or overlaps in memory gets dense memory of
+    its own.
 
     Args:
         model: The model.

@@ -92,7 +92,9 @@ def list_torchvision_names() -> frozenset[str]:
 def compute_data_values(
     classes: int, shape: Sequence[int], vocabulary: int | None = None
 ) -> dict[str, Any]:
-    """Return the values that follow from a data set, such as the number of classes, by role (ROLES).
+    """Return the values that follow from a data set, by role (ROLES).
+
+    An example is the number of classes.
 
     Args:
         classes: Number of classes, or of different tokens of texts without labels.
@@ -233,7 +235,11 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
 
 
 def _find_shared_memory(model: nn.Module) -> tuple[str, str] | None:
-    """Return the names of a parameter and of another parameter or buffer in the same memory, or None."""
+    """Return the names of two tensors of a model in the same memory.
+
+    The first is a parameter, and the other is a parameter or a buffer. The result is None without such a
+    pair.
+    """
     from stratbench.workload.torch_internals import get_storage_key
 
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -280,7 +286,10 @@ def _overlap(t: Tensor, u: Tensor) -> bool:
 
 
 def _describe_missing_values(shape: Sequence[int], e: Exception) -> str:
-    """Return a clause on arguments that a failed call lacks because the data have no such values, or ""."""
+    """Return a clause on arguments that a failed call lacks.
+
+    The data have no values for these arguments. The clause is empty if there are no such arguments.
+    """
     wanted = [
         key
         for role in ROLES.keys() - compute_data_values(0, shape).keys()

@@ -42,10 +42,10 @@ def find_stated_classes(model: nn.Module) -> list[str]:
 
 
 def group_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -> Groups:
-    """Return a group (label, modules) per instance of the named classes, in the order of registration.
+    """Return a group (label, modules) per instance of the named classes.
 
-    Of nested instances, only the outermost is a group. Modules that share a parameter with a module outside
-    are sharded with the root.
+    The groups are in the order of registration. Only the outermost of nested instances is a group. Modules
+    that share a parameter with a module that is not in their group are sharded with the root.
 
     Args:
         model: The model.

@@ -12,7 +12,10 @@ def flatten(_model: nn.Module, x: Tensor) -> Tensor:
 
 
 def patches(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the first input of a vision transformer's layers: class token and a vector per patch."""
+    """Return the first input of a vision transformer's layers.
+
+    It consists of the class token and a vector per patch.
+    """
     x = model._process_input(images)
     x = torch.cat([model.class_token.expand(len(x), -1, -1), x], dim=1)
     return model.encoder.dropout(x + model.encoder.pos_embedding)

@@ -252,7 +252,9 @@ class _TrialRun:
                 module.training = training
 
     def seeded(self, watching: AbstractContextManager | None = None) -> Tensor:
-        """Return the scores of the batch in training mode, with seeded generators, and restore the model.
+        """Return the batch's scores in training mode with seeded generators.
+
+        The model is restored afterwards.
 
         Args:
             watching: Context in which forward runs, if any.

@@ -44,7 +44,10 @@ class TimedRun(NamedTuple):
 
 @lru_cache(maxsize=1)
 def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
-    """Return the repeats that ended well, by group, for groups with at least two of them."""
+    """Return the repeats that ended well, by group.
+
+    Groups with fewer than two such repeats are left out.
+    """
     by_group: defaultdict[Group, list[TimedRun]] = defaultdict(list)
     for record in evidence.records:
         cell, time_s = record["cell"], get_by_path(record, "time.train_time_s")
@@ -57,13 +60,19 @@ def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
 
 
 def parse_moment(record: Record, name: str) -> float | None:
-    """Return a date in a record's provenance as seconds since 1970, or None if it is missing."""
+    """Return a date in a record's provenance as seconds since 1970.
+
+    The result is None if the date is missing.
+    """
     text = get_by_path(record, f"provenance.{name}")
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
 def list_hosts(record: Record) -> str:
-    """Return the names of a record's hosts as one text, which is empty if they are not recorded."""
+    """Return the names of a record's hosts as one text.
+
+    The text is empty if they are not recorded.
+    """
     names = {get_by_path(worker["provenance"], "host.name") for worker in record["workers"]}
     return ", ".join(sorted(names - {None}))
 
@@ -110,7 +119,10 @@ def find_strategies_not_in_turns(evidence: AuditData) -> Iterator[Case]:
 
 @lru_cache(maxsize=1)
 def find_groups_out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
-    """Return groups that did not alternate with most competitors, with a text and whether it matters."""
+    """Return groups that did not alternate with most of their competitors.
+
+    Each group has a text on the order of the runs, and whether the order matters.
+    """
     groups, drifting = [], find_trends(evidence)
     timed = {
         group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
@@ -132,7 +144,7 @@ def find_groups_out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]
 
 
 def are_apart(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> bool:
-    """Return whether all runs of one group ended before all of the other began, in either order."""
+    """Return whether one group's runs all ended before the other's began, in either order."""
     (begun, ended), (from_s, to_s) = (
         (min(run.begun_s for run in runs), max(run.ended_s for run in runs))
         for runs in map(list, (own, others))
@@ -141,9 +153,9 @@ def are_apart(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> bool:
 
 
 def describe_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str:
-    """Return `before` or `after` if most pairs of equal repeats did not follow each other directly.
+    """Return `before` or `after` if most pairs of equal repeats were not adjacent.
 
-    A pair does not if another repeat of the two groups ran between.
+    A pair is not adjacent if another repeat of the two groups ran between.
     """
     pairs = [(run, others[repeat]) for repeat, run in own.items() if repeat in others]
     if len(pairs) < 2:
@@ -154,7 +166,9 @@ def describe_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str
 
 
 def compare_order(one: TimedRun, other: TimedRun, runs: Sequence[TimedRun]) -> int:
-    """Return 1 if `one` ran before `other` with another run between, -1 if it ran after, else 0.
+    """Return 1 or -1 if another run came between `one` and `other`, else 0.
+
+    The result is 1 if `one` ran before `other`, and -1 if it ran after.
 
     Args:
         one: A run.
@@ -216,11 +230,11 @@ def find_trends(evidence: AuditData) -> dict[str, str]:
 
 
 def describe_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
-    """Describe how times depend on the order of execution, or return an empty text if it may be chance.
+    """Describe how times depend on the order of execution.
 
-    Log times less their group's mean are regressed on the position in the order. A correlation of successive
-    runs also counts, which detects a slow hour. Positions are relative to the group's mean, so that the order
-    of strategies does not matter.
+    The text is empty if the dependence may be chance. Log times less their group's mean are regressed on the
+    position in the order. A correlation of successive runs also counts, which detects a slow hour. Positions
+    are relative to the group's mean, so that the order of strategies does not matter.
     """
     runs = sorted((run.begun_s, i, run) for i, own in enumerate(groups) for run in own)
     total, dof = len(runs), len(runs) - len(groups) - 1
@@ -245,9 +259,9 @@ def subtract_group_means(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def compute_slope_beyond_chance(x: np.ndarray, y: np.ndarray, dof: int, chance: float) -> float:
-    """Return the slope of a regression of `y` on `x`, or 0 if it is small or may be chance.
+    """Return the slope of a regression of `y` on `x`.
 
-    A slope is small below CHANGE.
+    The result is 0 if the slope is small or may be chance. A slope is small below CHANGE.
 
     Args:
         x: Positions, with mean 0 in each group.

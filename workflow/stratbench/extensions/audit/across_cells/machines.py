@@ -50,7 +50,10 @@ def find_busy_machine(evidence: AuditData) -> Iterator[Case]:
 
 
 def are_busy(cells: pd.DataFrame) -> pd.Series:
-    """Return per cell whether other processes used more CPU cores at its start than system services do."""
+    """Return per cell whether other processes used more CPU cores than system services do.
+
+    The use is that at the cell's start.
+    """
     allowed = (OTHERS_SHARE * cells["node_cores"]).clip(lower=OTHERS).fillna(OTHERS)
     return cells["other_cpu_cores"] > allowed
 
@@ -141,7 +144,10 @@ def find_memory_held_by_others(facts: Facts) -> Iterator[str]:
 
 
 def iter_foreign_processes(facts: Facts) -> Iterator[str]:
-    """Yield a text per process of another job on the cell's GPUs, at its start or during it."""
+    """Yield a text per process of another job on the cell's GPUs.
+
+    The process was there at the cell's start or during the cell.
+    """
     own = list_gpus_of_cell(facts)
     seen: dict[tuple[str, int], str] = {}
     for node, busy in (facts("provenance.busy_at_start") or {}).items():
@@ -251,7 +257,10 @@ def find_shared_cores(evidence: AuditData) -> Iterator[Case]:
 
 
 def list_cores_and_count_threads(host: str, record: Record) -> tuple[set[int], int]:
-    """Return the cores of a host that a cell's workers may use, and the workers' number of threads."""
+    """Return the cores and number of threads of a cell's workers on a host.
+
+    The cores are those that the workers may use.
+    """
     on_host = [worker for worker in record["workers"] if get_host_name(worker) == host]
     cores = (get_by_path(worker["provenance"], "host.affinity") or () for worker in on_host)
     threads = get_by_path(record, "provenance.threads_per_worker") or 1
@@ -261,9 +270,10 @@ def list_cores_and_count_threads(host: str, record: Record) -> tuple[set[int], i
 def iter_concurrent_cells(
     evidence: AuditData, places_of: Callable[[Record], Iterable[str]]
 ) -> Iterator[tuple[str, float, Record, Record]]:
-    """Yield each host or GPU with two concurrent cells, the seconds of their overlap, and both records.
+    """Yield each host or GPU with two concurrent cells.
 
-    Elastic cells and cells that were restarted are left out.
+    Each comes with the seconds of their overlap and both records. Elastic cells and cells that were restarted
+    are left out.
     """
     stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
     for record in evidence.records:

@@ -117,7 +117,10 @@ def iter_values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def collect_texts_by_path(record: Record) -> dict[str, set[str]]:
-    """Return the values of a record that comparisons check, as texts by path over all workers."""
+    """Return the values of a record that comparisons check, as texts by path.
+
+    A path has the values of all workers.
+    """
     texts: dict[str, set[str]] = defaultdict(set)
     parts = (
         "settings", "strategy", "model", "task", "data", "batch", "memory", "provenance", "score",
@@ -201,7 +204,10 @@ def iter_differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
 
 
 def describe_values(path: str, by_record: Sequence[tuple[Record, set[str]]]) -> str:
-    """Describe the values of a field: the most frequent one, and up to three others with their cells."""
+    """Describe the values of a field, the most frequent one first.
+
+    Up to three others follow with their cells.
+    """
     counts = Counter(value for _, values in by_record for value in values)
     usual, *others = (value for value, _ in counts.most_common())
     parts = [f"{path}: {shortened(usual)}"]

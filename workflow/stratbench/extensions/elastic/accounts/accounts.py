@@ -23,7 +23,10 @@ from stratbench.train.job import Job
 
 
 def read_member_results(job: Job) -> dict[int, dict[str, Any]]:
-    """Read the results that each worker of a cell wrote at its end, by number of the worker."""
+    """Read the results of each worker of a cell, by number of the worker.
+
+    Each worker writes its results at its end.
+    """
     results = {e["number"]: job.folder.read_worker(e["number"]) for e in read_worker_jobs(job)}
     return {number: result for number, result in results.items() if result is not None}
 
@@ -158,10 +161,10 @@ def _sum_epoch_totals(parts: Iterable[EpochTotals | None]) -> EpochTotals:
 
 
 def _add_unreported_work(incarnation: MemberHistory, g: TrainingGeneration, job: Job) -> None:
-    """Add to a history the work of a generation whose members could not report their end.
+    """Add the unreported work of a generation to a history.
 
-    Members write such work to files. Without a file, the time since their last message counts for the epoch
-    in progress.
+    The members of such a generation could not report their end, and write the work to files. The time since
+    their last message counts for the epoch in progress if there is no file.
     """
     files = [job.folder.read_unheard(number) for number in g.members]
     unheard = [file for file in files if file and file["generation"] == g.number]

@@ -32,7 +32,10 @@ class TrainingGeneration:
 
     @property
     def last_step(self) -> int:
-        """Number of steps taken when it stopped, or when it began if the stop is unknown."""
+        """Number of steps taken when it stopped.
+
+        It is the number when the generation began if the stop is unknown.
+        """
         return self.from_step if self.to_step is None else self.to_step
 
 

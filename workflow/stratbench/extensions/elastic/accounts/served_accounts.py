@@ -72,7 +72,10 @@ def count_events(journal: list[dict[str, Any]], event: str) -> int:
 
 
 def find_first_dates(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
-    """Return when a worker was first admitted, ready, and given a batch, in seconds since 1970."""
+    """Return when a worker was first admitted, first ready and first assigned a batch.
+
+    The times are in seconds since 1970.
+    """
     names = {"join": ("admitted", "ready"), "begin": ("first_step",)}
     dates: dict[str, float] = {}
     for event in journal:
@@ -83,9 +86,10 @@ def find_first_dates(journal: list[dict[str, Any]], number: int) -> dict[str, fl
 
 
 def find_presence_spans(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Return the begin and end of each period in which a worker trained, in seconds since 1970.
+    """Return the begin and end of each period in which a worker trained.
 
-    A period that the servers' kill ended lasts until the last event of that incarnation.
+    The times are in seconds since 1970. A period that the servers' kill ended lasts until the last event of
+    that incarnation.
     """
     began: dict[int, float] = {}
     spans: list[tuple[float, float]] = []

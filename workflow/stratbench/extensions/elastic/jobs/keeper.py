@@ -91,9 +91,10 @@ class Backend(Protocol):
         """
 
     def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
-        """Return the states of these jobs by id, without jobs that the scheduler no longer knows.
+        """Return the states of these jobs by id.
 
-        Return None if the scheduler does not answer.
+        Jobs that the scheduler no longer knows are missing. The result is None if the scheduler does not
+        answer.
         """
 
     def cancel(self, ids: Iterable[str]) -> None:
@@ -193,7 +194,10 @@ class WorkerJobSupervisor:
                     self._soon, pause_s = False, POLL_S
 
     def _compute_wait_s(self, pause_s: float) -> float:
-        """Return the seconds until the next poll: `pause_s`, or less if a job is due earlier."""
+        """Return the seconds until the next poll.
+
+        The time is `pause_s`, or less if a job is due earlier.
+        """
         now = time.monotonic()
         empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
         due = [max(self._not_before[s], self._postponed.not_before_s) - now for s in empty]
@@ -293,7 +297,10 @@ class WorkerJobSupervisor:
         return submitted
 
     def _postpone(self, slot: int, refused: SubmissionRefused) -> bool:
-        """Postpone the job of a slot after a temporary refusal, and return whether it will be repeated."""
+        """Postpone the job of a slot after a temporary refusal.
+
+        The return value says whether the job will be submitted again.
+        """
         now, kind = time.monotonic(), refused.retry_kind
         if kind is None:
             return False
@@ -319,7 +326,10 @@ class WorkerJobSupervisor:
                 file.write(json.dumps(asdict(entry)) + "\n")
 
     def _load_earlier_jobs(self) -> None:
-        """Read the jobs of an earlier supervisor of this cell from the journal, and take over live ones."""
+        """Read the jobs of an earlier supervisor of this cell from the journal.
+
+        Live jobs are taken over.
+        """
         for values in read_json_lines(self._journal):
             entry = WorkerJobEntry(**values)
             self._entries[entry.id] = entry

@@ -84,7 +84,10 @@ class SlurmJobs(Backend):
         return f"worker {number} of {self._cell}"
 
     def _find_accepted_job(self, number: int) -> str | None:
-        """Return the id of a worker's job if SLURM accepted it although sbatch did not answer, else None."""
+        """Return the id of a worker's job in SLURM, or None without one.
+
+        SLURM may have accepted the job although sbatch did not answer.
+        """
         shown = read_command_output(
             ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%k"]
         )
@@ -135,7 +138,7 @@ def _parse_status(state: str, reason: str, start: str, end: str) -> JobStatus:
 
 
 def _parse_date(text: str) -> float | None:
-    """Return a date that squeue printed as seconds since 1970, or None if it is unknown."""
+    """Return a date from squeue in seconds since 1970, or None if it is unknown."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:  # squeue prints N/A or Unknown

@@ -79,7 +79,7 @@ class Evaluations:
             self._ended_epochs += 1
 
     def count_tickets_until(self, epoch: int) -> int:
-        """Return the number of tickets from the start of the run to the end of an epoch."""
+        """Return the number of tickets from the run's start to an epoch's end."""
         return self._ends[epoch]
 
     @property
@@ -93,7 +93,10 @@ class Evaluations:
         return not self._wanted or len(self.scores) == len(self._ends)
 
     def take_epoch(self, worker: int) -> int | None:
-        """Assign a waiting epoch to a worker and return it, or None if no epoch waits."""
+        """Assign a waiting epoch to a worker, and return the epoch.
+
+        The result is None if no epoch waits.
+        """
         if not self._waiting:
             return None
         epoch = self._held[worker] = self._waiting.pop(0)
@@ -113,10 +116,10 @@ class Evaluations:
 
     @property
     def last_epoch(self) -> int | None:
-        """The epoch that ends the run before its last ticket, or None if no result so far ends it.
+        """The epoch that ends the run before its last ticket, if any.
 
         It is the first epoch that reaches the target or has results that are not finite. All earlier epochs
-        have been evaluated.
+        have been evaluated. It is None if no result so far ends the run.
         """
         while self._last is None and self._checked_epochs in self.scores:
             if self._ends_run(self.scores[self._checked_epochs]):

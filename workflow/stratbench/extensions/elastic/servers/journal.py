@@ -48,7 +48,10 @@ class Journal:
 
 
 def read_journal(folder: str | Path) -> list[dict[str, Any]]:
-    """Read all events of all incarnations in order, or an empty list if there is no journal."""
+    """Read all events of all incarnations in order.
+
+    The list is empty if there is no journal.
+    """
     return NewEvents(folder).read()
 
 
@@ -149,7 +152,10 @@ def write_end_mark(folder: str | Path, error: str | None) -> None:
 
 
 def read_end_mark(folder: str | Path) -> dict[str, Any] | None:
-    """Return the content of the mark that the run is over, or None while the run continues."""
+    """Return the content of the mark that the run is over.
+
+    The result is None while the run continues.
+    """
     try:
         return json.loads(Path(folder, _ENDED).read_text(encoding="utf-8"))
     except FileNotFoundError:

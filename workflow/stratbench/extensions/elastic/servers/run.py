@@ -226,7 +226,10 @@ class ElasticRun(ServerRun):
         delete_snapshot(self.config.snapshot_dir, epoch)
 
     def _handle_done(self, member: Member, frame: Frame) -> None:
-        """Handle a DONE frame, by which a worker relays that server 0 has ended the training."""
+        """Handle a DONE frame of a worker.
+
+        The worker relays with it that server 0 has ended the training.
+        """
         if self._first:
             raise ProtocolError("unexpected frame: DONE for server 0, which alone sends DONE")
         self.done = True
@@ -261,7 +264,7 @@ class ElasticRun(ServerRun):
         super()._continue_without(self._release_work(member))
 
     def _release_work(self, member: Member) -> Member:
-        """Release the shards and the evaluation of a member that is gone, and return the member."""
+        """Release a departed member's shards and evaluation, and return the member."""
         member.drop_shards()
         self._evaluations.release_epoch(member.worker)
         return member

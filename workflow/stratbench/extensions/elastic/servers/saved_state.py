@@ -76,7 +76,7 @@ def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
 def save_state(
     folder: Path, server: int, facts: Callable[[], dict[str, Any]], store: Store
 ) -> float:
-    """Save the shards of a store one after the other, and then the values of `facts()`.
+    """Save a store's shards one after the other, and then the values of `facts()`.
 
     Args:
         folder: Folder of the states.

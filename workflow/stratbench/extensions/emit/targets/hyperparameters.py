@@ -133,7 +133,10 @@ def note_length_and_data(choice: Choice, length: bool = True) -> None:
 
 
 def note_precision(choice: Choice) -> None:
-    """Add a note on a precision other than mixed precision, which the script has to set."""
+    """Add a note on a precision other than mixed precision.
+
+    The script has to set such a precision.
+    """
     precision = choice.take("precision")
     if precision == "tf32":
         choice.note(
@@ -169,7 +172,9 @@ def note_loss_chunks(choice: Choice) -> None:
 
 
 def note_cpu(choice: Choice, engine: str, lacks: str) -> None:
-    """Add a note that an engine cannot run on CPU processes, if the cell ran on them.
+    """Add a note that an engine cannot run on CPU processes.
+
+    The note is added only if the cell ran on CPU processes.
 
     Args:
         choice: The cell.

@@ -60,7 +60,10 @@ def write_blocks_lines(choice: Choice, model: str) -> list[str]:
 
 
 def note_groups(choice: Choice) -> None:
-    """Add a note on the cell's shard groups, if its network names no classes of blocks."""
+    """Add a note on the cell's shard groups.
+
+    The note is for a network that names no classes of blocks.
+    """
     labels = [group["label"] for group in choice.record["strategy"].get("wrap_groups") or ()]
     choice.note(
         f"the cell sharded {len(labels)} groups, made by size or layer ({', '.join(labels)}); "
@@ -69,7 +72,7 @@ def note_groups(choice: Choice) -> None:
 
 
 def note_mixed_precision(choice: Choice, engine: str) -> None:
-    """Add a note on how the cell's mixed precision differs from that of an engine's FSDP2."""
+    """Add a note on how the cell's mixed precision differs from an engine's FSDP2."""
     mixed = choice.take_option("mixed_precision")
     if choice.settings.precision not in ("bf16", "fp16"):
         return

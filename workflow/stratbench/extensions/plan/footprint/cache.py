@@ -73,7 +73,7 @@ def compute_results(
     folder: Path,
     imported: Sequence[str] = (),
 ) -> dict[Key, Kept]:
-    """Return the result of each job, cached in `folder` or made by `work` in a process.
+    """Return the result of each job, cached or made by `work` in a process.
 
     The results have the order of `jobs`. Missing results are announced with their expected time.
 

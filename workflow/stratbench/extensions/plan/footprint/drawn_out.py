@@ -124,7 +124,7 @@ def _split_step(followed: Followed, first: int, stop: int) -> list[EventSegment]
 
 
 def _list_sums_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
-    """Return the sums of a step in their order, with the number of events before each."""
+    """Return a step's sums in order, with the number of events before each."""
     by_sums = list_sums(followed.steps, followed.edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 

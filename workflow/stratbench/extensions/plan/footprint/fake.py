@@ -56,7 +56,7 @@ def trace_steps(
     blocks: Blocks | None = None,
     turns: Turns | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
-    """Return the trace of the first rank of a stage, and its strategy after the steps.
+    """Return the trace of a stage's first rank, and its strategy after the steps.
 
     There is a training step for each of `batches`, then an evaluation. The trace's phases are `setup`, then
     `forward`, `backward` and `optimizer` of each step, and `evaluate`. Momentum and buckets exist from the
@@ -192,7 +192,7 @@ def cache_unit_costs(strategy: Any) -> None:
 
 
 def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[list[Any]]]:
-    """Return the strategy of a pipeline, and the costs of the model's units for each stage.
+    """Return a pipeline's strategy, and the costs of the model's units by stage.
 
     Args:
         request: Request of the pipeline.
@@ -211,7 +211,7 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
 
 
 def limit_microbatches(strategy: Any, turns: Turns) -> None:
-    """Make a pipeline's stage take few micro-batches in place of all, each of the same size.
+    """Make a pipeline's stage take few micro-batches of the same size in place of all.
 
     Args:
         strategy: The pipeline.
@@ -264,7 +264,10 @@ def evaluate(strategy: base.Strategy, request: Request) -> None:
 
 
 def _make_phase_marker(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:
-    """Return the function that a strategy calls at the end of a phase, to name the phase."""
+    """Return the function that a strategy calls at the end of a phase.
+
+    The function names the phase.
+    """
 
     def mark(ended: str) -> None:
         if ended not in ("forward", "backward"):

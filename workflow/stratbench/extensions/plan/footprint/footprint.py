@@ -88,9 +88,9 @@ class Moment:
     sums: Sums | None = None
 
     def buffer_bytes(self, batch: int, resident_threads: int) -> int:
-        """Return the bytes of the sums' buffer on a GPU that holds `resident_threads` threads at once.
+        """Return the bytes of the sums' buffer on a GPU.
 
-        They are 0 if the number of threads is unknown.
+        The GPU holds `resident_threads` threads at once. The bytes are 0 if this number is unknown.
         """
         if self.sums is None or not resident_threads:
             return 0
@@ -432,7 +432,10 @@ def follow(
 def _split_steps(
     trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
-    """Return the phases of both steps, and the events at which the steps and the evaluation begin."""
+    """Return the phases of both steps, and the indices of three events.
+
+    The two steps and the evaluation begin at these events.
+    """
     # The phases are setup, then forward and backward of each part and optimizer for both steps, then
     # evaluate.
     n = len(trace.phases) // 2 - 1
@@ -546,7 +549,10 @@ def _select_highest(moments: list[Moment], least: int) -> list[Moment]:
 
 
 def upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
-    """Return the indices of lines that are highest for some batch >= `least`, by ascending slope."""
+    """Return the indices of lines that are highest for some batch >= `least`.
+
+    The indices are ordered by ascending slope.
+    """
     batch, envelope = float(least), []
     current = max(range(len(lines)), key=lambda i: (lines[i].at(least), lines[i].per_sample))
     while True:

@@ -113,7 +113,10 @@ def _count_numbers(dims: list[tuple[int, int]]) -> int:
 
 
 def _floor_power_of_two(n: int, maximum: int) -> int:
-    """Return the largest power of two that is at most `n`, or `maximum` if `n` reaches it."""
+    """Return the largest power of two that is at most `n`.
+
+    The result is `maximum` if `n` reaches it.
+    """
     return maximum if n >= maximum else 1 << (max(n, 1).bit_length() - 1)
 
 

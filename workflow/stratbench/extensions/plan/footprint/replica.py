@@ -146,7 +146,10 @@ def _start_hook_all_reduce(
     *args: Any,
     **kwargs: Any,
 ) -> _Reduced:
-    """Start an all-reduce, and complete its future at once or add it to those under way."""
+    """Start an all-reduce, and complete its future or add it to those under way.
+
+    The future is completed at once if `under_way` is None.
+    """
     all_reduce(tensor, group=kwargs.get("group"), async_op=True)
     future = torch.futures.Future()
     if under_way is None:

@@ -207,11 +207,11 @@ def planned_settings(s: Settings) -> dict[str, Any]:
 
 
 def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
-    """Return the bytes of the whole data set on the device, for a model with `input_shape`.
+    """Return the bytes of the whole data set on the device.
 
-    Images count at the model's size, with the stored channels and type. Texts, waveforms and targets count
-    as they are stored. The order of an epoch is int64, and augmentation has three int64 numbers per
-    training sample.
+    Images count at the model's size, with the stored channels and type. Texts, waveforms and targets count as
+    they are stored. The order of an epoch is int64, and augmentation has three int64 numbers per training
+    sample.
 
     Args:
         data: The data set.
@@ -232,9 +232,10 @@ def target_bytes(data: Dataset) -> int:
 
 
 def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
-    """Return the bytes of waiting batches on the device, if the data are in host memory.
+    """Return the bytes of waiting batches on the device.
 
-    They are as stored, with their targets, and three int64 numbers per augmented sample.
+    Batches wait there if the data are in host memory. They are as stored, with their targets, and three int64
+    numbers per augmented sample.
 
     Args:
         data: The data set.

@@ -111,9 +111,9 @@ _PLAIN = frozenset(
 
 @contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Provide a process group in which this process is one rank and the others are missing.
+    """Provide a process group whose other ranks are missing.
 
-    It exists until the block ends.
+    This process is one rank. The group exists until the block ends.
     """
     if dist.is_initialized():
         raise RuntimeError(

@@ -284,12 +284,18 @@ def _n_bytes(tensor: torch.Tensor) -> int:
 
 
 def _list_forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
-    """Return the bytes of oneDNN's copies in forward: of input, weight and result in its blocked layout."""
+    """Return the bytes of oneDNN's copies in forward.
+
+    The copies are of input, weight and result, in oneDNN's blocked layout.
+    """
     return [[_n_bytes(args[0]), _n_bytes(args[1]), _n_bytes(out)]]
 
 
 def _list_backward_copies(args: Any, out: Any) -> list[list[int]]:
-    """Return the bytes of oneDNN's copies in backward: for the input's and for the weight's gradient."""
+    """Return the bytes of oneDNN's copies in backward.
+
+    The copies are for the input's gradient and for the weight's.
+    """
     grad, x, weight = (_n_bytes(t) for t in args[:3])
     return [[grad, weight, x], [x, grad, weight]] if out[0] is not None else [[x, grad, weight]]
 
@@ -324,10 +330,10 @@ _SUMS = {
 
 
 def _flash_attention_bytes(query: torch.Tensor) -> list[int]:
-    """Return the bytes of flash attention's buffers in backward: the query's padded gradient, and row sums.
+    """Return the bytes of flash attention's buffers in backward.
 
-    Both have 32 bits, as in PyTorch 2.11 (mha_bwd, transformers/cuda/flash_attn/flash_api.cpp). It only
-    supports 16-bit inputs.
+    The buffers are the query's padded gradient, and row sums. Both have 32 bits, as in PyTorch 2.11 (mha_bwd,
+    transformers/cuda/flash_attn/flash_api.cpp). Flash attention only supports 16-bit inputs.
     """
     if query.element_size() != 2:
         return [0, 0]

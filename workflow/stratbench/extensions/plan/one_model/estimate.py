@@ -198,7 +198,7 @@ def estimate(
 
 
 def _find_blocks(request: Request) -> tuple[str, int] | None:
-    """Return the path and number of the model's equal blocks, or None if there are none."""
+    """Return the path and number of the model's equal blocks, if any."""
     # Errors of the model are reported when the whole model is traced.
     with suppress(Exception), fake.surroundings(request):
         model, _, _ = fake.build_worker(request)

@@ -137,7 +137,10 @@ class Answer:
         return self.question.samples or USUAL_IMAGES
 
     def compute_throughput(self, choice: StrategyAnswer) -> tuple[float, float, float]:
-        """Return a choice's throughput in `counts` per second: at worst, at best, and to compare by."""
+        """Return a choice's throughput in `counts` per second.
+
+        The three values are the worst, the best, and the one to compare by.
+        """
         each = self.data.shape[0] if self.data.is_text else 1
         return tuple(each * rate for rate in choice.samples_per_s)
 
@@ -214,7 +217,7 @@ def _find_datasheet(question: Question, config: Mapping[str, Any]) -> Datasheet:
 
 
 def _check_amount(question: Question, data: Dataset) -> None:
-    """Raise ConfigError if the length of the training is in a unit that the data lack."""
+    """Raise ConfigError if the training's length is in a unit that the data lack."""
     amount, kind, other = question.samples, "texts", "tokens"
     if not data.is_text:
         amount, kind, other = question.tokens, kind_of(data.shape), "samples"
@@ -233,7 +236,10 @@ def _choose_node_gpus(question: Question, config: Mapping[str, Any]) -> int:
 
 
 def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the study of the template for the GPUs of the question, as `make_model_study` takes it."""
+    """Return the study of the template for the GPUs of the question.
+
+    It has the form that `make_model_study` takes.
+    """
     template = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     strategies = template.pop("strategies")["alone" if question.gpus == 1 else "together"]
     node = _choose_node_gpus(question, config)

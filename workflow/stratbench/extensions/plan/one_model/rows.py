@@ -55,7 +55,9 @@ def divided_variants(node: int) -> dict[str, dict[str, Any]]:
 
 
 def size_option(strategy: str, node: int) -> str | None:
-    """Return the option that sets how many GPUs share one copy of the network, None if there is none.
+    """Return the option that sets how many GPUs share a copy of the network.
+
+    The result is None if there is no such option.
 
     Args:
         strategy: Name of the strategy.
@@ -81,7 +83,9 @@ def tried_values(strategy: str) -> Iterator[tuple[str, Any]]:
 
 
 def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a text that counts and names what is not planned, of strategies with DDP's updates.
+    """Return a text that counts and names what is not planned.
+
+    The text is on strategies with DDP's updates.
 
     Args:
         gpus: Number of GPUs.

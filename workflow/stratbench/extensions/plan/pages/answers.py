@@ -155,7 +155,10 @@ def _format_growth(growth: tuple[float, float]) -> str:
 
 
 def _answer_fastest(plan: Plan) -> Iterator[str]:
-    """Yield how many cells fit, and the fastest of them by one time at equal rates."""
+    """Yield how many cells fit, and which of them are fastest.
+
+    One time of each cell at equal rates decides which is fastest.
+    """
     for where, there in _iter_largest_counts(plan):
         least = min(there, key=lambda c: c.fit.needed_bytes)
         able = [c for c in there if c.fit.may_run]

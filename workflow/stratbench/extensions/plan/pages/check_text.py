@@ -106,7 +106,7 @@ def _describe_network(
 
 
 def _group_by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
-    """Return each note that applies to some of the strategies, with the names of these strategies."""
+    """Return each note with the names of the strategies that it applies to."""
     names: dict[str, list[str]] = {}
     for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
         names.setdefault(note_of(strategy_class(used)), []).append(name)
@@ -126,7 +126,10 @@ def _describe_groups(found: CheckResult) -> str:
 
 
 def _describe_counts(cells: list[Cell], of: list[Cell]) -> str:
-    """Return the worker counts of cells as text, with their experiments if others in `of` differ."""
+    """Return the worker counts of cells as text.
+
+    The text names their experiments if others in `of` differ.
+    """
     names = dict.fromkeys(c.experiment for c in cells)
     others = {c.experiment for c in of} - names.keys()
     return format_worker_counts({c.gpus for c in cells}) + (

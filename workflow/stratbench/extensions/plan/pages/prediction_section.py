@@ -39,9 +39,9 @@ def read_prediction_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_errors(percent: pd.Series) -> str:
-    """Return the error as text; for several errors the median and the one farthest from 0.
+    """Return errors in percent as text.
 
-    The text is empty without errors.
+    Several errors become the median and the one farthest from 0. The text is empty without errors.
     """
     if len(percent) < 2:
         return "".join(f"{error:+.1f} %" for error in percent)

@@ -194,7 +194,10 @@ def _format_table(cells: list[Planned], name: str, who: str = "a cell") -> str:
 
 
 def _sort_by_time(cells: list[Planned]) -> list[str]:
-    """Return the strategies by usual time on the most workers, then the others in their order."""
+    """Return the strategies by their usual time on the most workers.
+
+    The other strategies follow in their order.
+    """
     most = max(c.cell.gpus for c in cells)
     there = sort_by_usual_time(c for c in cells if c.cell.gpus == most)
     return list(dict.fromkeys(c.cell.strategy for c in [*there, *cells]))

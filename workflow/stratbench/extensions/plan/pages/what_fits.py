@@ -202,7 +202,10 @@ def _describe_network(
 
 
 def _list_projected(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Return projected times on worker counts that the study lacks, by kind of cell and strategy."""
+    """Return projected times on worker counts that the study lacks.
+
+    The keys are the kind of cell and the strategy.
+    """
     own = {replace(c.cell, gpus=0, repeat=0): c.subject.settings for c in cells}
     there = {replace(c.cell, repeat=0) for c in cells}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -228,7 +231,10 @@ def make_settings_key(s: Settings) -> str:
 
 
 def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]:
-    """Return the values of a strategy on a worker count, or `reason` alone without a footprint."""
+    """Return the values of a strategy on a worker count.
+
+    The only value without a footprint is `reason`.
+    """
     if c.footprint is None:
         return {"reason": c.reason}
     s, needs = c.subject, c.needs

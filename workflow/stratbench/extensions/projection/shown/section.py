@@ -188,7 +188,7 @@ def _format_range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[fl
 
 
 def _describe_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
-    """Yield sentences on the strategy and count with the least time, and with the fewest GPU-hours."""
+    """Yield sentences on the strategies and counts with least time and fewest GPU-hours."""
     # In weak scaling with a fixed number of steps, more workers see more samples.
     seen = rows["train_s"] / rows["step_s"] * rows["workers"].where(rows["scaling"] == "weak", 1)
     if seen.max() > MAX_MORE_SAMPLES * seen.min():

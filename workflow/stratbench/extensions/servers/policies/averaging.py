@@ -51,7 +51,7 @@ class SyncPolicy(Policy):
             return 1.0
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Return the number of buffers: the momentum, and all gradients of a step but the last."""
+            """Return the buffer count: the momentum, and all gradients of a step but the last."""
             return 1 + (workers - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -111,7 +111,10 @@ class SyncPolicy(Policy):
         return worker not in self._arrived
 
     def _find_sum_limit(self) -> float:
-        """Return the slot below which all gradients have arrived, or infinity if the round is complete."""
+        """Return the slot below which all gradients have arrived.
+
+        The slot is infinity if the round is complete.
+        """
         return min(self._live - self._arrived, default=math.inf)
 
     def _advance(self, borrowed: Tensor | None = None) -> bool:
@@ -184,7 +187,7 @@ class BackupPolicy(SyncPolicy):
             return max(1, workers - self.backups)
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Return the number of buffers: the momentum, and all gradients of a step but the last."""
+            """Return the buffer count: the momentum, and all gradients of a step but the last."""
             return 1 + (self.quorum(workers) - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -252,11 +255,11 @@ class BucketOptions(PolicyOptions):
         return workers / self.pushes_per_update(workers)
 
     def pushes_per_update(self, workers: int) -> int:
-        """Return the number of pushes per update: one global batch, which is one push per worker."""
+        """Return the number of pushes per update, one per worker for a global batch."""
         return workers
 
     def optimizer_buffers(self, workers: int) -> int:
-        """Return the number of buffers: the momentum, and a sum if an update has several pushes."""
+        """Return the number of buffers: the momentum, and a sum for updates of several pushes."""
         return 1 + (self.pushes_per_update(workers) > 1)
 
 

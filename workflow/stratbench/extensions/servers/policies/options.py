@@ -46,7 +46,10 @@ class PolicyOptions(Options):
 
     @classmethod
     def refusal(cls, optimizer: str) -> str | None:
-        """Return why the policy does not support the optimizer "sgd" or "adamw", or None if it does."""
+        """Return the reason for which the policy does not support the optimizer.
+
+        The optimizer is "sgd" or "adamw". The result is None if the policy supports it.
+        """
         return {"sgd": cls.refuses_sgd, "adamw": cls.refuses_adamw}[optimizer]
 
     def waits_for_slowest(self, workers: int) -> bool:
@@ -67,7 +70,10 @@ class PolicyOptions(Options):
         return 1.0 / workers if getattr(self, "lr_scale", "full") == "1/N" else 1.0
 
     def optimizer_buffers(self, workers: int) -> int:
-        """Return how many tensors of the weights' size the policy adds to the weights, with momentum."""
+        """Return how many tensors the policy adds to the weights, with momentum.
+
+        Each tensor has the size of the weights.
+        """
         return self.fixed_buffers + self.buffers_per_worker * workers
 
     def momentum_buffers(self, workers: int) -> int:

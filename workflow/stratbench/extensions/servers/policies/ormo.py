@@ -50,7 +50,10 @@ class OrMoPolicy(Policy):
         )
 
         def lr_factor(self, workers: int) -> float:
-            """Return 1 / N, because the N gradients of a bucket are the parts of one global batch."""
+            """Return 1 / N for N workers.
+
+            The N gradients of a bucket are the parts of one global batch.
+            """
             return 1.0 / workers
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:

@@ -111,7 +111,7 @@ class Momentum:
     """The momentum buffer of a shard, updated as by torch.optim.SGD with dampening 0."""
 
     def __init__(self, like: Tensor, hyper: Hyper) -> None:
-        """Allocate a buffer of zeros with the shape of `like`, [n], unless the momentum is 0."""
+        """Allocate a buffer of zeros like `like`, shape [n], unless the momentum is 0."""
         import torch
 
         self.hyper = hyper
@@ -276,9 +276,10 @@ class Policy(ABC):
 
     # The next methods do nothing here. A policy overrides those that matter to it.
     def on_skip(self, worker: int, read_version: int) -> None:  # noqa: B027
-        """Handle a step of a worker that has no gradient, because it overflowed or was applied before.
+        """Handle a step of a worker that has no gradient.
 
-        The step counts as arrived, and the worker waits for `ready` as after a push.
+        The gradient overflowed or was applied before. The step counts as arrived, and the worker waits for
+        `ready` as after a push.
         """
 
     def on_leave(self, worker: int) -> None:  # noqa: B027
@@ -291,9 +292,10 @@ class Policy(ABC):
         """Handle a worker that had left and is present again. It reads the weights at once."""
 
     def state(self) -> Fields:
-        """Return a copy of all attributes that determine later steps: all but the settings and `scratch`.
+        """Return a copy of all attributes that determine later steps.
 
-        Values may be tensors, numbers, texts, optimizers, and lists, sets and dicts of these.
+        They are all attributes but the settings and `scratch`. Values may be tensors, numbers, texts,
+        optimizers, and lists, sets and dicts of these.
         """
         return copy_attributes(self, {"hyper", "options", *self.scratch})
 
@@ -309,6 +311,6 @@ class Policy(ABC):
         return True
 
     def view(self, worker: int, out: Tensor) -> int:
-        """Write the weights that a worker shall read to `out`, shape [n], and return their version."""
+        """Write the weights for a worker to `out`, shape [n], and return their version."""
         out.copy_(self.weights)
         return self.version

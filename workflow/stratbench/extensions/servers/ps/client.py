@@ -288,9 +288,9 @@ class Channel:
         self._weight = float(weight)
 
     def push_pull(self) -> Ticket | Evaluation | None:
-        """Push gradients and buffers of the current ticket, and wait for new weights and the next ticket.
+        """Push gradients and buffers of the current ticket, and wait for the next ticket.
 
-        The content of `flat.grads` is undefined afterwards.
+        The call also waits for new weights. The content of `flat.grads` is undefined afterwards.
 
         Returns:
             The next ticket, or an evaluation to do. None if no ticket is left: then the weights are
@@ -315,9 +315,9 @@ class Channel:
         return self._await_reply(time.perf_counter())
 
     def leave(self) -> None:
-        """Leave before the run is over, from any thread, so that another worker gets the current ticket.
+        """Leave before the run is over, so that another worker gets the current ticket.
 
-        Other calls that are waiting, or come later, raise Left.
+        Any thread may call it. Other calls that are waiting, or come later, raise Left.
         """
         with self._lock:
             if self._error is not None or self._done:
@@ -456,7 +456,10 @@ class Channel:
             link.bytes_out += len(payload)
 
     def _queue_frame(self, link: Link, frame: Frame) -> None:
-        """Send a frame to a server other than 0, after the shards that are queued for it."""
+        """Queue a frame for a server other than 0.
+
+        The frame is sent after the shards that are queued for that server.
+        """
         link.to_send.put(lambda: self._send(link, frame))
 
     def _send_queued(self, link: Link) -> None:
@@ -550,7 +553,10 @@ class Channel:
             raise ProtocolError(f"malformed frame: {kind.name} from a server")
 
     def _end(self) -> None:
-        """End the training, and tell the servers other than 0, which do not know of an early end."""
+        """End the training, and tell the servers other than 0.
+
+        These servers do not know of an early end.
+        """
         self._done = True
         for link in self._links[1:] if self._incarnation is not None else ():
             self._queue_frame(link, Frame(Kind.DONE))
@@ -599,7 +605,10 @@ class Channel:
                 self._queue_frame(other, Frame(Kind.WAIT))
 
     def _send_initial(self, link: Link) -> None:
-        """Send the initial weights to one server, which sends no other frame before it has them."""
+        """Send the initial weights to one server.
+
+        The server sends no other frame before it has them.
+        """
         host = self.flat.host
         if self._staging is not None:
             self._staging.fetch_initial()

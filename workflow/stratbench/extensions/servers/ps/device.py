@@ -62,7 +62,7 @@ class Countdown:
         self._final: set[int] = set()
 
     def final(self, parameter: int) -> list[int]:
-        """Count the gradient of a parameter as final, and return the buckets that are complete by it.
+        """Mark a parameter's gradient as final, and return the buckets that it completes.
 
         Raises:
             RuntimeError: If the gradient was final already in this step.
@@ -187,7 +187,10 @@ class Staging:
         send: Callable[[], None],
         unscaler: Unscaler | None = None,
     ) -> None:
-        """Copy a tensor once the current stream has computed it, and call `send` when it has arrived."""
+        """Copy a tensor once the current stream has computed it.
+
+        The function `send` is called when the copy has arrived.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
         with torch.cuda.stream(self._stream):
             if unscaler is not None:
@@ -247,7 +250,7 @@ class Staging:
             self._early.clear()
 
     def take_weights(self, start: int, stop: int) -> None:
-        """Copy elements `start` to `stop` - 1 of the weights from the host to the device.
+        """Copy weights `start` to `stop` - 1 from the host to the device.
 
         While a backward may read the old weights, the copy is left to the next `accept_weights`. Any thread
         may call this method. The host does not wait.

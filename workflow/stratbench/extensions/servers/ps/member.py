@@ -67,7 +67,7 @@ class StreamLane:
         return stop - start
 
     def _get_receive_buffer(self, shard: int) -> Tensor:
-        """Return the buffer into which a shard's gradient is received, in the dtype that is sent."""
+        """Return the receive buffer of a shard's gradient, in the dtype that is sent."""
         if shard == BUFFERS:
             return self._buffers
         start = 0 if self._first is None else self._bounds[shard][0] - self._first
@@ -97,7 +97,7 @@ class StreamLane:
         self._connection.receive_into(as_bytes(out))
 
     def blank(self, shard: int) -> memoryview | bytes:
-        """Return the payload of a reply in the warm-up, which is as long as the shard's weights."""
+        """Return a warm-up reply's payload, which is as long as the shard's weights."""
         return as_bytes(self._out[: self._numel(shard)])
 
     def give(
@@ -151,7 +151,10 @@ class SharedLane:
         out.copy_(self._memory.weights[start:stop])
 
     def blank(self, shard: int) -> memoryview | bytes:
-        """Return an empty payload, and touch the shard's memory, so that training does not touch it first."""
+        """Touch the shard's memory, and return an empty payload.
+
+        Training then does not touch the memory first.
+        """
         start, stop = self._bounds[shard]
         scratch = self._memory.grads[start:stop].clone()
         weights = self._memory.weights[start:stop]
@@ -288,7 +291,7 @@ class Member:
         self.todo = set(shards)
 
     def post(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
-        """Append a shard, a frame with its payload, or the end (None) to what is sent."""
+        """Append a shard, a frame with payload, or the end (None) to the outbox."""
         self._outbox.append(item)
         self._wake.put(None)
 
@@ -349,7 +352,10 @@ class Member:
                 self.connection.send(*item)
 
     def compute_silence_s(self, now: float, awake_since: float) -> float:
-        """Return how many seconds the worker has sent nothing, while the server was running and receiving."""
+        """Return the seconds in which the worker has sent nothing.
+
+        Only time in which the server was running and receiving counts.
+        """
         since = self.connection.waiting_since
         return 0.0 if since is None else now - max(since, awake_since, self.connection.last_heard)
 

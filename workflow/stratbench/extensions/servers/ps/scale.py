@@ -29,7 +29,7 @@ class LossScale:
         self.value, self.skipped, self._good = self.START, 0, 0
 
     def update(self, overflowed: bool) -> None:
-        """Halve the scale if a gradient overflowed, and double it after many steps without an overflow."""
+        """Halve the scale after a gradient's overflow, or double it after many steps without one."""
         if overflowed:
             self.value, self._good = max(self.value / 2, self.MINIMUM), 0
             self.skipped += 1

@@ -241,7 +241,10 @@ class ServerRun:
     # --- starting --------------------------------------------------------------------------------
 
     def _on_pull(self, member: Member, frame: Frame) -> None:
-        """Handle PULL: a worker is ready to start, or, on servers other than 0, has a ticket again."""
+        """Handle PULL of a worker that is ready to start.
+
+        Servers other than 0 also get PULL from a worker that has a ticket again.
+        """
         with self._lock:
             if (
                 not member.alive
@@ -337,7 +340,10 @@ class ServerRun:
         return not self.done
 
     def _rehearse(self, member: Member, frame: Frame) -> None:
-        """Receive and send as many bytes as in a training step, without applying or counting them."""
+        """Receive and send as many bytes as in a training step.
+
+        The bytes are neither applied nor counted.
+        """
         if member.pulled:
             raise ProtocolError(f"malformed frame: {frame.kind.name} without a ticket")
         if frame.kind is Kind.PUSH:
@@ -362,7 +368,10 @@ class ServerRun:
             self._finish_push(member)
 
     def _on_apply_or_skip(self, member: Member, frame: Frame) -> None:
-        """Handle APPLY and SKIP: apply or drop a whole push, depending on whether a gradient overflowed."""
+        """Handle APPLY and SKIP: apply or drop a whole push.
+
+        A push is dropped if a gradient overflowed.
+        """
         self._check_ticket(member, frame)
         self._reserve_ticket(member)
         if frame.kind is Kind.APPLY:

@@ -179,7 +179,7 @@ class Shard:
             self._release(worker, self.index)
 
     def leave(self, worker: int) -> None:
-        """Remove a worker that is idle or lost, so that no other worker waits for it."""
+        """Remove an idle or lost worker, so that no other worker waits for it."""
         with self._lock:
             self._waiting.discard(worker)
             if worker in self._left:

@@ -85,7 +85,10 @@ class Store:
         self._to_fill = set(self.mine) | ({BUFFERS} if self.buffers is not None else set())
 
     def receive_initial(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
-        """Receive the initial weights of a shard, or the initial buffers, and return them for `fill`."""
+        """Receive the initial weights of a shard, or the initial buffers.
+
+        The method returns them for `fill`.
+        """
         if frame.shard not in self._to_fill:
             raise ProtocolError(f"malformed frame: INIT of shard {frame.shard}, not asked for")
         if frame.shard == BUFFERS:
@@ -169,14 +172,19 @@ class Store:
         member.held.clear()
 
     def skip(self, member: Member, ticket: int) -> None:
-        """Count a worker's ticket as a step without gradients, and drop what was stored for it."""
+        """Count a worker's ticket as a step without gradients.
+
+        All data stored for the ticket are dropped.
+        """
         for k in sorted(member.todo.union(member.held) - {BUFFERS}):
             self.shards[k].push(member.place, ticket, None, member.is_alive)
         member.todo.clear()
         member.held.clear()
 
     def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int:
-        """Write the weights of a shard that a worker shall read to `out`, and return their version.
+        """Write the weights of a shard to `out`, and return their version.
+
+        The weights are those that the worker shall read.
 
         Args:
             slot: Slot of the worker.
@@ -189,7 +197,9 @@ class Store:
     def lend(
         self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]:
-        """Return a context in which the weights of a shard do not change while they are sent (`Shard.lend`).
+        """Return a context in which the weights of a shard do not change.
+
+        The weights are sent within the context (`Shard.lend`).
 
         Args:
             slot: Slot of the worker.
@@ -328,5 +338,8 @@ class EpochLog:
 
 
 def _histogram(counts: Counter[int]) -> list[int]:
-    """Return counts as a list, in which element i is the number of times that the value i occurred."""
+    """Return counts as a list.
+
+    Element i is the number of times that the value i occurred.
+    """
     return [counts[value] for value in range(max(counts, default=-1) + 1)]

@@ -218,7 +218,10 @@ class Tickets:
         self.n_settled = len(settled)
 
     def give_back(self, worker: int) -> list[int]:
-        """Take back the tickets of a lost worker, so that others get them, and return their numbers."""
+        """Take back the tickets of a lost worker, and return their numbers.
+
+        Other workers get these tickets.
+        """
         lost = self.list_held(worker)
         for number in lost:
             del self._held[number]

@@ -146,7 +146,7 @@ def pack_ticket(number: int, epoch: int, step: int, slice_: int) -> bytes:
 
 
 def unpack_ticket(payload: bytes) -> tuple[int, int, int, int]:
-    """Return number, epoch, step and slice of a ticket from the payload of a TICKET frame.
+    """Return a ticket's number, epoch, step and slice from a TICKET frame's payload.
 
     Raises:
         ProtocolError: If the payload has the wrong length.

@@ -143,7 +143,7 @@ class Gate:
                 oldest.close()
 
     def _forget(self, connection: Connection) -> bool:
-        """Remove a connection from those without proof, and return whether it was still one of them."""
+        """Remove a connection from those without proof, and return whether it was one."""
         with self._lock:
             known = connection in self._pending
             self._pending.pop(connection, None)

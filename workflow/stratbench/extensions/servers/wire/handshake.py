@@ -69,7 +69,7 @@ def _compute_proof(secret: bytes, side: bytes, nonces: bytes, payload: bytes) ->
 
 
 def derive_session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """Return the 32-byte keys of the frames from worker to server and from server to worker."""
+    """Return the 32-byte keys of frames from worker to server and from server to worker."""
     return (
         hmac.digest(secret, b"worker frames" + nonces, hashlib.sha256),
         hmac.digest(secret, b"server frames" + nonces, hashlib.sha256),

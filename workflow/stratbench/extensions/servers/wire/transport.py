@@ -54,9 +54,10 @@ class Awake:
         self.since = self._looked = time.monotonic()
 
     def look(self, now: float) -> float:
-        """Record that the process runs at the time `now`, and return since when it has not been paused.
+        """Record that the process runs at the time `now`.
 
-        Both are values of time.monotonic().
+        The result is the time since which the process has not been paused. Both times are values of
+        time.monotonic().
         """
         if now - self._looked > self._longest_s:
             self.since = now
@@ -114,7 +115,10 @@ class Connection:
             self._send(frame, payload)
 
     def send_descriptor(self, frame: Frame, descriptor: int) -> None:
-        """Send a frame, a payload of one byte, and a file descriptor over a local socket."""
+        """Send a frame and a file descriptor over a local socket.
+
+        The frame has a payload of one byte.
+        """
         with self._send_lock:
             try:
                 self.sock.sendall(self._out.pack(frame._replace(length=1)))
@@ -263,7 +267,10 @@ def _set_tcp_options(sock: socket.socket) -> None:
 
 
 def _boot_id() -> str:
-    """Return the identifier of this host's running kernel, or an empty text if there is none."""
+    """Return the identifier of this host's running kernel.
+
+    The text is empty if there is none.
+    """
     return _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""
 
 
@@ -344,7 +351,9 @@ def _connect_once(endpoint: dict[str, Any], transport: str) -> tuple[socket.sock
 def connect_to_server(
     path: str | Path, server: int, transport: str, deadline: float
 ) -> tuple[socket.socket, str]:
-    """Connect to a server, and wait until the deadline for its rendezvous file and its answer.
+    """Connect to a server as soon as it answers.
+
+    The call waits until the deadline for the server's rendezvous file and its answer.
 
     Args:
         path: Path of the rendezvous files, without their suffix.

@@ -31,10 +31,11 @@ def compare_sets(
     prices: Mapping[str, float] | None = None,
     limits: Constraints | None = None,
 ) -> int:
-    """Compare result sets with the first of them, write the page, and return 1 if a set fails.
+    """Compare result sets with the first of them, and write the page.
 
-    The page is <out_root>/<names>/index.html; tables, figures and a page of all cells are next to it. A set
-    fails if a strategy is slower by more than `allowed` and by more than noise, or no longer finishes.
+    The function returns 1 if a set fails. The page is <out_root>/<names>/index.html; tables, figures and a
+    page of all cells are next to it. A set fails if a strategy is slower by more than `allowed` and by more
+    than noise, or no longer finishes.
 
     Args:
         named: Sources of the sets, by name.
@@ -88,7 +89,10 @@ def compare_sets(
 
 
 def claim_comparison_folder(folder: Path, named: Mapping[str, str]) -> None:
-    """Claim the folder of a comparison, and print a note if it had a comparison of other sets."""
+    """Claim the folder of a comparison.
+
+    A note is printed if the folder had a comparison of other sets.
+    """
     about = ", ".join(f"{name}={source}" for name, source in named.items())
     before = claim_folder(folder, about)
     if before not in ("", about):

@@ -109,14 +109,18 @@ class ComparedCell:
 
     @cached_property
     def time_ratio(self) -> IntervalEstimate | None:
-        """Training time in the other set divided by that in the first, or None if not comparable."""
+        """Training time in the other set, divided by that in the first.
+
+        The ratio is None if the two are not comparable.
+        """
         return None if self.why_not else compute_time_ratio(self.other.times, self.first.times)
 
     @property
     def memory_ratio(self) -> float | None:
-        """Peak memory in the other set divided by that in the first, or None if not comparable.
+        """Peak memory in the other set, divided by that in the first.
 
-        It hardly varies between repeats, so that it has no interval.
+        The ratio is None if the two are not comparable. It hardly varies between repeats, so that it has no
+        interval.
         """
         same_method = not any(d.path in MEMORY_METHOD for d in self.place_differences)
         known = self.first.memory_bytes and self.other.memory_bytes and same_method
@@ -128,7 +132,10 @@ class ComparedCell:
 
     @cached_property
     def score_change(self) -> IntervalEstimate | None:
-        """Score in the other set minus that in the first, or None if not comparable or without scores."""
+        """Score in the other set minus that in the first.
+
+        The change is None if the two are not comparable, or without scores.
+        """
         if self.why_not or not self.first.scores or not self.other.scores:
             return None
         return compute_score_difference(self.other.scores, self.first.scores)
@@ -171,7 +178,10 @@ class RankChange:
 
     @property
     def is_clear(self) -> bool:
-        """Whether both intervals exclude a ratio of 1; otherwise the change of order may be chance."""
+        """Whether both intervals exclude a ratio of 1.
+
+        A change of order that is not clear may be chance.
+        """
         return self.ratio_in_first.excludes(1) and self.ratio_in_other.excludes(1)
 
 
@@ -300,7 +310,7 @@ def shorten_path(path: str) -> str:
 
 
 def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
-    """Yield each strategy's mean ratio over all numbers of workers, and at each number of workers."""
+    """Yield each strategy's mean ratio, over all worker counts and at each one."""
     by_strategy: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         by_strategy[cell.group.strategy].append(cell)

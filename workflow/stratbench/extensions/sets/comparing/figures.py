@@ -20,7 +20,7 @@ from stratbench.extensions.sets.comparing.comparison import ComparedCell, Compar
 def draw_ratio_figures(
     comparison: Comparison, out_dir: Path, margin: float
 ) -> list[dict[str, Any]]:
-    """Draw one figure per experiment and model that has ratios, and return them for the page.
+    """Draw one figure per experiment and model with ratios, and return them for the page.
 
     Args:
         comparison: The comparison.

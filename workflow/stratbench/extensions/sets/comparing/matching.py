@@ -91,10 +91,10 @@ class Difference:
 
 
 def match_cells(first: ResultSet, other: ResultSet) -> list[Match]:
-    """Match cells of equal strategy, model, data set and number of workers, in the first set's order.
+    """Match cells of two result sets, in the first set's order.
 
-    Cells of the same experiment are matched first. Other cells are matched if each set has only one of its
-    kind.
+    Matched cells have equal strategy, model, data set and number of workers. Cells of the same experiment are
+    matched first. Other cells are matched if each set has only one of its kind.
     """
     mine, theirs = list_groups_with_data(first), list_groups_with_data(other)
     matched = [Match(dataset, g, g) for g, dataset in mine.items() if theirs.get(g) == dataset]
@@ -143,9 +143,9 @@ def _format_value(value: Any) -> str:
 
 @lru_cache(maxsize=10_000)
 def classify_difference(path: str) -> str | None:
-    """Return the kind of a difference in the field at `path`: a value of WORK or PLACE.
+    """Return the kind of a difference in the field at `path`.
 
-    Return None if the field does not matter for a comparison.
+    The kind is a value of WORK or PLACE. The result is None if the field does not matter for a comparison.
     """
     if THREADS.fullmatch(path):
         return PLACE["mixed-cores"]

@@ -92,7 +92,10 @@ def iter_difference_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def find_common_unit(cells: Sequence[ComparedCell]) -> str:
-    """Return the unit of score changes if all cells have the same unit, else an empty text."""
+    """Return the unit of score changes if all cells have the same unit.
+
+    The text is empty otherwise.
+    """
     units = {c.score.difference(0).partition(" ")[2] for c in cells}
     return units.pop() if len(units) == 1 else ""
 

@@ -69,11 +69,11 @@ class WatchedCells:
 
 
 def watch_regressions(comparisons: Sequence[Comparison], allowed: float) -> list[WatchedCells]:
-    """Return the outcome of every strategy and cell compared with the first set, the worst first.
+    """Return the outcome of every strategy and cell compared with the first set.
 
-    The probability of any false alarm by noise is at most ALPHA: half of it is shared between the strategies
-    of all sets, half between their cells (Bonferroni). A strategy's mean has less noise, and a single cell
-    shows a slow-down that the mean hides.
+    The worst outcome comes first. The probability of any false alarm by noise is at most ALPHA. Half of it is
+    shared between the strategies of all sets, half between their cells (Bonferroni). A strategy's mean has
+    less noise, and a single cell shows a slow-down that the mean hides.
     """
     strategies = [
         (c.other.name, *entry) for c in comparisons for entry in group_by_strategy(c.with_ratio)
@@ -100,7 +100,10 @@ def watch_regressions(comparisons: Sequence[Comparison], allowed: float) -> list
 
 
 def iter_no_longer_judged(comparison: Comparison) -> Iterator[WatchedCells]:
-    """Yield an outcome per strategy whose cells have times in the first set only, with the reason."""
+    """Yield an outcome per strategy whose cells have times in the first set only.
+
+    The text of each outcome contains the reason.
+    """
     places: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
     for cell in comparison.cells:
         if cell.work_differences and cell.first.times:
@@ -117,7 +120,7 @@ def iter_no_longer_judged(comparison: Comparison) -> Iterator[WatchedCells]:
 
 
 def is_lost(cell: ComparedCell) -> bool:
-    """Return whether a cell finished in the first set, and no repeat finished in the other set.
+    """Return whether a cell finished in the first set, and no repeat in the other.
 
     Repeats without a record do not count, and neither do cells that train something else.
     """
@@ -125,7 +128,7 @@ def is_lost(cell: ComparedCell) -> bool:
 
 
 def finishes_less_often(cell: ComparedCell) -> bool:
-    """Return whether all repeats finished in the first set, but only some in the other set.
+    """Return whether all repeats finished in the first set, but only some in the other.
 
     The ratio of such a cell is that of the finished repeats.
     """
@@ -146,7 +149,10 @@ def make_unfinished_entry(comparison: Comparison, cell: ComparedCell, outcome: s
 
 
 def group_by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
-    """Yield the cells of each strategy: those with two repeats in both sets, or all if there are none."""
+    """Yield each strategy with its cells that have two repeats in both sets.
+
+    A strategy without such cells comes with all of its cells.
+    """
     groups: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         groups[cell.group.strategy].append(cell)

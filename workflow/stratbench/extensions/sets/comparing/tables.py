@@ -84,7 +84,10 @@ def iter_cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def make_ratio_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
-    """Return the time ratios of one experiment: a row per model and strategy, a column per worker count."""
+    """Return the time ratios of one experiment as a table.
+
+    The table has a row per model and strategy, and a column per worker count.
+    """
     cells = [c for c in comparison.cells if c.group.experiment == experiment]
     counts = sorted({c.group.gpus for c in cells})
     texts = (
@@ -157,7 +160,10 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
 
 
 def write_safe_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a CSV file in which no text is taken for a formula: such a text gets a leading '."""
+    """Write a CSV file in which no text is taken for a formula.
+
+    A text that looks like a formula gets a leading '.
+    """
 
     def escape_formula(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

@@ -107,7 +107,7 @@ def list_candidates(
 
 
 def use_one_experiment_name(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of a job with the experiment of the first row in all of them."""
+    """Return a job's rows, all with the experiment of the first row."""
     return rows.assign(experiment=rows["experiment"].iloc[0])
 
 

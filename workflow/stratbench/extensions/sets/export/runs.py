@@ -54,7 +54,10 @@ class ExportedRun:
 
 
 def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
-    """Yield a run for each record of a set in the order of its cells, and print the progress."""
+    """Yield a run for each record of a set, and print the progress.
+
+    The runs have the order of the set's cells.
+    """
     records = {Cell(**record["cell"]): record for record in result_set.records}
     epochs = dict(list(result_set.epochs.groupby(list(COORDINATES), sort=False)))
     measured = [
@@ -114,6 +117,9 @@ def _flatten_settings(
 
 
 def _parse_time(record: dict[str, Any], name: str) -> float:
-    """Return a time from a record's provenance in seconds since 1970, or 0 if it is missing."""
+    """Return a time from a record's provenance in seconds since 1970.
+
+    The result is 0 if the time is missing.
+    """
     text = record["provenance"].get(name)
     return datetime.fromisoformat(text).timestamp() if text else 0.0

@@ -26,7 +26,10 @@ MAX_METRICS, MAX_OTHERS = 1000, 100
 
 
 def list_metrics(run: ExportedRun) -> list[Metric]:
-    """Return the metrics of all epochs, at the times when they ended, and of the whole cell."""
+    """Return the metrics of all epochs and of the whole cell.
+
+    An epoch's metrics are at the time when it ended.
+    """
     metrics = [
         Metric(f"epoch/{name}", value, int(1000 * (run.started_s + epoch.end_s)), epoch.number)
         for epoch in run.epochs
@@ -52,7 +55,9 @@ def write(result_set: ResultSet, folder: Path) -> None:
 
 
 def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> None:
-    """Write one run: `FINISHED` if the cell is ok, else `FAILED`, with the status as a tag.
+    """Write one run to MLflow, with the cell's status as a tag.
+
+    The run is `FINISHED` if the cell is ok, else `FAILED`.
 
     Args:
         client: Client of MLflow.

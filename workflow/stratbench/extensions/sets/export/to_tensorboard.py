@@ -33,7 +33,10 @@ def iter_events(run: ExportedRun) -> Iterator[Event]:
 
 
 def write(result_set: ResultSet, folder: Path) -> None:
-    """Write a log file per cell, whose name does not contain this host's name as usual."""
+    """Write a log file per cell.
+
+    File names of TensorBoard usually contain this host's name, but these do not.
+    """
     for run in iter_runs(result_set):
         path = folder / run.cell.path / f"events.out.tfevents.{int(run.started_s):010d}.stratbench"
         path.parent.mkdir(parents=True)

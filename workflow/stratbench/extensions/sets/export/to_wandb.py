@@ -42,7 +42,7 @@ def write(result_set: ResultSet, folder: Path) -> None:
 
 
 def write_run(run: ExportedRun, folder: Path) -> None:
-    """Write one run, with its epochs as history and measurements of the whole cell as summary."""
+    """Write one run, with its epochs as history and the cell's measurements as summary."""
     # The same record always has the same id, so that a second upload makes no second run.
     identity = hashlib.sha256(f"{run.cell.study}/{run.cell.path}/{run.started_s}".encode())
     offline = wandb.init(

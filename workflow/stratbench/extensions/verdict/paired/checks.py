@@ -182,7 +182,10 @@ def iter_unusable_reasons(blocks: Sequence[PairedBlock]) -> Iterator[str]:
 
 
 def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
-    """Return whether two blocks have equal time ratios, so that one must be a copy of the other."""
+    """Return whether one of two blocks must be a copy of the other.
+
+    Copies have equal time ratios.
+    """
     segments = [
         {
             (s.strategy, s.pass_name): math.log(s.mean_step_s)

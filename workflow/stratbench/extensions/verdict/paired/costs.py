@@ -74,7 +74,7 @@ class Costs:
         return math.exp(statistics.fmean(known)) if known else None
 
     def estimate_full_run_gpu_seconds(self, state: ComparisonState, strategy: str) -> float | None:
-        """Return the GPU-seconds of one full run of a strategy, measured or estimated from its blocks.
+        """Return the GPU-seconds of a strategy's full run, measured or estimated from its blocks.
 
         The estimate leaves out evaluations. None if the step time or the number of steps is not known.
         """

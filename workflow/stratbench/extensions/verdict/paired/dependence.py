@@ -23,10 +23,11 @@ CORRELATIONS = np.linspace(0.0, 0.95, 39)
 
 
 def compute_neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return von Neumann's ratio of successive blocks, and how many standard deviations it is below 1.
+    """Return von Neumann's ratio of successive blocks, and its distance below 1.
 
-    The ratio is half the mean square of successive differences over the variance: about 1 for independent
-    blocks. It pools all strategies, after their means and the blocks' means are removed.
+    The distance is in standard deviations. The ratio is half the mean square of successive differences over
+    the variance: about 1 for independent blocks. It pools all strategies, after their means and the blocks'
+    means are removed.
 
     Args:
         logs: Log step times, shape [..., strategies, blocks]; NaN where a block does not count.

@@ -234,7 +234,7 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
 def add_full_steps(
     study: Study, comparison: PairedComparison, train_samples: int | None
 ) -> PairedComparison:
-    """Return the comparison with the number of steps of its full runs, if it is known.
+    """Return the comparison with the number of steps of its full runs, if known.
 
     Args:
         study: The study.

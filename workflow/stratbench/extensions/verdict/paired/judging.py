@@ -64,9 +64,9 @@ class Look(NamedTuple):
 
 
 def find_fastest_index(means: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """Return the index of the lowest mean among the strategies of the mask `among`, shape [...].
+    """Return the index of the lowest mean among strategies of the mask `among`.
 
-    The index is 0 if no strategy is in the mask.
+    The result has shape [...]. The index is 0 if no strategy is in the mask.
     """
     return np.argmin(np.where(among & np.isfinite(means), means, np.inf), axis=-1)
 
@@ -77,10 +77,10 @@ def select_by_index(values: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def mask_incomplete_blocks(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """Return the log times of blocks that contain all active strategies, and NaN for other blocks.
+    """Return the log times of blocks that contain all active strategies.
 
-    Allocation effects cancel in such blocks. Only a strategy that has come back to the comparison lacks
-    blocks that others have.
+    Allocation effects cancel in such blocks. The log times of other blocks are NaN. Only a strategy that has
+    come back to the comparison lacks blocks that others have.
     """
     whole = (np.isfinite(logs) | ~active[..., None]).all(-2, keepdims=True)
     return np.where(whole & active[..., None], logs, np.nan)
@@ -99,11 +99,11 @@ def average_log_times(logs: np.ndarray) -> np.ndarray:
 def group_by_node_set(
     logs: np.ndarray, nodes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Average blocks on the same nodes if they ran on enough node sets to count these as repeats.
+    """Average blocks on the same nodes if there are enough node sets.
 
-    Ratios of strategies differ by several percent between nodes. So blocks on the same nodes are not
-    independent repeats of a conclusion about other nodes. With fewer than MIN_SETS node sets, blocks are not
-    averaged, and the conclusion is about their nodes alone.
+    The node sets then count as repeats. Ratios of strategies differ by several percent between nodes. So
+    blocks on the same nodes are not independent repeats of a conclusion about other nodes. With fewer than
+    MIN_SETS node sets, blocks are not averaged, and the conclusion is about their nodes alone.
 
     Args:
         logs: Log step times, shape [..., comparisons, strategies, blocks].
@@ -227,10 +227,11 @@ def compute_reported_tail(started: np.ndarray) -> np.ndarray:
 
 
 def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
-    """Return a mask of strategies that leave the comparison after a look because they are slower.
+    """Return a mask of strategies that leave the comparison after a look.
 
-    A decided comparison keeps them, so that their intervals are reported. Below MIN_BLOCKS blocks the fastest
-    alternative stays, so that the next blocks still compare two strategies.
+    They leave because they are slower. A decided comparison keeps them, so that their intervals are reported.
+    Below MIN_BLOCKS blocks the fastest alternative stays, so that the next blocks still compare two
+    strategies.
     """
     near = find_fastest_index(look.mean, look.rivals)
     alone = (look.rivals & ~look.slower).sum(-1) == 0

@@ -45,7 +45,10 @@ def iter_comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_rival(ratio: dict[str, Any]) -> str:
-    """Describe a strategy's time relative to the leader's, or return an empty text if it is unknown."""
+    """Describe a strategy's time relative to the leader's.
+
+    The text is empty if the time is unknown.
+    """
     figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
     if ratio["reason"]:
         return "; ".join(filter(None, (f"{ratio['words']}: {ratio['reason']}", figures)))

@@ -122,7 +122,10 @@ def _sqrt_or_none(variance: float | None) -> float | None:
 def _add_mirror_differences(
     block: PairedBlock, segment: _WeightedMean, trend: _WeightedMean
 ) -> None:
-    """Add a block's differences between mirror and first pass to the noise of segments and of the trend."""
+    """Add a block's differences between mirror and first pass to the noise.
+
+    The noise is that of segments and of the trend.
+    """
     rows = []
     for strategy in dict.fromkeys(s.strategy for s in block.segments):
         pair = block.of(strategy)

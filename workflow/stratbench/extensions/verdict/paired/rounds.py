@@ -265,9 +265,10 @@ class Course:
     # ------------------------------------------------------------ full runs
 
     def _request_full_runs(self, step: judging.InterimResult) -> None:
-        """Request full runs of the fastest strategies whose score is unknown and may change the answer.
+        """Request full runs of the fastest strategies whose score is unknown.
 
-        After the first look, also request one full run per group of strategies with equal arithmetic.
+        Such a score may change the answer. The call after the first look also requests one full run per group
+        of strategies with equal arithmetic.
         """
         for comparison, strategy in np.argwhere(self._analysis.leaders_without_score):
             state = self.states[comparison]
@@ -303,7 +304,10 @@ class Course:
                 yield state, comparison.strategies[fastest]
 
     def _apply_scores(self) -> None:
-        """Apply the scores of full runs: strategies whose score is too much worse leave the comparison."""
+        """Apply the scores of full runs to the comparisons.
+
+        Strategies whose score is too much worse leave the comparison.
+        """
         good, bad = np.zeros_like(self._analysis.active), np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
             for j, strategy in enumerate(state.comparison.strategies):
@@ -322,9 +326,10 @@ class Course:
             self._copy_state(i)
 
     def _request_runs_of_leaders(self) -> bool:
-        """Request a full run, or one with another seed, of each leader whose score or time is uncertain.
+        """Request a full run of each leader whose score or time is uncertain.
 
-        Return whether any was requested.
+        A leader that has a full run gets one with another seed. The return value says whether any run was
+        requested.
         """
         before = len(self.requested_runs)
         for state in self.states:

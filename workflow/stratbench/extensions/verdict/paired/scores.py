@@ -58,7 +58,10 @@ class FullRunScores:
         return [runs[cell] for cell in cells if cell in self._asked and cell in runs]
 
     def list_reference_runs(self, comparison: PairedComparison) -> list[FullRun]:
-        """Return the runs that scores are compared with: of DDP's arithmetic, else of the best strategy."""
+        """Return the runs that scores are compared with.
+
+        They are runs of DDP's arithmetic, else those of the best strategy.
+        """
         shared = [
             run
             for other, strategy in self._equal.get(comparison.arithmetic, ())

@@ -262,7 +262,10 @@ def make_claim(
 
 
 def describe_nodes(blocks: list[PairedBlock]) -> str:
-    """Return a text such as `` on node X`` if blocks ran on few node sets, else an empty text."""
+    """Return a text such as `` on node X`` for blocks on few node sets.
+
+    The text is empty for other numbers of node sets.
+    """
     sets = sorted({block.hosts for block in blocks})
     if not 0 < len(sets) < judging.MIN_SETS:
         return ""
@@ -273,7 +276,10 @@ def describe_nodes(blocks: list[PairedBlock]) -> str:
 
 
 def describe_node_count(blocks: Sequence[PairedBlock]) -> str:
-    """Return a text such as ``, on 4 nodes`` if the blocks ran on many node sets, else an empty text."""
+    """Return a text such as ``, on 4 nodes`` for blocks on many node sets.
+
+    The text is empty for fewer node sets.
+    """
     sets = {block.hosts for block in blocks}
     return f", on {count_node_sets(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
 
@@ -288,9 +294,10 @@ def count_node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
 
 
 def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
-    """Return the entry of a strategy in verdict.json: its time relative to the leader's, and its state.
+    """Return a strategy's entry in verdict.json.
 
-    A dropped strategy has the ratio of the time when it was dropped.
+    The entry has its time relative to the leader's, and its state. A dropped strategy has the ratio of the
+    time when it was dropped.
     """
     last = state.last
     drop: DroppedStrategy | None = next(
