@@ -31,7 +31,7 @@ include: "workflow/rules/data.smk"
 include: "workflow/rules/train.smk"
 
 
-for extension in installed().values():
+for extension in load_extensions().values():
     for name in extension.rules:
 
         include: f"workflow/rules/{name}"

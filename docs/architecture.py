@@ -17,7 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from extensions import find_extension
-from stratbench.cell.extensions import installed
+from stratbench.cell.extensions import load_extensions
 
 ROOT = Path(__file__).parents[1]
 MADE_BY = "<!-- made by docs/architecture.py (make docs) -->"
@@ -412,7 +412,7 @@ def _extension_rows() -> list[str]:
         "|---|---|--:|---|---|",
         *(
             f"| {name} | {e.says} | {counts[name]} | {', '.join(e.needs)} | {', '.join(_core_parts(name))} |"
-            for name, e in installed().items()
+            for name, e in load_extensions().items()
         ),
         "",
         f"The core has {counts[None]} modules.",

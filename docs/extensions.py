@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from stratbench.cell.extensions import installed
+from stratbench.cell.extensions import load_extensions
 
 #: Modules of each extension that are not yet below `extensions/NAME`; a package stands for all in it.
 MODULES = {
@@ -67,7 +67,7 @@ def find_extension(module: str) -> str | None:
     """
     matches = [
         (len(prefix), name)
-        for name, extension in installed().items()
+        for name, extension in load_extensions().items()
         for prefix in (f"extensions.{name}", *MODULES[name], *extension.rules)
         if module == prefix or module.startswith(f"{prefix}.")
     ]
@@ -85,6 +85,6 @@ def find_forbidden(imports: Mapping[str, Iterable[str]]) -> list[str]:
     lines = []
     for importer, targets in imports.items():
         here = find_extension(importer)
-        allowed = {None, here, *(installed()[here].needs if here else ())}
+        allowed = {None, here, *(load_extensions()[here].needs if here else ())}
         lines += [f"{importer} -> {t}" for t in targets if find_extension(t) not in allowed]
     return sorted(lines)

@@ -20,7 +20,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
-from stratbench.strategies.needs import faults
+from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.train import forkserver
 
 Found = TypeVar("Found")
@@ -57,7 +57,10 @@ IN_OUR_LOOP = [name for name in REGISTRY if strategy_class(name).kind != "own"]
 
 def each_strategy(names: Iterable[str] = IN_OUR_LOOP) -> list[Any]:
     """A test's parameters: names of strategies, skipped where what they need is not installed."""
-    lacking = {name: " ".join(faults([(name, strategy_class(name), {})])) for name in names}
+    lacking = {
+        name: " ".join(iter_missing_requirements([(name, strategy_class(name), {})]))
+        for name in names
+    }
     return [
         pytest.param(name, marks=pytest.mark.skipif(bool(reason), reason=reason))
         for name, reason in lacking.items()

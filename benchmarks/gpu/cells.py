@@ -69,7 +69,7 @@ def launched(stage: Stage, name: str, s: Any, data_dir: Path) -> tuple[dict[str,
     print(done.stdout, done.stderr, flush=True)
     if done.returncode:
         raise RuntimeError("; ".join((done.stdout + done.stderr).strip().splitlines()[-3:]))
-    return record.read(folder / "record.json"), RunFolder.of_logs(folder / "logs")
+    return record.read_record(folder / "record.json"), RunFolder.of_logs(folder / "logs")
 
 
 def look_at(

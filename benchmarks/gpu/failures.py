@@ -96,7 +96,7 @@ def killed_and_late(stage: Stage, data_dir: Path) -> None:
         slow = told.startswith("no step within the cell's limit")
         stage.check("a time limit is a result", slow, told[:200])
         return
-    rec = record.read(path)
+    rec = record.read_record(path)
     stage.check(
         "a time limit is a result",
         late.returncode == 0 and rec["status"] == "timeout",
@@ -116,7 +116,7 @@ def too_large(stage: Stage, data_dir: Path) -> None:
     process, folder = start(stage, "large", data_dir, 0, model=MODEL, per_worker_batch=TOO_LARGE)
     output, _ = process.communicate(timeout=max(stage.left_s - 1, 1))
     print(output)
-    rec = record.read(folder / "record.json")
+    rec = record.read_record(folder / "record.json")
     holds = process.returncode == 0 and rec["status"] == "oom"
     stage.check("a batch too large is a result", holds, f"{rec['status']}: {rec['reason']}")
     stage.check_invariants("a batch too large", rec)

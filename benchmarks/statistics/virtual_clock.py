@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stratbench.extensions.servers.policies.policy import Outcome, Policy
-from stratbench.extensions.servers.ps.tickets import Once, Ticket, TicketPlan, Tickets
+from stratbench.extensions.servers.ps.tickets import CompactIntSet, Ticket, TicketPlan, Tickets
 
 #: (ticket, part of the ticket, weights [n]) -> gradient [n], or None where it overflowed.
 Gradient = Callable[[Ticket, int, Tensor], Tensor | None]
@@ -140,7 +140,9 @@ class _Run:
         self.policies, self.gradient, self.timing = policies, gradient, timing
         self.tickets = Tickets(plan)
         self.parts = policies[0].options.pushes_per_ticket
-        self.taken = [Once() for _ in policies]  # pushes by shard: a lost worker's may be half in
+        self.taken = [
+            CompactIntSet() for _ in policies
+        ]  # pushes by shard: a lost worker's may be half in
         ends = list(itertools.accumulate(p.weights.numel() for p in policies))
         self.slices = [slice(a, b) for a, b in itertools.pairwise([0, *ends])]
         n = policies[0].hyper.workers

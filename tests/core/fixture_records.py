@@ -570,7 +570,7 @@ def expand(
     """The cells of one experiment; `single` at one worker only."""
     pairs = [(name, 1 if name == "single" else None) for name in strategies]
     return list(
-        coordinates.expand(study, experiment, dataset, pairs, models, gpus, repeats=repeats)
+        coordinates.expand_cells(study, experiment, dataset, pairs, models, gpus, repeats=repeats)
     )
 
 

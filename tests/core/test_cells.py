@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stratbench.cell.__main__ import main
-from stratbench.cell.coordinates import STATUSES, Cell, expand
+from stratbench.cell.coordinates import STATUSES, Cell, expand_cells
 from stratbench.cell.record import SCHEMA_PATH as RECORD_SCHEMA
 
 
@@ -19,7 +19,7 @@ def matrix(**changes) -> list[Cell]:
         "strategies": [("single", 1), ("ddp", None)], "models": ["a", "b"], "gpus": [1, 2],
         "repeats": 2,
     }  # fmt: skip
-    return list(expand(**(arguments | changes)))
+    return list(expand_cells(**(arguments | changes)))
 
 
 def test_every_point_of_the_matrix_is_a_cell():

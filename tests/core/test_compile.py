@@ -60,7 +60,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     (tmp_path / "small_net.py").write_text(NETWORK)
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     spec = {"call": "small_net.Net", "kwargs": {}, "wrap_classes": ["Block"]}
-    return spec | users_code.fingerprint(spec["call"], [tmp_path])
+    return spec | users_code.compute_fingerprint(spec["call"], [tmp_path])
 
 
 @pytest.mark.timeout(500)
@@ -82,7 +82,7 @@ def test_a_compiled_training_is_the_same_and_compiles_in_the_warm_up(
         cell = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
         exit_code, output = cell.finish(timeout_s=300)
         assert exit_code == 0, output
-        rec = record.read(cell.record)
+        rec = record.read_record(cell.record)
         epochs[strategy, compiles] = rec["score"]["per_epoch"]
         time = rec["time"]
         if compiles:
@@ -116,7 +116,7 @@ def test_code_that_computes_other_gradients_is_refused(
     cell = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     exit_code, output = cell.finish(timeout_s=300)
     assert exit_code == 0, output
-    rec = record.read(cell.record)
+    rec = record.read_record(cell.record)
     assert rec["status"] == "unsupported"
     assert "compile = true: the code that PyTorch" in rec["reason"]
     assert rec["reason"].endswith(
@@ -137,7 +137,7 @@ def test_what_this_pytorch_compiles_trains_as_it_should_or_is_refused(
         cell = start_cell(s, env=warm)
         exit_code, output = cell.finish(timeout_s=800)
         assert exit_code == 0, output
-        ends.append(record.read(cell.record))
+        ends.append(record.read_record(cell.record))
     if ends[1]["status"] == "unsupported":
         assert "wrong gradients" in ends[1]["reason"]
         return

@@ -16,7 +16,7 @@ from stratbench.workload.data.device_data import (
     DeviceData,
     compute_packed_bytes,
     draw_epoch_order,
-    fit,
+    enlarge_images,
 )
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.sources import DataError
@@ -119,17 +119,17 @@ def test_drawing_an_epoch_leaves_the_global_generator_alone(coloured: Path) -> N
 
 def test_digits_are_doubled_and_mnist_is_padded() -> None:
     digits = torch.arange(64, dtype=torch.uint8).reshape(1, 1, 8, 8)
-    doubled = fit(digits, 16, 16)
+    doubled = enlarge_images(digits, 16, 16)
     assert torch.equal(doubled[..., ::2, ::2], digits)
     assert torch.equal(doubled[..., 1::2, 1::2], digits)
     mnist = torch.ones(1, 1, 28, 28, dtype=torch.uint8)
-    padded = fit(mnist, 32, 32)
+    padded = enlarge_images(mnist, 32, 32)
     assert padded.shape == (1, 1, 32, 32)
     assert padded.sum() == 28 * 28
     assert (padded[..., 2:30, 2:30] == 1).all()
-    assert fit(torch.ones(1, 1, 5, 7, dtype=torch.uint8), 16, 16).shape == (1, 1, 16, 16)
+    assert enlarge_images(torch.ones(1, 1, 5, 7, dtype=torch.uint8), 16, 16).shape == (1, 1, 16, 16)
     with pytest.raises(DataError, match="28x28 pixels are larger than"):
-        fit(mnist, 16, 16)
+        enlarge_images(mnist, 16, 16)
 
 
 def test_one_channel_is_repeated_for_a_model_that_wants_three(digits_dir: Path) -> None:

@@ -82,7 +82,7 @@ def test_workers_that_build_other_weights_are_told_so_under_every_kind_of_strate
 ):
     (tmp_path / "outside.py").write_text(OUTSIDE)
     spec = {"call": "outside.Net", "kwargs": {}, "wrap_classes": None}
-    own = spec | users_code.fingerprint(spec["call"], [tmp_path])
+    own = spec | users_code.compute_fingerprint(spec["call"], [tmp_path])
     env = warm | {users_code.CODE_VARIABLE: str(tmp_path)}
     launched = start_cell(settings(strategy, model="mine", own_model=own), env=env)
     code, output = launched.finish()

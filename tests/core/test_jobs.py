@@ -15,7 +15,7 @@ from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
-from stratbench.study.plan_file import digest_of
+from stratbench.study.plan_file import compute_settings_digest
 
 
 def config_of(results: Path, changes: dict | None = None, **cluster) -> tuple[dict, Study]:
@@ -60,7 +60,7 @@ def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_
         "gpu": "A10G 24GB",
         "cells": {
             cell.path: {
-                "settings": digest_of(first.settings_of(cell)),
+                "settings": compute_settings_digest(first.settings_of(cell)),
                 "infeasible": "needs more",
                 "host_mem_mib": 5_000_000,
             }

@@ -125,7 +125,7 @@ def test_a_cell_that_finishes(start_cell):
     launched.record.parent.mkdir(parents=True)
     code, output = launched.finish()
     assert code == 0, output
-    found = record.read(launched.record)  # validates
+    found = record.read_record(launched.record)  # validates
     assert found["status"] == "ok"
     assert found["reason"] is None
     assert found["cell"] == launched.cell.as_dict()
@@ -157,7 +157,7 @@ def test_a_profiled_cell(start_cell, warm, strategy):
     launched.record.parent.mkdir(parents=True)
     code, output = launched.finish()
     assert code == 0, output
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["batch"]["samples_seen"] == 2 * 64
     assert found["time"]["step_ms"]["count"] == 2 * 8
     with gzip.open(launched.logs / found["profile"]["trace"], "rt") as f:
@@ -212,7 +212,7 @@ def test_time_limit(start_cell, warm):
     code, output = launched.finish()
     assert code == 0, output
     assert_gone(processes)
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["status"] == "timeout"
     assert f"{limit_s:g} s" in found["reason"]
     assert found["time"]["train_time_s"] is None
@@ -310,7 +310,7 @@ def test_divergence(start_cell, warm):
     launched = start_cell(settings("ddp", lr=1e6, epochs=50), env=warm)
     code, output = launched.finish()
     assert code == 0, output
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["status"] == "diverged"
     assert "of 50" in found["reason"]
     assert found["score"]["per_epoch"][-1]["train_loss"] is None
@@ -331,7 +331,7 @@ def test_out_of_memory(start_cell):
     code, output = launched.finish()
     assert code == 0, output
     assert_gone([*seen])
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["status"] == "oom"
     assert "allocate" in found["reason"]
     assert "\n" not in found["reason"]
@@ -573,7 +573,7 @@ def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cel
     assert second.process.wait() == 0
     code, output = first.finish()
     assert code == 0, output
-    assert record.read(first.record)["status"] == "ok"
+    assert record.read_record(first.record)["status"] == "ok"
     assert not first.folder.secret.exists()
 
 

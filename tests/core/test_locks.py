@@ -303,7 +303,7 @@ def test_a_file_system_without_locks_is_refused_with_the_mount_option(
 
 def test_programs_write_a_folder_without_locks(tmp_path, without_locks):
     """They can be repeated: tables and reports of results that lie on whatever file system."""
-    with program.hold(tmp_path):
+    with program.lock_folder(tmp_path):
         pass
 
 

@@ -26,7 +26,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import assemble, loop
 from stratbench.train.beside.beside import Beside, Start
 from stratbench.workload.data.device_data import DeviceData
-from stratbench.workload.tasks import Classification, Evaluated, evaluated
+from stratbench.workload.tasks import Classification, Evaluated, compute_evaluation
 
 LATE_S = 0.5
 
@@ -109,15 +109,15 @@ def evaluated_by_all(
     calls: list[int],
 ) -> tuple[Evaluated, list[int]]:
     """What the sums of all workers give, in batches of `batch`; how often each called the model."""
-    monkeypatch.setattr(loop, "eval_batch", lambda shape: batch)
+    monkeypatch.setattr(loop, "choose_eval_batch", lambda shape: batch)
     told, rounds = [], []
-    monkeypatch.setattr(loop, "evaluated", told.append)
+    monkeypatch.setattr(loop, "compute_evaluation", told.append)
     monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
     for rank in range(mesh.workers):
         calls.clear()
         loop.evaluate(strategy, data, task, rank, mesh)
         rounds.append(len(calls))
-    return evaluated([sum(each) for each in zip(*told, strict=True)]), rounds
+    return compute_evaluation([sum(each) for each in zip(*told, strict=True)]), rounds
 
 
 class LeavesOut(Classification):

@@ -9,7 +9,7 @@ import pytest
 
 from stratbench.analysis.figures import marks
 from stratbench.analysis.figures.marks import DARK_PAPER, FAMILIES, LIGHT_PAPER
-from stratbench.cell.extensions import installed
+from stratbench.cell.extensions import load_extensions
 from stratbench.strategies import REGISTRY, strategy_class
 
 THEMES = {"light": LIGHT_PAPER, "dark": DARK_PAPER}
@@ -109,10 +109,10 @@ def test_a_shape_is_drawn_around_its_place(shape):
         assert points.mean(axis=0) == pytest.approx([50.0, 20.0], abs=1.5)
 
 
-@pytest.mark.parametrize("extension", [n for n, e in installed().items() if e.strategies])
+@pytest.mark.parametrize("extension", [n for n, e in load_extensions().items() if e.strategies])
 def test_a_deleted_extension_leaves_the_marks_of_all_others(monkeypatch, extension):
     before = marks.assign_marks_by_strategy((name, name) for name in REGISTRY)
-    gone = installed()[extension].strategies
+    gone = load_extensions()[extension].strategies
     left = {name: cls for name, cls in REGISTRY.items() if name not in gone}
     monkeypatch.setattr(marks, "REGISTRY", left)
     monkeypatch.setattr(marks, "number_family_members", marks.number_family_members.__wrapped__)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from stratbench.workload.data.dataset import kind_of
+from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.data.datasets import DATASETS
 from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT
@@ -62,7 +62,7 @@ def data_shapes(name: str) -> dict[str, tuple[int, ...]]:
     taken = {
         key: facts
         for key, facts in DATASETS.items()
-        if kind_of(facts.shape) == kind and facts.vocabulary is None
+        if get_sample_kind(facts.shape) == kind and facts.vocabulary is None
     }
     return {key: input_shape(name, facts.shape) for key, facts in taken.items()}
 

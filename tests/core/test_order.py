@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import groupby
 from types import SimpleNamespace
 
-from stratbench.cell.coordinates import Cell, expand
+from stratbench.cell.coordinates import Cell, expand_cells
 from stratbench.study.order import priority, start_by_priority
 
 STRATEGIES = [("single", 1), ("ddp", None), ("fsdp", None), ("ps-async", None)]
@@ -17,7 +17,7 @@ def in_order(repeats: int = 10) -> list[Cell]:
     cells = [
         cell
         for experiment in ("cifar10", "mnist")
-        for cell in expand(
+        for cell in expand_cells(
             "s", experiment, experiment, STRATEGIES, ["vgg16", "resnet50"], [1, 2, 4], repeats
         )
     ]

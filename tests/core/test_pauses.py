@@ -197,7 +197,7 @@ def test_a_cell_that_is_stopped_while_it_trains_trains_again(
     code, output = launched.finish()
     assert code == 0, output
     assert re.search(r"paused for \d+\.\d s \(.*\) while it trained; it trains again", output)
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["status"] == "ok"
     assert "pauses" not in found
 

@@ -19,8 +19,8 @@ def good() -> dict:
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path, good):
-    record.write(tmp_path / "deep" / "record.json", good)
-    assert record.read(tmp_path / "deep" / "record.json") == good
+    record.write_record(tmp_path / "deep" / "record.json", good)
+    assert record.read_record(tmp_path / "deep" / "record.json") == good
     assert record.get_cell(good) == Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0)
 
 
@@ -48,13 +48,13 @@ def test_a_wrong_record_is_refused_with_file_and_field(tmp_path, good, change, p
     change(bad)
     path = tmp_path / "record.json"
     with pytest.raises(record.RecordError) as refused:
-        record.write(path, bad)
+        record.write_record(path, bad)
     assert str(path) in str(refused.value)
     assert f"{place}: " in str(refused.value)
     assert list(tmp_path.iterdir()) == []
     path.write_text(json.dumps(bad))
     with pytest.raises(record.RecordError):
-        record.read(path)
+        record.read_record(path)
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_records_are_judged_as_jsonschema_judges_them(good):
 
     def is_valid() -> bool:
         try:
-            record.validate(good)
+            record.validate_record(good)
         except record.RecordError:
             return False
         return True
@@ -109,7 +109,7 @@ def test_what_is_not_json_is_refused_by_name(tmp_path, content):
     path = tmp_path / "record.json"
     path.write_bytes(content)
     with pytest.raises(record.RecordError, match=r"record\.json is not JSON"):
-        record.read(path)
+        record.read_record(path)
 
 
 def test_a_record_of_an_extension_that_is_not_there_names_it(good):
@@ -117,13 +117,13 @@ def test_a_record_of_an_extension_that_is_not_there_names_it(good):
     with pytest.raises(
         record.RecordError, match=r"settings\.more: needs the extension tides, which is not"
     ):
-        record.validate(good)
+        record.validate_record(good)
 
 
 def test_not_a_number_is_never_written(tmp_path, good):
     good["time"]["total_s"] = float("nan")
     with pytest.raises(ValueError, match="JSON compliant"):
-        record.write(tmp_path / "record.json", good)
+        record.write_record(tmp_path / "record.json", good)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -50,7 +50,7 @@ def trained(folder: Path, **facts: bool) -> SimpleNamespace:
     """A job of Snakemake's whose cell has a record and a timeline."""
     made = fixture.make_record(CELL)
     output = Output([str(folder / "record.json"), str(folder / "timeline.csv")])
-    record.write(output[0], made)
+    record.write_record(output[0], made)
     Path(output[1]).touch()
     return SimpleNamespace(
         output=output,

@@ -12,7 +12,7 @@ import torch
 
 from stratbench.workload.data import generated, prepared, sources
 from stratbench.workload.data.datasets import DATASETS, describe
-from stratbench.workload.data.device_data import DeviceData, eval_batch, example_batch
+from stratbench.workload.data.device_data import DeviceData, choose_eval_batch, make_example_batch
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.sources import DataError
 
@@ -31,7 +31,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_piece_ends_where_the_next_begins() -> None:
-    samples, chunks = sources.pieces(np.arange(11), 3)
+    samples, chunks = sources.cut_into_pieces(np.arange(11), 3)
     [(inputs, targets)] = chunks
     assert samples == 3
     assert inputs.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
@@ -88,15 +88,17 @@ def test_batches_are_tokens_and_their_next_ones(chain: Path) -> None:
     assert torch.equal(x[:, 1:], y[:, :-1])
     assert torch.equal(data.test_batch(10, 20)[0], data.test_inputs[10:20].long())
     assert data.tables(0, 0, augment=True).augmentation is None
-    shown = example_batch(2, (32,), 12, torch.device("cpu"), torch.float32, torch.contiguous_format)
+    shown = make_example_batch(
+        2, (32,), 12, torch.device("cpu"), torch.float32, torch.contiguous_format
+    )
     assert [t.shape for t in shown] == [x.shape, y.shape]
     assert [t.dtype for t in shown] == [x.dtype, y.dtype]
 
 
 def test_long_texts_are_evaluated_a_few_at_once() -> None:
-    assert eval_batch((3, 32, 32)) == 512
-    assert eval_batch((64,)) == 128
-    assert eval_batch((1_000_000,)) == 1
+    assert choose_eval_batch((3, 32, 32)) == 512
+    assert choose_eval_batch((64,)) == 128
+    assert choose_eval_batch((1_000_000,)) == 1
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_collective_that_gloo_aborts_ends_in_the_sentence_of_the_calls(
 ):
     (tmp_path / "leaves_out.py").write_text(LEAVES_OUT)
     spec = {"call": "leaves_out.Net", "kwargs": {}, "wrap_classes": ["Part"]}
-    own = spec | users_code.fingerprint(spec["call"], [tmp_path])
+    own = spec | users_code.compute_fingerprint(spec["call"], [tmp_path])
     s = settings("fsdp", model="mine", own_model=own, epochs=3)
     launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     code, output = launched.finish()

@@ -199,7 +199,7 @@ def test_a_machine_that_can_only_train_keeps_its_record(start_cell, tmp_path):
     code, output = launched.finish()
     assert code == 0, output
     assert "will not be validated here" in output
-    found = record.read(launched.record)  # validates, since this machine can
+    found = record.read_record(launched.record)  # validates, since this machine can
     assert found["status"] == "ok"
     # A CPU cell sees no GPU, wherever it runs.
     environment = found["workers"][0]["provenance"]["environment"]

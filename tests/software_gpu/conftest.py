@@ -74,6 +74,6 @@ def trained(
         launched = start_cell(s, **{"data_dir": data, **options})
         code, output = launched.finish(LIMIT_S)
         assert code == 0, output
-        return record.read(launched.record)
+        return record.read_record(launched.record)
 
     return train

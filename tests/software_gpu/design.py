@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, strategy_class
-from stratbench.strategies.needs import faults
+from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.schema import schema
@@ -27,7 +27,8 @@ from stratbench.workload.network.models import MODELS
 INSTALLED = [
     name
     for name in REGISTRY
-    if (cls := strategy_class(name)).kind != "own" and not any(faults([(name, cls, {})]))
+    if (cls := strategy_class(name)).kind != "own"
+    and not any(iter_missing_requirements([(name, cls, {})]))
 ]
 COUNTS = (1, 2, 4, 8)
 DATASETS = {

@@ -67,7 +67,7 @@ def test_out_of_memory_is_a_result_wherever_memory_runs_out(
         cell = launched(on_gpus(strategy, model="resnet-compact"))
         code, output = cell.finish(LIMIT_S)
         assert code == 0, output
-        found = record.read(cell.record)
+        found = record.read_record(cell.record)
         ended.append(found["status"])
         if found["status"] == "ok":
             break
@@ -84,7 +84,7 @@ def test_memory_that_cannot_be_pinned_is_out_of_memory(
     cell = launched(on_gpus("ps-sync"))
     code, output = cell.finish(LIMIT_S)
     assert code == 0, output
-    assert record.read(cell.record)["status"] == "oom"
+    assert record.read_record(cell.record)["status"] == "oom"
 
 
 # ---- a GPU that breaks
@@ -116,7 +116,7 @@ def test_an_asynchronous_cell_goes_on_without_a_worker_whose_gpu_broke(
     cell = launched(on_gpus("ps-async"))
     code, output = cell.finish(LIMIT_S)
     assert code == 0, output
-    found = record.read(cell.record)
+    found = record.read_record(cell.record)
     (lost,) = found["server"]["servers"][0]["lost"]
     assert lost["worker"] == 1
     assert "lost-workers" in {rule.id for rule in RULES if any(rule.check(alone(found)))}
@@ -175,7 +175,9 @@ def test_another_process_that_computes_on_a_cells_gpu_is_found_by_the_audit(
         cell = launched(on_gpus(strategy))
         code, output = cell.finish(LIMIT_S)
     assert code == 0, output
-    found = [f.figures for rule in RULES for f in rule.check(alone(record.read(cell.record)))]
+    found = [
+        f.figures for rule in RULES for f in rule.check(alone(record.read_record(cell.record)))
+    ]
     assert any(str(pid) in figures for figures in found), found
 
 

@@ -94,7 +94,9 @@ def study(own_machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Wor
 def test_memory_and_traffic_agree_with_the_plan(study: Workflow) -> None:
     with contextlib.chdir(study.folder):
         read, tiny = load_config(yaml.safe_load(Path("config.yaml").read_text()))
-        records = {cell: record.read(cell.record_path(read["results"])) for cell in tiny.cells}
+        records = {
+            cell: record.read_record(cell.record_path(read["results"])) for cell in tiny.cells
+        }
         plan = make_plan(read, check_study(read, tiny), records)
     rows = pd.DataFrame(prediction_rows(plan, records))
     assert set(rows["strategy"]) == set(one_of_each_family())
@@ -109,7 +111,7 @@ def test_records_have_what_only_gpus_tell(study: Workflow) -> None:
     paths = list(study.folder.glob("results/tiny/cells/**/record.json"))
     assert len(paths) == 2 * len(one_of_each_family()) - 1  # single: on one
     for path in paths:
-        found = record.read(path)
+        found = record.read_record(path)
         assert found["status"] == "ok"
         assert software_gpu.has_trained(found)
         assert found["energy"]["train_joules"] > 0

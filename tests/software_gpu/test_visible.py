@@ -114,7 +114,7 @@ def test_cells_of_a_job_that_has_gpus_share_a_fork_server_and_leave_nothing_on_t
         launched = start_cell(s, data_dir=data)
         code, output = launched.finish(600)
         assert code == 0, output
-        found = record.read(launched.record)
+        found = record.read_record(launched.record)
         [busy] = found["provenance"]["busy_at_start"].values()
         assert not busy.get("other_gpu_processes")
         assert (found["status"], gpus_of(found)) == ("ok", [2, 3][: s.gpus])

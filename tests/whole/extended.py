@@ -115,9 +115,9 @@ def analysed(folder: Path, change: Any = None) -> Path:
     cells = fixture.expand(("single", "ddp"), ("vgg16",), (1, 2))
     study = fixture.write_study(folder, cells, change=change)
     for cell in cells:
-        record.read(cell.record_path(folder))  # valid by the schema
+        record.read_record(cell.record_path(folder))  # valid by the schema
     table = {name: study / f"{name}.csv" for name in ("cells", "epochs", "audit", "summary")}
-    collect.collect(cells, study, table["cells"], table["epochs"])
+    collect.collect_records(cells, study, table["cells"], table["epochs"])
     audit.main(["--cells", str(table["cells"]), "--out", str(table["audit"])])
     tables.main(
         ["--cells", str(table["cells"]), "--audit", str(table["audit"]), "--summary-out",
@@ -152,7 +152,7 @@ def a_policy(folder: Path) -> None:
     _, study = load_study(folder, strategies=["ps-clipped"], gpus=[2])
     assert study.settings(study.cells[0]).options["clip"] == 1.0
     assert strategy_class("ps-clipped").kind == "server"
-    assert not get_traits("ps-clipped", {}, 1).synchronous_alone
+    assert not get_traits("ps-clipped", {}, 1).is_synchronous_on_one_worker
     hyper = Hyper(lr=0.1, workers=2)
     policy = make_policy("ps-clipped", torch.zeros(4), hyper, {"clip": 2.0})
     gradient = lambda ticket, part, weights: torch.full_like(weights, 50.0)  # noqa: E731

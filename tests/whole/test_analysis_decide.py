@@ -62,7 +62,7 @@ def decided(rows, findings=(), **constraints):
     found = pd.DataFrame(list(findings), columns=list(AUDIT_COLUMNS))
     under = Constraints(**constraints)
     evidence = decide.read_evidence((), under)
-    (decision,) = decide.decisions(frame, found, under, list(evidence.values()))
+    (decision,) = decide.make_decisions(frame, found, under, list(evidence.values()))
     return decision
 
 
@@ -474,7 +474,7 @@ def decided_on(tmp_path, rows, *projected, **constraints):
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     none = pd.DataFrame([], columns=list(AUDIT_COLUMNS))
     made = projection(tmp_path, *projected, gpus=constraints["gpus"])
-    (decision,) = decide.decisions(
+    (decision,) = decide.make_decisions(
         frame, none, Constraints(**constraints), [ProjectionEvidence(made)]
     )
     return decision
@@ -524,13 +524,13 @@ def test_a_projected_choice_tells_the_target_its_cost_and_other_counts(tmp_path)
     none = pd.DataFrame([], columns=list(AUDIT_COLUMNS))
     told = {("e", "vgg16"): ["From about 23 GPUs on fsdp takes the lead from ddp."]}
     evidence = [ProjectionEvidence(made, told)]
-    (found,) = decide.decisions(frame, none, Constraints(gpus=8), evidence)
+    (found,) = decide.make_decisions(frame, none, Constraints(gpus=8), evidence)
     assert (
         "The target score is reached after 60 s (80 %: 40 s to 80 s), with 0.13 GPU-hours, at a cost of 0.4."
         in found.reason
     )
     assert found.changes[-1].startswith("Another number of workers: From about 23 GPUs on fsdp")
-    (measured,) = decide.decisions(frame, none, Constraints(gpus=4), evidence)
+    (measured,) = decide.make_decisions(frame, none, Constraints(gpus=4), evidence)
     assert not any("Another number" in change for change in measured.changes)
 
 
@@ -690,7 +690,9 @@ def test_the_papers_own_tables_give_an_answer_one_can_sign():
     findings = pd.DataFrame(
         audit.audit(cells, floors=published.read_accuracy_floors()), columns=list(AUDIT_COLUMNS)
     )
-    found = {(d.experiment, d.model): d for d in decide.decisions(cells, findings, Constraints())}
+    found = {
+        (d.experiment, d.model): d for d in decide.make_decisions(cells, findings, Constraints())
+    }
     assert len(found) == 6
     for (experiment, _), decision in found.items():
         assert decision.confidence in ("low", "none")
@@ -878,7 +880,7 @@ def test_what_holds_for_every_decision_is_said_once():
     ]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     none = pd.DataFrame(columns=list(AUDIT_COLUMNS))
-    found = decide.decisions(frame, none, Constraints())
+    found = decide.make_decisions(frame, none, Constraints())
     said = decide.describe_decisions(found, [], Constraints())
     assert said.count("on this machine, not for GPUs") == 1
     assert "For all answers: The answer holds for CPU processes on this machine" in said

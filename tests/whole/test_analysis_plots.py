@@ -34,7 +34,7 @@ from stratbench.extensions.audit import audit
 def analysed(root, cells, statuses=None, device="cuda", change=None):
     """The figures' data of constructed records of one model, and the study's folder."""
     study_dir = fixture.write_study(root, cells, statuses, device, change)
-    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     given = ["--cells", str(study_dir / "cells.csv")]
     audit.main([*given, "--out", str(study_dir / "audit.csv")])
     audited = [*given, "--audit", str(study_dir / "audit.csv"), "--out", str(study_dir / "d.csv")]
@@ -412,7 +412,7 @@ def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
     own = rows.FigureRow(
         "ddp", [rows.Point(2.0, workers_text=count, chosen=True), rows.Point(9.0, workers_text="1")]
     )
-    shown = rows.Rows([own], {"ddp": marks.create_mark("replicas", 0)})
+    shown = rows.RowChart([own], {"ddp": marks.create_mark("replicas", 0)})
     with plt.rc_context(sheet.RC):
         figure = rows.draw_rows(shown)
         at = figure.axes[0].transData.transform

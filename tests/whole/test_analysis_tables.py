@@ -26,7 +26,7 @@ from stratbench.extensions.servers import section
 def analysed(root, cells, statuses=None, change=None, device="cuda"):
     """cells.csv and the summary of constructed records."""
     study_dir = fixture.write_study(root, cells, statuses, device, change)
-    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     found = read_cells(study_dir / "cells.csv")
     return found, summarise(found)
 
@@ -126,8 +126,10 @@ def test_a_time_to_the_target_says_how_many_repeats_never_reached_it(tmp_path):
 
     cells = small(repeats=3)
     study_dir = fixture.write_study(tmp_path, cells, change=change)
-    asked = collect.Expected(targets={"main": 0.8})
-    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv", asked)
+    asked = collect.Expectations(targets={"main": 0.8})
+    collect.collect_records(
+        cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv", asked
+    )
     found = read_cells(study_dir / "cells.csv")
     summary = summarise(found)
     assert pick(summary, "time_to_target", "ddp", 1).endswith("]")

@@ -124,7 +124,7 @@ def train(
             if cell.strategy == RIVAL:
                 rivals[s.as_json()] = {p.name: p.read_text() for p in folder.iterdir()}
         [cell] = [cell for cell in study.cells if cell.strategy == name]
-        return Trained(config, study, cell, record.read(cell.record_path(tmp_path)))
+        return Trained(config, study, cell, record.read_record(cell.record_path(tmp_path)))
 
     return trained
 
@@ -135,7 +135,9 @@ def findings(trained: Trained) -> list[str]:
     A busy machine explains doubts of times, and two steps that little was learnt.
     """
     cells, out = (trained.folder / name for name in ("cells.csv", "audit.csv"))
-    collect.collect(trained.study.cells, trained.folder, cells, trained.folder / "epochs.csv")
+    collect.collect_records(
+        trained.study.cells, trained.folder, cells, trained.folder / "epochs.csv"
+    )
     assert audit.main(["--cells", str(cells), "--out", str(out)]) == 0
     affects = {rule.id: rule.affects for rule in audit.RULES}
     return [

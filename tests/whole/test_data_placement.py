@@ -22,7 +22,7 @@ from stratbench.extensions.servers.strategy import ParameterServer
 from stratbench.extensions.splitting.pipeline import Pipeline
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.base import Worker
-from stratbench.strategies.needs import faults
+from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
@@ -73,7 +73,7 @@ def test_every_batch_is_the_same_whatever_was_expected(folders, kind):
             found = in_host.batch(indices, drawn)
             guess = int(torch.randint(8, (), generator=rng))
             if guess < 6:  # mostly right, and now and then wrong or missing
-                in_host.expect(steps[(i + 1) % 8 if guess < 4 else guess], drawn)
+                in_host.prefetch(steps[(i + 1) % 8 if guess < 4 else guess], drawn)
             for a, b in zip(expected, found, strict=True):
                 assert torch.equal(a, b)
                 assert a.dtype == b.dtype
@@ -81,7 +81,7 @@ def test_every_batch_is_the_same_whatever_was_expected(folders, kind):
         assert torch.equal(a, b)
     # The same samples, augmented by other tables than was expected.
     _, before = in_host.tables(0, 0, augment=True).on(CPU)
-    in_host.expect(steps[0], before)
+    in_host.prefetch(steps[0], before)
     assert torch.equal(on_device.batch(steps[0], drawn)[0], in_host.batch(steps[0], drawn)[0])
     # Batches of another size, as the warm-up and the last of a test set have them.
     assert torch.equal(on_device.batch(order[:3])[0], in_host.batch(order[:3])[0])
@@ -124,7 +124,9 @@ def train_all(rank: int, folder: Path, out: Path) -> None:
     found = {}
     for name in COLLECTIVES:
         cls = strategy_class(name)
-        if (rank == 0 or cls.max_workers != 1) and not any(faults([(name, cls, {})])):
+        if (rank == 0 or cls.max_workers != 1) and not any(
+            iter_missing_requirements([(name, cls, {})])
+        ):
             found[name] = [losses_of(name, folder, at, out, rank) for at in ("device", "host")]
     (out / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

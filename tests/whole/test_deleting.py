@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import architecture  # noqa: E402
 import extensions  # noqa: E402
 from launching import settings  # noqa: E402
-from stratbench.cell.extensions import installed  # noqa: E402
+from stratbench.cell.extensions import load_extensions  # noqa: E402
 from stratbench.cell.run_folder import RunFolder  # noqa: E402
 from stratbench.cell.settings import Settings  # noqa: E402
 from stratbench.train.job import Job  # noqa: E402
@@ -59,15 +59,17 @@ def test_tests_of_the_core_name_no_extension():
 
 
 def test_extensions_need_each_other_in_no_circle():
-    order = TopologicalSorter({name: e.needs for name, e in installed().items()}).static_order()
+    order = TopologicalSorter(
+        {name: e.needs for name, e in load_extensions().items()}
+    ).static_order()
     folders = {path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py")}
-    assert set(order) == installed().keys() == folders
+    assert set(order) == load_extensions().keys() == folders
 
 
-@pytest.mark.parametrize("name", installed())
+@pytest.mark.parametrize("name", load_extensions())
 def test_an_extension_names_rules_that_exist(name):
     rules = {path.name for path in architecture.rules()}
-    assert set(installed()[name].rules) <= rules
+    assert set(load_extensions()[name].rules) <= rules
 
 
 @pytest.mark.parametrize(
@@ -109,13 +111,13 @@ print(json.dumps(found))
 def with_those_that_need(name: str) -> set[str]:
     """An extension, and all that cannot be without it."""
     gone = {name}
-    for _ in installed():
-        gone |= {other for other, e in installed().items() if gone & set(e.needs)}
+    for _ in load_extensions():
+        gone |= {other for other, e in load_extensions().items() if gone & set(e.needs)}
     return gone
 
 
 #: Of each extension, all that goes with it.
-WHOLE = {name: with_those_that_need(name) for name in installed()}
+WHOLE = {name: with_those_that_need(name) for name in load_extensions()}
 
 
 def copy_without(gone: set[str], root: Path) -> None:
@@ -129,7 +131,7 @@ def copy_without(gone: set[str], root: Path) -> None:
     listed = package / "extensions/__init__.py"
     for name in gone:
         shutil.rmtree(package / "extensions" / name)
-        for file in installed()[name].rules:
+        for file in load_extensions()[name].rules:
             (root / "workflow/rules" / file).unlink()
         text, count = re.subn(f'    "{name}",\n', "", listed.read_text(encoding="utf-8"))
         assert count == 1
@@ -164,7 +166,7 @@ def trained() -> dict[str, list[str] | str]:
 @pytest.mark.parametrize("name", WHOLE)
 def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, trained, tmp_path):
     copy_without(WHOLE[name], tmp_path)
-    strategies = {s for gone in WHOLE[name] for s in installed()[gone].strategies}
+    strategies = {s for gone in WHOLE[name] for s in load_extensions()[gone].strategies}
     for study, found in load(tmp_path).items():
         if isinstance(found, str):
             named = re.findall(r" = '(.+?)': is not a strategy", found)
@@ -204,11 +206,11 @@ def test_what_needs_a_deleted_extension_is_refused_in_a_sentence(name, entries, 
 
 @pytest.mark.slow
 def test_without_any_extension_the_demo_is_planned_and_reported(tmp_path):
-    copy_without(set(installed()), tmp_path)
+    copy_without(set(load_extensions()), tmp_path)
     config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
     demo, strategies = (
         config["studies"]["demo"],
-        {s for e in installed().values() for s in e.strategies},
+        {s for e in load_extensions().values() for s in e.strategies},
     )
     for experiment in demo["experiments"].values():
         experiment["strategies"] = [s for s in experiment["strategies"] if s not in strategies]
@@ -227,7 +229,7 @@ def test_without_any_extension_the_demo_is_planned_and_reported(tmp_path):
 @pytest.mark.timeout(600)
 def test_the_core_passes_its_quick_tests_without_any_extension(tmp_path):
     """A test that names a key of an extension belongs to the tests of that extension."""
-    copy_without(set(installed()), tmp_path)
+    copy_without(set(load_extensions()), tmp_path)
     for name in ("docs", "benchmarks/statistics", "tests/core"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
@@ -272,7 +274,7 @@ def shape_of(value: object) -> object:
 @pytest.mark.timeout(300)
 def test_the_record_of_a_plain_cell_is_the_same_without_extensions(start_cell, tiny_data, tmp_path):
     bare = tmp_path / "bare"
-    copy_without(set(installed()), bare)
+    copy_without(set(load_extensions()), bare)
     launched = start_cell(settings("ddp", epochs=1), workflow=bare / "workflow")
     launched.record.parent.mkdir(parents=True)
     code, output = launched.finish()

@@ -42,7 +42,7 @@ def code() -> Iterator[None]:
 
 
 def adapted(strategy: str) -> Settings:
-    spec = {"call": CALL, "kwargs": {}, "wrap_classes": ["Block"]} | users_code.fingerprint(
+    spec = {"call": CALL, "kwargs": {}, "wrap_classes": ["Block"]} | users_code.compute_fingerprint(
         CALL, [CODE]
     )
     workers = min(2, strategy_class(strategy).max_workers or 2)
@@ -74,7 +74,7 @@ def trained(
             launched = start_cell(adapted(strategy), data_dir=tiny_data, env=environment)
             exit_code, output = launched.finish()
             assert exit_code == 0, output
-            records[strategy] = record.read(launched.record)
+            records[strategy] = record.read_record(launched.record)
         return copy.deepcopy(records[strategy])
 
     return train

@@ -337,7 +337,7 @@ def test_files_are_hashed_again_only_where_one_is_not_as_it_was(tmp_path, monkey
     known = tmp_path / "known.json"
 
     def identity(place: str = "p") -> str:
-        said = own_data.own_data("mine", {"images": str(tmp_path / place)})
+        said = own_data.read_own_data("mine", {"images": str(tmp_path / place)})
         return said.identity(known=known)["sha256"]
 
     first = identity()
@@ -358,7 +358,7 @@ def test_files_are_hashed_again_only_where_one_is_not_as_it_was(tmp_path, monkey
 def test_a_change_between_start_and_preparing_is_told(tmp_path):
     (tmp_path / "t.txt").write_text("to be or not to be " * 20)
     spec = {"text": str(tmp_path / "t.txt"), "sequence": 4}
-    identity = own_data.own_data("mine", spec).identity()
+    identity = own_data.read_own_data("mine", spec).identity()
     environment = own_data.format_places_for_jobs({"mine": spec})
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(own_data.PLACES_VARIABLE, environment)

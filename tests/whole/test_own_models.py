@@ -187,7 +187,7 @@ OF_TORCHVISION = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TORCHVISION)
 def test_a_network_of_torchvision_works_by_its_name_alone(name):
-    model = models.named_model(name, models.spec_of(name, {}))
+    model = models.named_model(name, models.get_specification(name, {}))
     shape = models.input_shape(model, (1, 28, 28))
     with FakeTensorMode(allow_non_fake_inputs=True):
         net = models.build_without_memory(model, 10, shape).train()
@@ -358,7 +358,7 @@ def test_the_settings_follow_the_content_of_the_code_and_not_its_place(tmp_path)
     texts = [first_settings(spec, folder).as_json() for folder in folders]
     assert texts[0] == texts[1]
     assert str(tmp_path) not in texts[0]
-    files = users_code.sources("pack.net.Net", folders)
+    files = users_code.find_sources("pack.net.Net", folders)
     assert list(files) == ["pack/__init__.py", "pack/net.py", "shared.py"]
     for name, changes in (("other.py", False), ("shared.py", True)):
         (folders[1] / name).write_text("# changed\n")
@@ -516,13 +516,13 @@ def test_an_upgrade_of_what_a_users_file_imports_is_another_code(tmp_path, monke
         "import json, torch, yaml, my_parts\nfrom jsonschema import validate\nimport no_such_thing\n"
     )
     (tmp_path / "my_parts.py").write_text("def f():\n    from jinja2 import Template\n")
-    found = users_code.fingerprint("my_net.Net", [tmp_path])
+    found = users_code.compute_fingerprint("my_net.Net", [tmp_path])
     names = {"jinja2": "jinja2", "jsonschema": "jsonschema", "yaml": "PyYAML"}
     assert found["version"] == ", ".join(f"{n} {metadata.version(d)}" for n, d in names.items())
     users_code._find_version.cache_clear()
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda d: "9" if d == "jinja2" else real(d))
-    upgraded = users_code.fingerprint("my_net.Net", [tmp_path])
+    upgraded = users_code.compute_fingerprint("my_net.Net", [tmp_path])
     users_code._find_version.cache_clear()
     assert upgraded["version"] == found["version"].replace(real("jinja2"), "9")
     assert upgraded["sha256"] == found["sha256"]

@@ -88,5 +88,5 @@ def test_the_demo_fits_on_small_nodes():
         asked = resources.build_job_request(
             cell, settings, configuration["cluster"], study.time_limit_s(cell)
         )
-        assert nodes.refusal(cell, settings, asked, nodes.parse_sinfo(SMALL_NODES)) is None
+        assert nodes.too_large_reason(cell, settings, asked, nodes.parse_sinfo(SMALL_NODES)) is None
         assert asked.cpus <= 5

@@ -15,7 +15,7 @@ from ps_harness import Served
 from torch import nn
 
 from launching import IN_OUR_LOOP, each_strategy, settings
-from stratbench.cell.extensions import resolve
+from stratbench.cell.extensions import import_attribute
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.strategy import server_configs
@@ -85,7 +85,7 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
     worker = Worker(s, 0, 1, 1, CPU, folder, [], slow.wait)
     strategy.setup(model, worker)
     log = PhaseLog(folder.phases(0), 0, 0.0)
-    run = resolve(strategy.loop) if strategy.loop else loop.train
+    run = import_attribute(strategy.loop) if strategy.loop else loop.train
     result = run(
         strategy, data, worker, Phases("cpu", log), log, MemoryMeter(CPU), loop.Progress(None)
     )

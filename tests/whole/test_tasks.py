@@ -60,7 +60,7 @@ def test_batches_add_up_to_the_score_of_the_whole_test_set(name, parts):
         tasks.compute_batch_sums(task, x, y)
         for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
     )
-    loss, score, error, left_out = tasks.evaluated(sums.tolist())
+    loss, score, error, left_out = tasks.compute_evaluation(sums.tolist())
     assert left_out == 0
     flat = outputs.double().flatten(0, -2), targets.flatten()
     expected = torch.nn.functional.cross_entropy(*flat)
@@ -239,7 +239,7 @@ def own_tasks(tmp_path, monkeypatch, request) -> str:
 
 
 def checked(call: str) -> tasks.Task:
-    task = tasks.own_task(call)
+    task = tasks.create_own_task(call)
     task_trial.check_task(task, tasks.OwnTask(call), 10, [2])
     return task
 
@@ -247,7 +247,7 @@ def checked(call: str) -> tasks.Task:
 def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
     task = checked(f"{own_tasks}:Top3")
     sums = tasks.compute_batch_sums(task, torch.eye(5), torch.arange(5))
-    assert tasks.evaluated(sums.tolist())[1:] == (1.0, 0.0, 0)
+    assert tasks.compute_evaluation(sums.tolist())[1:] == (1.0, 0.0, 0)
     facts = tasks.describe_task(task, "mine", 10, (1, 8, 8), 1.2)
     assert (facts["score"], facts["guess"], facts["least_loss"]) == ("top-3 accuracy", None, None)
 
@@ -293,7 +293,7 @@ def test_a_task_that_is_none_says_why_in_one_sentence(own_tasks, name, says):
     ],
 )
 def test_a_loss_that_is_no_mean_over_its_parts_is_known(own_tasks, name, kind):
-    task = tasks.own_task(f"{own_tasks}:{name}")
+    task = tasks.create_own_task(f"{own_tasks}:{name}")
     for classes in (10, 7, 12):
         assert task_trial.check_task(task, tasks.OwnTask(name), classes, [2]) == kind
     facts = tasks.describe_task(task, name, 10, (1, 8, 8), None, tasks.LossKind(*kind))
@@ -321,11 +321,11 @@ def test_a_task_of_long_texts_is_tried_on_a_few_positions(own_tasks, name, posit
     s = settings("single", own_task={"call": f"{own_tasks}:{name}"})
     with _Sizes() as sizes:
         if fails is None:
-            _, kind = task_trial.tried_task(s, (300,), 4000, values=False)
+            _, kind = task_trial.try_task(s, (300,), 4000, values=False)
             assert kind == (name == "LongTexts", True)
         else:
             with pytest.raises(ModelError, match=fails):
-                task_trial.tried_task(s, (300,), 4000, values=False)
+                task_trial.try_task(s, (300,), 4000, values=False)
     assert sizes.most <= max(2 * positions * 4000, task_trial.TRIED_NUMBERS)
 
 
@@ -340,7 +340,7 @@ def test_the_kind_of_a_loss_of_texts_and_of_values_is_known(own_tasks):
     for task, targets, kind in (
         (tasks.NextToken(), [2, 5], (False, True)),
         (Padded(), [2, 5], (False, False)),
-        (tasks.own_task(f"{own_tasks}:Regression"), [2, 3], (False, True)),
+        (tasks.create_own_task(f"{own_tasks}:Regression"), [2, 3], (False, True)),
     ):
         assert task_trial.check_task(task, tasks.OwnTask("x"), 12, targets) == kind
 
@@ -364,7 +364,7 @@ def test_what_does_not_count_is_in_no_loss_and_no_score(parts):
         tasks.compute_batch_sums(Some(), x, y)
         for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
     )
-    found = tasks.evaluated(sums.tolist())
+    found = tasks.compute_evaluation(sums.tolist())
     each = tasks.NextToken().score(outputs.double(), targets)
     counts = targets != 0
     assert found.loss == pytest.approx(float(each[counts].mean()), rel=1e-12)
@@ -375,7 +375,7 @@ def test_what_does_not_count_is_in_no_loss_and_no_score(parts):
 
 
 def test_where_nothing_counts_the_loss_is_0_and_there_is_no_score():
-    found = tasks.evaluated([0.0] * 7 + [12.0])
+    found = tasks.compute_evaluation([0.0] * 7 + [12.0])
     assert found.loss == 0.0
     assert math.isnan(found.score)
     assert found.left_out == 12
@@ -384,19 +384,19 @@ def test_where_nothing_counts_the_loss_is_0_and_there_is_no_score():
 def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):
     for name, shape in (("Regression", [2, 3]), ("Spread", [2, 3, 2])):
         call = f"{own_tasks}:{name}"
-        task = tasks.own_task(call)
+        task = tasks.create_own_task(call)
         assert tasks.compute_output_shape(task, [2, 3], 3) == shape
         task_trial.check_task(task, tasks.OwnTask(call), 3, [2, 3])
         sums = tasks.compute_batch_sums(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3))
-        found = tasks.evaluated(sums.tolist())
+        found = tasks.compute_evaluation(sums.tolist())
         assert found.score == 1.0
         assert found.loss > 0
     with pytest.raises(
         ModelError, match=r"outputs for targets \[2, 3\] are \[\]; return the shape"
     ):
-        tasks.compute_output_shape(tasks.own_task(f"{own_tasks}:Empty"), [2, 3], 3)
+        tasks.compute_output_shape(tasks.create_own_task(f"{own_tasks}:Empty"), [2, 3], 3)
     with pytest.raises(ModelError, match=r":Raises': its outputs of \[2, 3\] raised IndexError"):
-        tasks.compute_output_shape(tasks.own_task(f"{own_tasks}:Raises"), [2, 3], 3)
+        tasks.compute_output_shape(tasks.create_own_task(f"{own_tasks}:Raises"), [2, 3], 3)
 
 
 @pytest.mark.parametrize("name", [None, "Top3", "Regression"])
@@ -415,12 +415,12 @@ def test_data_and_a_task_that_do_not_go_together_are_told_in_one_sentence(own_ta
 def test_a_cell_trains_by_a_task_of_ones_own_and_its_record_names_it(
     own_tasks, tmp_path, start_cell, warm
 ):
-    code = users_code.fingerprint(f"{own_tasks}:Top3", [tmp_path])
+    code = users_code.compute_fingerprint(f"{own_tasks}:Top3", [tmp_path])
     s = settings("ddp", own_task={"call": f"{own_tasks}:Top3"} | code)
     launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     exit_code, output = launched.finish()
     assert exit_code == 0, output
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["task"]["name"] == f"{own_tasks}:Top3"
     assert found["task"]["own"]["files"] == [f"{own_tasks}.py"]
     assert found["task"]["own"]["sha256"] == code["sha256"]
@@ -434,7 +434,7 @@ def test_cells_by_a_sum_and_its_weight_agree_whatever_trains_them(
     own_tasks, tmp_path, start_cell, warm
 ):
     call = f"{own_tasks}:WithoutOne"
-    spec = {"call": call} | users_code.fingerprint(call, [tmp_path])
+    spec = {"call": call} | users_code.compute_fingerprint(call, [tmp_path])
     ends = []
     for strategy, gpus in (("single", 1), ("ddp", 2), ("ps-sync", 2)):
         s = settings(
@@ -448,7 +448,7 @@ def test_cells_by_a_sum_and_its_weight_agree_whatever_trains_them(
         launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
         exit_code, output = launched.finish()
         assert exit_code == 0, output
-        found = record.read(launched.record)
+        found = record.read_record(launched.record)
         assert found["task"]["loss_weighs"]
         assert found["task"]["loss_adds_up"]
         assert found["strategy"]["traits"]["equals_ddp"]
@@ -532,7 +532,7 @@ def test_steps_start_the_data_over_and_leave_no_score(strategy, workers, start_c
     launched = start_cell(s, env=warm)
     exit_code, output = launched.finish()
     assert exit_code == 0, output
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["status"] == "ok"
     assert found["batch"]["samples_seen"] == 160
     assert len(found["time"]["epoch_times_s"]) == 3
@@ -584,9 +584,12 @@ def study(tmp_path_factory) -> tuple[Path, pd.DataFrame, list[dict]]:
         for c in fixture.expand(names, ("vgg16",), (1, 2), experiment=name, dataset=name)
     ]
     folder = fixture.write_study(root, cells, change=lambda c, r: kinds[c.experiment](r))
-    asked = collect.Expected(targets={"text": 1.7, "images": 0.9})
-    assert collect.collect(cells, folder, folder / "cells.csv", folder / "epochs.csv", asked) == []
-    found = [record.read(c.record_path(root)) for c in cells]
+    asked = collect.Expectations(targets={"text": 1.7, "images": 0.9})
+    assert (
+        collect.collect_records(cells, folder, folder / "cells.csv", folder / "epochs.csv", asked)
+        == []
+    )
+    found = [record.read_record(c.record_path(root)) for c in cells]
     return folder, read_cells(folder / "cells.csv"), found
 
 

@@ -43,7 +43,7 @@ def test_a_transformer_learns_a_text(
     cell = start_cell(s, data_dir=text, env=warm)
     output, _ = cell.process.communicate(timeout=300)
     assert cell.process.returncode == 0, output
-    rec = record.read(cell.record)
+    rec = record.read_record(cell.record)
     assert rec["status"] == "ok"
     assert rec["model"]["input_shape"] == [LENGTH]
     assert rec["model"]["classes"] == VOCABULARY

@@ -20,7 +20,7 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records import columns
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import installed
+from stratbench.cell.extensions import load_extensions
 from stratbench.cell.record import SCHEMA_PATH
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan import servers
@@ -87,7 +87,7 @@ def rows(times: dict[str, float], gpus: int = 4) -> pd.DataFrame:
 
 
 def decided(times: dict[str, float], **constraints) -> decide.Decision:
-    (found,) = decide.decisions(
+    (found,) = decide.make_decisions(
         rows(times), pd.DataFrame(columns=list(AUDIT_COLUMNS)), Constraints(**constraints)
     )
     return found
@@ -103,7 +103,9 @@ def test_a_new_strategy_is_judged_by_what_it_says_and_carefully_where_it_is_sile
     (change,) = [c for c in decided(times).changes if c.startswith("Workers of unequal speed")]
     assert "free should be faster" in change
     assert get_traits("silent", {}, 1) == Traits()
-    assert not any((Traits().synchronous_alone, Traits().equals_ddp, Traits().shards_states))
+    assert not any(
+        (Traits().is_synchronous_on_one_worker, Traits().equals_ddp, Traits().shards_states)
+    )
 
 
 def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered):
@@ -149,19 +151,34 @@ def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
     ("name", "options", "gpus", "expected"),
     [
         ("ps-sync", {}, 4, {"equals_ddp": True, "ends_with_a_worker": True}),
-        ("ps-sync", {"wire": "bfloat16"}, 4, {"equals_ddp": False, "synchronous_alone": False}),
+        (
+            "ps-sync",
+            {"wire": "bfloat16"},
+            4,
+            {"equals_ddp": False, "is_synchronous_on_one_worker": False},
+        ),
         ("ps-async", {}, 1, {"equals_ddp": True}),
-        ("ps-async", {}, 2, {"equals_ddp": False, "synchronous_alone": True}),
-        ("ps-async-modified", {}, 1, {"synchronous_alone": False, "equals_ddp": False}),
-        ("ps-async-modified", {"pushes_per_batch": 1}, 1, {"synchronous_alone": True}),
-        ("ps-kbatch", {"k": 2}, 1, {"synchronous_alone": False, "updates_per_step": 0.5}),
+        ("ps-async", {}, 2, {"equals_ddp": False, "is_synchronous_on_one_worker": True}),
+        ("ps-async-modified", {}, 1, {"is_synchronous_on_one_worker": False, "equals_ddp": False}),
+        ("ps-async-modified", {"pushes_per_batch": 1}, 1, {"is_synchronous_on_one_worker": True}),
+        (
+            "ps-kbatch",
+            {"k": 2},
+            1,
+            {"is_synchronous_on_one_worker": False, "updates_per_step": 0.5},
+        ),
         ("ps-backup", {"backups": 0}, 4, {"waits_for_slowest": True}),
         ("fsdp", {}, 2, {"shards_states": True, "equals_ddp": True, "ring_copies": 2}),
         ("fsdp", {"reshard_after_forward": "never"}, 2, {"ring_copies": 2}),
         ("fsdp", {"mixed_precision": "policy"}, 2, {"equals_ddp": False}),
         ("local-sgd", {"period": 4}, 2, {"equals_ddp": False, "ring_copies": 0.5}),
         ("local-sgd", {"start": 1}, 1, {"equals_ddp": True, "ring_copies": None}),
-        ("diloco", {}, 1, {"synchronous_alone": False, "equals_ddp": False, "kept_copies": 2}),
+        (
+            "diloco",
+            {},
+            1,
+            {"is_synchronous_on_one_worker": False, "equals_ddp": False, "kept_copies": 2},
+        ),
         ("diloco", {"outer_lr": 1.0, "outer_momentum": 0.0}, 1, {"equals_ddp": True}),
         ("gossip", {}, 1, {"equals_ddp": True, "ring_copies": 0}),
         ("gossip", {}, 2, {"equals_ddp": False, "ring_copies": 2}),
@@ -176,7 +193,12 @@ def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
             {"weight_parts": None, "states_on_host": True},
         ),
         ("ddp", {"compress": "fp16"}, 2, {"equals_ddp": False, "ring_copies": 1}),
-        ("ddp", {"compress": "powersgd"}, 1, {"equals_ddp": True, "synchronous_alone": True}),
+        (
+            "ddp",
+            {"compress": "powersgd"},
+            1,
+            {"equals_ddp": True, "is_synchronous_on_one_worker": True},
+        ),
         ("zero1", {}, 4, {"weight_parts": 1, "optimizer_parts": 4, "shards_states": False}),
         ("zero1-torch", {}, 4, {"optimizer_parts": None, "ring_copies": 3}),
     ],
@@ -203,7 +225,7 @@ def test_a_loss_that_does_not_add_up_trains_alike_in_equal_parts_only(
 ):
     given = (name, get_option_defaults(name) | options, gpus)
     said, usual = get_traits(*given, adds_up=False), get_traits(*given)
-    assert (said.equals_ddp, said.synchronous_alone) == (equals, alone)
+    assert (said.equals_ddp, said.is_synchronous_on_one_worker) == (equals, alone)
     assert usual.equals_ddp
 
 
@@ -237,13 +259,13 @@ def test_the_record_and_the_columns_carry_every_trait():
 def test_no_wing_keeps_a_list_of_strategies():
     """No text is a strategy's name, but in extensions that add some, or say how other engines call them."""
     names = {*REGISTRY, "ps-"}
-    names_some = {name for name, each in installed().items() if each.strategies} | {"emit"}
+    names_some = {name for name, each in load_extensions().items() if each.strategies} | {"emit"}
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}"
         for wing in (
             "train",
             "analysis",
-            *(f"extensions/{n}" for n in installed() if n not in names_some),
+            *(f"extensions/{n}" for n in load_extensions() if n not in names_some),
         )
         for path in sorted((PACKAGE / wing).rglob("*.py"))
         if str(path.relative_to(PACKAGE)) not in MAY_NAME

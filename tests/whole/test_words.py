@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratbench.cell.text.words import counted, format_names, join_with_and, worker_noun
+from stratbench.cell.text.words import format_count, format_names, join_with_and, worker_noun
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from stratbench.cell.text.words import counted, format_names, join_with_and, wor
     ],
 )
 def test_a_count_and_its_noun_agree(count, noun, words):
-    assert counted(count, noun) == words
+    assert format_count(count, noun) == words
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launching import LIMIT_S, settings
-from stratbench.cell.extensions import resolve
+from stratbench.cell.extensions import import_attribute
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
@@ -136,7 +136,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
         except Exception as e:  # whatever a network makes of a strategy
             return {"failed": users_code.format_error(e)}
         log = PhaseLog(folder / f"phases{rank}", rank, time.monotonic())
-        taking = resolve(strategy.loop) if strategy.loop else loop.train
+        taking = import_attribute(strategy.loop) if strategy.loop else loop.train
         try:
             result = taking(
                 strategy, data, ready.worker, Phases(device, log), log, MemoryMeter(device),

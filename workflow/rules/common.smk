@@ -10,12 +10,12 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from stratbench.cell.coordinates import CELL_PATTERN
-from stratbench.cell.extensions import installed
+from stratbench.cell.extensions import load_extensions
 from stratbench.cell.installation import INSTALLED
 from stratbench.cell.settings import Settings
 from stratbench.study import job_values, reasons
 from stratbench.strategies import strategy_class
-from stratbench.strategies.needs import faults
+from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.study import resume
 from stratbench.study import snakemake_internals as internals
 from stratbench.study.config.config import load_config
@@ -197,7 +197,7 @@ def missing_needs(cells):
         return []
     settings = [(c.strategy, JOBS.settings_of(c)) for c in cells]
     used = [(name, strategy_class(s.strategy), s.options) for name, s in settings]
-    lacking = [*faults(used), *STUDY.faults_of_code(cells)]
+    lacking = [*iter_missing_requirements(used), *STUDY.faults_of_code(cells)]
     elsewhere = not internals.is_local(workflow)
     return lacking or [
         fault

@@ -27,16 +27,18 @@ rule run_block:
         server_cpus=lambda w: block_request(w).server_cpus,
         mem_mb=lambda w: block_request(w).mem_mib,
         runtime=lambda w: block_request(w).runtime_min,
-        time_limit_s=lambda w: int(ROUND.compute_segment_time_limit_s(block_of(w)) or 0),
+        time_limit_s=lambda w: int(
+            ROUND.compute_segment_time_limit_s(get_block_plan(w)) or 0
+        ),
         gpu_slots=1,
     params:
         # Other settings than those of a block that is there make it stale: it is measured again.
-        trained=lambda w: json.dumps(ROUND.trained(block_of(w)), sort_keys=True),
-        block=lambda w, input: json.dumps(block_of(w).as_dict()),
-        settings=lambda w, input: json.dumps(ROUND.settings_of(block_of(w))),
+        trained=lambda w: json.dumps(ROUND.trained(get_block_plan(w)), sort_keys=True),
+        block=lambda w, input: json.dumps(get_block_plan(w).as_dict()),
+        settings=lambda w, input: json.dumps(ROUND.settings_of(get_block_plan(w))),
         data=lambda w, input: str(Path(input.data).parent),
         out=lambda w, output: str(Path(output.block).parent),
-        logs=lambda w: str(block_of(w).log_dir(RESULTS)),
+        logs=lambda w: str(get_block_plan(w).log_dir(RESULTS)),
     message:
         "measure block {wildcards.block} of {wildcards.study}/{wildcards.experiment}: {wildcards.model},"
         " workers: {wildcards.gpus}; log: {log}"

@@ -16,12 +16,12 @@ def get_block_plan(wildcards):
 
 def block_request(wildcards):
     """What the block asks a scheduler for."""
-    return ROUND.request_of(block_of(wildcards))
+    return ROUND.request_of(get_block_plan(wildcards))
 
 
 def data_of_block(wildcards):
     """The data that all cells of a block are trained on. A block of other data is made anew."""
-    plan = block_of(wildcards)
+    plan = get_block_plan(wildcards)
     settings = JOBS.settings_of(plan.cell(plan.order[0]))
     resume.replace_results_of_other_data(
         workflow, plan.folder(RESULTS) / BLOCK_FILE, settings
@@ -39,7 +39,7 @@ def block_jobs():
     """Yield each planned block's job, its cells, and what it asks a scheduler for."""
     for job in internals.get_jobs(workflow, rules.run_block):
         if internals.is_planned(workflow, job):
-            plan = block_of(job.wildcards)
+            plan = get_block_plan(job.wildcards)
             yield job, list(map(plan.cell, plan.order)), ROUND.request_of(plan)
 
 
@@ -59,7 +59,7 @@ def end_round():
             internals.restart(workflow)
 
 
-TRAINED_BY["run_block"] = block_of
+TRAINED_BY["run_block"] = get_block_plan
 TRAINING_JOBS.append(block_jobs)
 BEFORE_JOBS.append(begin_round)
 AFTER_JOBS.append(end_round)

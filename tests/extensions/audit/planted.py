@@ -55,7 +55,7 @@ def sound_row(device: str, place: Place) -> dict[str, Any]:
 
 def row(record: Record) -> dict[str, Any]:
     """The record's row of cells.csv; RecordError where it is no record."""
-    record_module.validate(record)
+    record_module.validate_record(record)
     return record["cell"] | build_record_row(record, Path("no timeline"))
 
 

@@ -28,7 +28,7 @@ def findings(root, change=None, device="cuda", cells=None):
     """The audit of a constructed study whose records `change(cell, record)` may spoil."""
     cells = cells or fixture.expand(models=MODELS, repeats=2)
     study_dir = fixture.write_study(root, cells, device=device, change=change)
-    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     rows = read_cells(study_dir / "cells.csv")
     return audit.audit(rows, audit.read_records(rows, study_dir))
 
@@ -264,7 +264,7 @@ def test_a_cpu_study_is_known_for_what_it_is(tmp_path):
 def test_out_of_memory_on_more_gpus_than_it_fits_is_doubted(tmp_path):
     cells = fixture.expand(strategies=("fsdp",), models=MODELS)
     study_dir = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 4): "oom"})
-    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     (found,) = audit.audit(read_cells(study_dir / "cells.csv"))
     assert (found["rule"], found["gpus"]) == ("oom-with-more-workers", 4)
     assert found["figures"] == "out of memory on 4, but not on 2"
@@ -274,7 +274,7 @@ def test_out_of_memory_on_more_gpus_than_it_fits_is_doubted(tmp_path):
         return record
 
     study_dir = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 4): "oom"}, change=weak)
-    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     assert audit.audit(read_cells(study_dir / "cells.csv")) == []
 
 
@@ -282,7 +282,7 @@ def test_cells_without_a_result_trip_nothing(tmp_path):
     cells = fixture.expand(models=MODELS)
     statuses = {(c.strategy, c.model, c.gpus): "oom" for c in cells}
     study_dir = fixture.write_study(tmp_path, cells, statuses)
-    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     assert audit.audit(read_cells(study_dir / "cells.csv")) == []
 
 
@@ -302,7 +302,7 @@ def test_the_bandwidth_that_a_record_counted_is_judged(tmp_path):
 def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
     cells = fixture.expand(strategies=("single", "ddp"), models=MODELS)
     study_dir = fixture.write_study(tmp_path, cells, change=only(less_accurate, "ddp", 2))
-    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     assert (
         audit.main(["--cells", str(study_dir / "cells.csv"), "--out", str(tmp_path / "a.csv")]) == 0
     )
@@ -338,7 +338,7 @@ def test_batches_that_fill_no_epoch_are_not_unequal_samples(tmp_path, lost):
 def test_a_finding_on_a_comparison_marks_all_its_cells_and_one_on_the_study_none(tmp_path):
     cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16", "resnet50"))
     study_dir = fixture.write_study(tmp_path, cells)
-    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     rows = read_cells(study_dir / "cells.csv")
     blank = dict.fromkeys(AUDIT_COLUMNS)
     found = pd.DataFrame(

@@ -468,9 +468,9 @@ FAULTS = [
     Fault(
         "a trait denied",
         ALONE,
-        put("strategy.traits.synchronous_alone", False),
+        put("strategy.traits.is_synchronous_on_one_worker", False),
         "traits-unlike-strategy",
-        "synchronous_alone",
+        "is_synchronous_on_one_worker",
     ),
     Fault(
         "moved by zeros, and said to equal DDP",
@@ -537,7 +537,7 @@ def test_a_network_that_is_moved_by_zeros_is_believed_to_equal_no_ddp():
     records = copy.deepcopy(sound("cpu"))
     record = records[DDP]
     record["strategy"]["details"]["moved_by_zeros"] = ["spare.weight"]
-    record["strategy"]["traits"] |= {"equals_ddp": False, "synchronous_alone": False}
+    record["strategy"]["traits"] |= {"equals_ddp": False, "is_synchronous_on_one_worker": False}
     assert not any(RULE["traits-unlike-strategy"].check(planted.study(records, "cpu")))
 
 

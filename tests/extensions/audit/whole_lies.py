@@ -249,7 +249,7 @@ def moved_by_zeros(record: Record) -> None:
             for name in ("train_loss", "test_loss"):
                 entry[name] *= 0.97
         return
-    record["strategy"]["traits"] |= {"equals_ddp": False, "synchronous_alone": False}
+    record["strategy"]["traits"] |= {"equals_ddp": False, "is_synchronous_on_one_worker": False}
     record["strategy"]["details"]["moved_by_zeros"] = ["blocks.0.weight"]
 
 

@@ -28,11 +28,11 @@ from stratbench.extensions.plan.duration import estimate_from_records
 from stratbench.extensions.plan.pages.check_text import check_text
 from stratbench.extensions.plan.schedule import make_plan
 from stratbench.strategies import get_option_defaults, strategy_class
-from stratbench.strategies.needs import faults
+from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.sampler import CellProcesses
-from stratbench.workload.users_code import digest_of
+from stratbench.workload.users_code import hash_named_files
 
 pytestmark = pytest.mark.timeout(300)
 Command = strategy_class("command")
@@ -96,7 +96,7 @@ def of_command(command: list[str], **changes) -> Settings:
     """Settings of a cell that `command` trains, as a study resolves them."""
     options = get_option_defaults("command") | {"command": command}
     files = Command.files(options)
-    options["sha256"] = digest_of(files) if files else None
+    options["sha256"] = hash_named_files(files) if files else None
     return settings("command", options=options, **changes)
 
 
@@ -117,7 +117,7 @@ def test_a_command_becomes_a_record(start_cell, trainer):
     launched = start_cell(trainer(epochs=2))
     code, output = launched.finish()
     assert code == 0, output
-    found = record.read(launched.record)  # validates
+    found = record.read_record(launched.record)  # validates
     assert (found["status"], found["strategy"]["kind"]) == ("ok", "own")
     assert found["strategy"]["details"] == {"engine": "command"}
     said, outside = found["program"]["self_reported"], found["program"]["external"]
@@ -177,7 +177,7 @@ def test_how_a_command_ends(start_cell, trainer, end):
         assert words in evidence["reason"]
         assert not launched.record.exists()
         return
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["status"] == status
     assert words in found["reason"]
     assert found["score"]["final"] is None
@@ -192,7 +192,7 @@ def test_a_slow_command_reaches_its_limit(start_cell, trainer):
         if "no step within" not in output:
             break
     assert exit_code == 0, output
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["status"] == "timeout"
     assert f"limit of {limit_s:g} s" in found["reason"]
     assert found["score"]["final"] is None
@@ -353,7 +353,7 @@ def test_what_a_command_needs_is_looked_for_before_any_job(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     options = get_option_defaults("command")
     lacking = list(
-        faults(
+        iter_missing_requirements(
             [
                 ("one", Command, options | {"command": ["no-such-program"]}),
                 ("two", Command, options | {"command": ["python", "there.py", "{out}/later.py"]}),
@@ -394,9 +394,9 @@ def test_the_files_of_a_command_are_its_script_and_what_lies_beside_it(tmp_path,
     found = files_of_command(["python", "train.py", "c.yaml", "data.bin", "{seed}"])
     assert list(found) == ["c.yaml", "net.py", "train.py"]
     assert list(files_of_command(["python", "-m", "train"])) == ["net.py", "train.py"]
-    before = digest_of(found)
+    before = hash_named_files(found)
     Path("net.py").write_text("x = 1")
-    assert digest_of(found) != before
+    assert hash_named_files(found) != before
 
 
 def test_all_processes_of_a_command_are_one_row_of_the_timeline(tmp_path):
@@ -517,7 +517,7 @@ def test_a_command_is_started_once_on_each_node(start_cell, tmp_path, fails):
     first, second = ((tmp_path / f"told-{node}").read_text() for node in (0, 1))
     assert first == second
     assert first.startswith("2 ")
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["provenance"]["nodes"] == 2
     assert found["program"]["self_reported"]["steps"] == 1
     assert found["program"]["external"]["exit_code"] == 0

@@ -13,7 +13,11 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.measures import format_status
 from stratbench.extensions.audit.audit import audit
-from stratbench.extensions.commands.same_work import INCOMPARABLE, judge_same_work, notice_commands
+from stratbench.extensions.commands.same_work import (
+    INCOMPARABLE,
+    iter_command_notices,
+    judge_same_work,
+)
 
 DDP = ("main", "ddp", 2, 0)
 
@@ -128,14 +132,14 @@ def test_no_rule_of_our_own_loop_judges_a_command():
 
 def test_the_report_says_whose_word_a_commands_figures_are():
     frame = pd.DataFrame(rows(), columns=list(COLUMNS))
-    told = list(notice_commands(frame, []))
+    told = list(iter_command_notices(frame, []))
     assert len(told) == 1
     assert "1 of 1 cell trained the same" in told[0]
     frame = pd.DataFrame(rows(smaller_batch), columns=list(COLUMNS))
-    told = list(notice_commands(frame, []))
+    told = list(iter_command_notices(frame, []))
     assert told[1] == (
         "Not ranked, because of other work: mine on 2: "
         "it has 64 samples per step, but compared cells have 128."
     )
     ours = pd.DataFrame(rows()[:-1], columns=list(COLUMNS))
-    assert not list(notice_commands(ours, []))
+    assert not list(iter_command_notices(ours, []))

@@ -50,7 +50,7 @@ from stratbench.workload.network.trial import take_trial
 
 ROOT = Path(__file__).parents[3]
 #: Why what needs DeepSpeed is skipped; empty: it is here.
-LACKING = " ".join(needs.faults([("deepspeed", DeepSpeed, {})]))
+LACKING = " ".join(needs.iter_missing_requirements([("deepspeed", DeepSpeed, {})]))
 with_deepspeed = pytest.mark.skipif(bool(LACKING), reason=LACKING)
 slow = [pytest.mark.slow, pytest.mark.timeout(480), with_deepspeed]
 
@@ -477,7 +477,7 @@ class TestCells:
         code, output = launched.finish(240)
         assert code == 0, output
         made = launched.read_record()
-        record.validate(made)
+        record.validate_record(made)
         version = DeepSpeed.needs[0].partition("==")[2]
         assert made["strategy"]["details"]["engine"] == f"deepspeed {version}"
         assert not any(left_behind & set(w["provenance"]["environment"]) for w in made["workers"])
@@ -521,8 +521,8 @@ def sentence(names: str, has: str) -> str:
 def test_what_is_missing_is_one_sentence_for_all_cells(installed):
     used = (("two", DeepSpeed), ("ddp", DDP), ("three", DeepSpeed), ("two", DeepSpeed))
     cells = [(name, cls, {}) for name, cls in used]
-    assert list(needs.faults(cells)) == [sentence("two, three", installed)]
-    assert list(needs.faults([("ddp", DDP, {})])) == []
+    assert list(needs.iter_missing_requirements(cells)) == [sentence("two, three", installed)]
+    assert list(needs.iter_missing_requirements([("ddp", DDP, {})])) == []
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_a_cell_that_is_stopped_while_it_trains_says_so(start_cell, strategy):
         process.send_signal(signal.SIGCONT)
     code, output = launched.finish()
     assert code == 0, output
-    found = record.read(launched.record)
+    found = record.read_record(launched.record)
     assert found["status"] == "ok"
     [pause] = found["pauses"]
     assert pause["in_training"]

@@ -89,7 +89,7 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     assert code == 0, output
     assert "incarnation 2 of the servers: they resume from their saved state" in output
     found = again.read_record()
-    record.validate(found)
+    record.validate_record(found)
     told = found["elastic"]
     assert told["servers"]["incarnations"][1]["tickets_before"] > 0
     # Servers that are asked to end save their state.

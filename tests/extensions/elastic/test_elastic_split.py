@@ -130,7 +130,7 @@ def test_any_history_of_joins_and_leaves_gives_the_weights_of_one_process(
     )
     assert told["losses"] + told["leaves"] >= len(history)
     assert told["pauses"]["count"] >= 1
-    record.validate(found)
+    record.validate_record(found)
     assert found_in(found) == set()
     for name, plant in PLANTED.items():
         copy = json.loads(json.dumps(found))

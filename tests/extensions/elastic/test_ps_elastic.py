@@ -36,7 +36,7 @@ from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.server_run import ServerRun
 from stratbench.extensions.servers.ps.shard import Shard
-from stratbench.extensions.servers.ps.tickets import Once, common
+from stratbench.extensions.servers.ps.tickets import CompactIntSet, intersect_sets
 from stratbench.extensions.servers.wire.frames import Frame, Kind, ProtocolError
 from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused
 from stratbench.extensions.servers.wire.link import Left
@@ -604,11 +604,11 @@ def test_a_policy_goes_on_from_its_saved_state_bit_for_bit(tmp_path, name):
     def act(policy, steps, reads):
         for step in steps:
             worker = step % 3
-            if step == 7 and policy.tolerates_loss:
+            if step == 7 and policy.survives_worker_loss:
                 policy.on_leave(2)
-            if step == 13 and policy.tolerates_loss:
+            if step == 13 and policy.survives_worker_loss:
                 policy.on_join(2)
-            if worker == 2 and 7 <= step < 13 and policy.tolerates_loss:
+            if worker == 2 and 7 <= step < 13 and policy.survives_worker_loss:
                 continue
             out = torch.empty_like(policy.weights)
             grads = torch.randn(50, generator=rng, dtype=torch.float64)
@@ -661,9 +661,9 @@ def test_a_policy_that_keeps_what_cannot_be_saved_says_so():
 
 
 def test_what_all_sets_have_in_common():
-    sets = [Once(5, {7, 9}), Once(3, {5, 6, 7}), Once(8, {9})]
-    assert sorted(common(sets)) == [0, 1, 2, 7]
-    assert sorted(common([Once(4, {6})])) == [0, 1, 2, 3, 6]
+    sets = [CompactIntSet(5, {7, 9}), CompactIntSet(3, {5, 6, 7}), CompactIntSet(8, {9})]
+    assert sorted(intersect_sets(sets)) == [0, 1, 2, 7]
+    assert sorted(intersect_sets([CompactIntSet(4, {6})])) == [0, 1, 2, 3, 6]
 
 
 def test_a_shard_that_goes_on_takes_no_ticket_twice_and_nobody_is_there():

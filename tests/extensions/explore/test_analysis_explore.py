@@ -49,7 +49,7 @@ def study(tmp_path_factory):
     names = ("single", "ddp", "fsdp", "ps-async", "fsdp-zero2")
     planned = fixture.expand(names, models=("vgg16", "resnet50"), repeats=2)
     folder = fixture.write_study(tmp_path_factory.mktemp("explore"), planned, STATUSES, "cpu")
-    collect.collect(planned, folder, folder / "cells.csv", folder / "epochs.csv")
+    collect.collect_records(planned, folder, folder / "cells.csv", folder / "epochs.csv")
     cells = read_cells(folder / "cells.csv")
     cells.loc[cells["status"] == "oom", "reason"] = HOSTILE
     cells.loc[cells["status"] == "ok", "device_name"] = f"Constructed {HOSTILE}"

@@ -21,7 +21,7 @@ from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
 from stratbench.workload.data import own_data, prepared
 from stratbench.workload.data.datasets import describe
-from stratbench.workload.data.device_data import DeviceData, example_batch
+from stratbench.workload.data.device_data import DeviceData, make_example_batch
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.sources import DataError
 
@@ -380,7 +380,7 @@ def test_settings_are_the_same_before_and_after_the_data_are_prepared(tmp_path, 
     assert again.settings(again.cells[0]) == before
     # A batch is as the example that is planned with, and the plan counts the arrays' bytes.
     x, y = DeviceData.load(folder, dtype=torch.float64).batch(torch.tensor([3, 0]))
-    shown = example_batch(
+    shown = make_example_batch(
         2, after.shape, after.classes, torch.device("cpu"), torch.float64, torch.channels_last,
         False, after.vocabulary is not None,
     )  # fmt: skip

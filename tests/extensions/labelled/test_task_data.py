@@ -19,7 +19,7 @@ from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
 from stratbench.workload.data import prepared
 from stratbench.workload.data.datasets import describe
-from stratbench.workload.data.device_data import DeviceData, eval_batch, example_batch
+from stratbench.workload.data.device_data import DeviceData, choose_eval_batch, make_example_batch
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import own
@@ -55,7 +55,7 @@ def test_batches_are_shaped_as_the_example_and_fill_the_bytes_that_the_plan_coun
     data = DeviceData.load(made, dtype=torch.float64)
     x, y = data.batch(torch.tensor([5, 0, 7]))
     labelled = facts.vocabulary is not None
-    shown = example_batch(
+    shown = make_example_batch(
         3, facts.shape, facts.classes, torch.device("cpu"), torch.float64,
         torch.channels_last, False, labelled,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def test_batches_are_shaped_as_the_example_and_fill_the_bytes_that_the_plan_coun
     _, arrays = prepared.read(made)
     stored = sum(array.nbytes for array in arrays.values())
     assert data_bytes(facts, facts.shape, augment=False) == stored + 8 * 2000
-    test_x, _ = data.test_batch(0, min(40, eval_batch(facts.shape)))
+    test_x, _ = data.test_batch(0, min(40, choose_eval_batch(facts.shape)))
     assert test_x.shape[1:] == x.shape[1:]
 
 
@@ -136,7 +136,7 @@ def test_hidden_tokens_weigh_and_others_are_left_out():
     assert weight == 8
     expected = torch_loss(outputs.flatten(0, 1), targets.flatten(), ignore_index=tasks.IGNORED)
     assert total / weight == pytest.approx(float(expected), rel=1e-6)
-    found = tasks.evaluated(tasks.compute_batch_sums(task, outputs, targets).tolist())
+    found = tasks.compute_evaluation(tasks.compute_batch_sums(task, outputs, targets).tolist())
     assert (found.loss, found.score) == pytest.approx((float(expected),) * 2, rel=1e-6)
     assert found.left_out == 12
 

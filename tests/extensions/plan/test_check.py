@@ -498,7 +498,7 @@ def test_a_cell_and_the_check_say_the_same_of_a_task(start_cell, warm, tmp_path,
     name = f"my_tasks_{abs(hash(tmp_path))}"
     (tmp_path / f"{name}.py").write_text(TASKS)
     call = f"{name}:{bad}"
-    s = settings(own_task={"call": call} | users_code.fingerprint(call, [tmp_path]))
+    s = settings(own_task={"call": call} | users_code.compute_fingerprint(call, [tmp_path]))
     launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     assert launched.finish()[0] == 1
     failure = json.loads((launched.logs / "failure.json").read_text())
@@ -620,7 +620,7 @@ def test_a_job_ends_with_the_checks_sentence(
     sentence,
 ):
     call = f"odd_networks.{name}"
-    spec = {"call": call, "kwargs": {}, "wrap_classes": ["Block"]} | users_code.fingerprint(
+    spec = {"call": call, "kwargs": {}, "wrap_classes": ["Block"]} | users_code.compute_fingerprint(
         call, [code]
     )
     s = settings(

@@ -17,7 +17,7 @@ from stratbench.extensions.plan.footprint.traffic import wire_bytes
 from stratbench.strategies import base, get_option_defaults, strategy_class
 from stratbench.workload.data import prepared
 from stratbench.workload.data.datasets import describe
-from stratbench.workload.data.device_data import example_batch
+from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.network import models
 from stratbench.workload.network.chunked_loss import ChunkedLoss, find_head
@@ -57,7 +57,9 @@ def set_up(request) -> base.Collective:
 
 def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     layout = torch.contiguous_format
-    return example_batch(samples, (POSITIONS,), TOKENS, torch.device("cpu"), torch.float32, layout)
+    return make_example_batch(
+        samples, (POSITIONS,), TOKENS, torch.device("cpu"), torch.float32, layout
+    )
 
 
 # How a text is divided is the same in each precision: to the last digits of fp64 is enough.

@@ -18,7 +18,7 @@ from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.strategies import base, strategy_class
 from stratbench.telemetry.memory import get_optimizer_state
-from stratbench.workload.data.device_data import example_batch
+from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
 
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
@@ -48,7 +48,7 @@ def set_up(request, dtype: torch.dtype) -> base.Collective:
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(2)
     layout = torch.contiguous_format
-    return example_batch(8, (64,), TOKENS, torch.device("cpu"), torch.float32, layout)
+    return make_example_batch(8, (64,), TOKENS, torch.device("cpu"), torch.float32, layout)
 
 
 @pytest.mark.slow

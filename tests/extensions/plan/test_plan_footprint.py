@@ -27,7 +27,7 @@ from stratbench.extensions.plan.footprint.traffic import wire_bytes
 from stratbench.extensions.plan.pages.answers import compute_parameter_growth
 from stratbench.strategies import base, get_option_defaults, strategy_class
 from stratbench.workload.data.datasets import describe
-from stratbench.workload.data.device_data import example_batch
+from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
 from stratbench.workload.network.checkpointing import checkpoint_blocks
 from stratbench.workload.tasks import Classification
@@ -262,7 +262,7 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str, mode: bool | str):
     trace.tag("parameters", net.parameters())
     trace.tag("buffers", net.buffers())
     trace.tag("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
-    x, y = example_batch(
+    x, y = make_example_batch(
         batch, shape, 10, torch.device("cpu"), torch.float32, torch.contiguous_format
     )
     trace.tag("activations", (x, y))

@@ -13,7 +13,7 @@ import pytest
 
 from launching import LIMIT_S, WORKFLOW
 from process_server import IMPORTED
-from stratbench.cell.files import reason_of
+from stratbench.cell.files import format_os_error
 from stratbench.extensions.plan.check import CheckResult, Rehearsal
 from stratbench.extensions.plan.footprint import cache, processes
 
@@ -99,4 +99,4 @@ def test_a_folder_in_which_no_semaphore_can_be_made_is_named(monkeypatch):
     monkeypatch.setattr(processes, "ProcessPoolExecutor", refuse)
     with pytest.raises(OSError, match="/dev/shm") as told:
         processes.make_pool(1)
-    assert reason_of(told.value) == "Read-only file system: /dev/shm"
+    assert format_os_error(told.value) == "Read-only file system: /dev/shm"

@@ -15,7 +15,7 @@ from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.strategies import base, get_option_defaults, strategy_class
 from stratbench.telemetry.machine.hardware import list_datasheets
 from stratbench.telemetry.memory import get_optimizer_state
-from stratbench.workload.data.device_data import example_batch
+from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import autocast_dtype, weights_dtype
 
@@ -37,7 +37,9 @@ def set_up(request) -> base.Collective:
 def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(2)
     layout = torch.contiguous_format
-    return example_batch(samples, (POSITIONS,), TOKENS, torch.device("cpu"), torch.float32, layout)
+    return make_example_batch(
+        samples, (POSITIONS,), TOKENS, torch.device("cpu"), torch.float32, layout
+    )
 
 
 def test_it_is_a_plain_loop_over_a_model_in_bfloat16():

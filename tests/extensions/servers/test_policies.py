@@ -76,7 +76,7 @@ def test_one_worker_is_torch_sgd_bit_for_bit(name, sgd, dtype):
     parameter = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.037, **sgd)
     policy = make_policy(name, start.clone(), Hyper(lr=0.037, **sgd), WHOLE_BATCHES.get(name))
-    assert policy.options.synchronous_alone
+    assert policy.options.is_synchronous_on_one_worker
     read, version = torch.empty_like(start), policy.view(0, out := torch.empty_like(start))
     read.copy_(out)
     for _ in range(50):
@@ -162,7 +162,7 @@ class Lockstep:
     def __init__(self, policy, reference):
         self.policy, self.reference = policy, reference
         self.hyper, self.options = policy.hyper, policy.options
-        self.weights, self.tolerates_loss = policy.weights, policy.tolerates_loss
+        self.weights, self.survives_worker_loss = policy.weights, policy.survives_worker_loss
         self.pushes = 0
 
     @property
@@ -312,7 +312,7 @@ def test_policy_does_what_its_reference_does(name, data):
     options = data.draw(options_for(name))
     hyper = replace(hyper, lr_scale=options.lr_factor(hyper.workers))
     changes = []
-    if options.tolerates_loss and hyper.workers > 1:
+    if options.survives_worker_loss and hyper.workers > 1:
         times, others = st.floats(0.0, 12.0), st.integers(1, hyper.workers - 1)
         moves = st.tuples(times, others, st.sampled_from(["leave", "join"]))
         changes = data.draw(st.lists(moves, max_size=6))

@@ -13,7 +13,7 @@ from torch import nn
 
 from stratbench.extensions.servers.ps.device import Countdown, group_shards
 from stratbench.extensions.servers.ps.flat import FlatSpace, cut
-from stratbench.extensions.servers.wire.shm import allocate, attach
+from stratbench.extensions.servers.wire.shm import allocate_flat_tensors, attach
 from stratbench.workload.flat import ALIGN_BYTES
 
 
@@ -132,7 +132,7 @@ def test_a_mapped_space_is_the_same_memory():
 
 
 def test_a_worker_cannot_shrink_memory_that_a_server_has_mapped():
-    host = allocate(FlatSpace(small_model()).layout, shared=True)
+    host = allocate_flat_tensors(FlatSpace(small_model()).layout, shared=True)
     with pytest.raises(PermissionError):
         os.ftruncate(host.descriptor, 0)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratbench.extensions.servers.ps.store import EpochLog
-from stratbench.extensions.servers.ps.tickets import Once, Ticket, TicketPlan, Tickets
+from stratbench.extensions.servers.ps.tickets import CompactIntSet, Ticket, TicketPlan, Tickets
 
 
 def test_a_plan_numbers_its_batches_by_epoch_step_and_slice():
@@ -35,7 +35,7 @@ def test_an_empty_plan_is_an_error():
 
 @given(st.lists(st.integers(0, 40)))
 def test_once_is_a_set(numbers):
-    once, reference = Once(), set()
+    once, reference = CompactIntSet(), set()
     for number in numbers:
         assert once.add(number) is (number not in reference)
         reference.add(number)

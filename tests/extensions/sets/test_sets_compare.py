@@ -173,10 +173,12 @@ def test_what_came_out_comes_first_then_what_differs_and_other_work_has_no_ratio
     assert "hardware, cores, threads and nodes, versions" in text
     assert "No single one of these explains a ratio." in text
     assert {cell.group.model for cell in found.with_ratio} == {"vgg16"}
-    assert [c.why_not for c in found.without_ratio] == ["lr 0.01 against 0.5"] * 4
+    assert [c.no_ratio_reason for c in found.without_ratio] == ["lr 0.01 against 0.5"] * 4
     cell = found.without_ratio[0]
     untimed = replace(cell, other=replace(cell.other, times=()))
-    assert untimed.why_not == cell.why_not, "other work is the reason, whatever was measured"
+    assert untimed.no_ratio_reason == cell.no_ratio_reason, (
+        "other work is the reason, whatever was measured"
+    )
     assert text.endswith(" 4 of 8 common cells have no ratio; their strategies are ddp, fsdp.")
     assert [(d.path, d.first, d.other) for d in found.work_differences] == [
         ("settings.lr", "0.01", "0.5")
@@ -284,7 +286,7 @@ def test_the_paper_says_how_little_its_versions_can_be_compared():
     found = compare(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
     assert len(found.with_ratio) == 12
     assert all(cell.time_ratio == (1.0, None, None) for cell in found.with_ratio)
-    assert {c.why_not for c in found.without_ratio} == {"epochs 100 against not stated"}
+    assert {c.no_ratio_reason for c in found.without_ratio} == {"epochs 100 against not stated"}
     assert make_headline(found).startswith(
         "v2 contains times of v1: 12 of 12 times are equal to the last digit, so that they were not "
         "measured twice. "
@@ -578,7 +580,7 @@ def test_a_repeat_without_a_record_neither_saves_a_cell_nor_loses_one(sets, tmp_
         "new: ddp, 1 cell rejected by the audit: vgg16 on 2 (main): no longer judged",
     ]
     [cell] = [c for c in found.cells if c.group == Group("main", *rejected)]
-    assert cell.why_not == "measured in one set, rejected by the audit in the other"
+    assert cell.no_ratio_reason == "measured in one set, rejected by the audit in the other"
     assert cell.other.outcome == ""
 
 
@@ -597,10 +599,10 @@ def test_other_data_of_the_same_name_are_no_match(tmp_path):
         read_set(str(a_set(tmp_path, name, change=of(*made), **one)), name)
         for name, made in {"a": (64, "1" * 64), "b": (64, "1" * 64), "c": (32, "2" * 64)}.items()
     )
-    assert [c.why_not for c in compare(first, same).cells] == [""]
+    assert [c.no_ratio_reason for c in compare(first, same).cells] == [""]
     found = compare(first, other)
     [cell] = found.without_ratio
-    assert cell.why_not.startswith("data_spec.train_samples 64 against 32; ")
+    assert cell.no_ratio_reason.startswith("data_spec.train_samples 64 against 32; ")
     told = {d.path: (d.kind, d.first, d.other) for d in found.work_differences}
     assert told["settings.data_spec.train_samples"] == ("data", "64", "32")
     assert told["data.sha256"][0] == "data"

@@ -152,7 +152,7 @@ def cell(code: Path, texts: Path) -> Callable[..., Settings]:
         return settings(
             strategy, options=options, model="texts", dataset="text", gpus=gpus, epochs=1,
             global_batch=16, per_worker_batch=16 // replicas, lr=0.1, momentum=0.0, precision="fp64",
-            own_model=spec | users_code.fingerprint(CALL, [code]),
+            own_model=spec | users_code.compute_fingerprint(CALL, [code]),
             data_spec=prepared.read_meta(texts)["spec"],
         )  # fmt: skip
 
@@ -167,7 +167,7 @@ def trained(
         launched = start_cell(s, data_dir=texts, env=warm | {users_code.CODE_VARIABLE: str(code)})
         exit_code, output = launched.finish()
         assert exit_code == 0, output
-        return record.read(launched.record)
+        return record.read_record(launched.record)
 
     return train
 

@@ -608,7 +608,7 @@ def test_cells_train_and_their_records_say_their_stages(
         cell = start_cell(s, data_dir=tmp_path / "text", env=warm)
         code, output = cell.finish()
         assert code == 0, output
-        made = record.read(cell.record)
+        made = record.read_record(cell.record)
         assert made["status"] == "ok"
         return made
 

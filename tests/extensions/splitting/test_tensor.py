@@ -374,7 +374,7 @@ def test_a_cell_trains_and_its_record_says_its_mesh(
     cell = start_cell(s, data_dir=tmp_path / "text", env=warm)
     code, output = cell.finish()
     assert code == 0, output
-    made = record.read(cell.record)
+    made = record.read_record(cell.record)
     assert made["status"] == "ok"
     assert made["strategy"]["mesh"] == {"replicas": workers // 2, "tensor": 2, "stages": 1}
     assert made["batch"]["samples_seen"] == made["batch"]["samples_applied"] == 64
@@ -388,7 +388,7 @@ def test_texts_that_cannot_be_divided_by_positions_are_refused(start_cell, warm,
     cell = start_cell(s, data_dir=tmp_path / "text", env=warm)
     code, output = cell.finish()
     assert code == 0, output
-    made = record.read(cell.record)
+    made = record.read_record(cell.record)
     assert made["status"] == "unsupported"
     assert "2 workers cannot divide texts of 15 tokens evenly" in made["reason"]
 

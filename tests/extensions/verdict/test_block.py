@@ -162,7 +162,7 @@ class LaunchedBlock:
 
     def records(self) -> list[dict[str, Any]]:
         """The records of all segments, which keep all invariants."""
-        found = [record.read(self.out / s["record"]) for s in self.result["segments"]]
+        found = [record.read_record(self.out / s["record"]) for s in self.result["segments"]]
         assert [sentence for each in found for sentence in invariants.broken(each)] == []
         return found
 

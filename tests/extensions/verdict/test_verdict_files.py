@@ -113,7 +113,9 @@ def test_segments_never_enter_the_tables_of_training_time(raced, tmp_path):
         segment = block / "segments" / "00-ddp" / "record.json"
         segment.parent.mkdir(parents=True, exist_ok=True)
         segment.write_text(json.dumps(raced.record(cells[0])))
-    rows = collect.collect(cells, raced.root, tmp_path / "cells.csv", tmp_path / "epochs.csv")
+    rows = collect.collect_records(
+        cells, raced.root, tmp_path / "cells.csv", tmp_path / "epochs.csv"
+    )
     found = pd.read_csv(tmp_path / "cells.csv")
     timed = set(found.dropna(subset=["train_time_s"])["record_path"])
     runs = raced.root.glob("cells/**/rep0/record.json")  # more seeds are no cells of this study

@@ -95,7 +95,9 @@ def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence)
     for group, found in paired.items():
         claim = found.claim and confidence and (found.claim[0], confidence)
         paired[group] = replace(found, claim=claim)
-    (found,) = decide.decisions(cells, findings, decide.Constraints(), [BlocksEvidence(paired)])
+    (found,) = decide.make_decisions(
+        cells, findings, decide.Constraints(), [BlocksEvidence(paired)]
+    )
     assert found.confidence == "medium"
     assert ("makes no claim for the choice" in " ".join(found.sure)) == (confidence is None)
 
@@ -110,7 +112,7 @@ def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
         "figures": "f", "explanation": "e",
     }  # fmt: skip
     broken = pd.DataFrame([finding], columns=findings.columns)
-    (found,) = decide.decisions(cells, broken, decide.Constraints(), [BlocksEvidence(paired)])
+    (found,) = decide.make_decisions(cells, broken, decide.Constraints(), [BlocksEvidence(paired)])
     kinds = {row["strategy"]: row["status"] for row in found.matrix}
     assert kinds["ps-dana"] == "unusable record"
     assert "slower" not in (kinds["ddp"], kinds["fsdp"])
@@ -130,7 +132,9 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
             for k, r in paired_results(read_verdict(make_verdict(told))).items()
             if k.gpus != gpus
         }
-        (found,) = decide.decisions(cells, findings, decide.Constraints(), [BlocksEvidence(paired)])
+        (found,) = decide.make_decisions(
+            cells, findings, decide.Constraints(), [BlocksEvidence(paired)]
+        )
         bases = {row["gpus"]: row["basis"] for row in found.matrix if row["time_s"] is not None}
         assert bases[gpus] == "measured"
         assert set(bases.values()) == {"measured", "measured in paired blocks"}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 
 #: Path of a cell below its study's folder, with Snakemake's wildcards.
 CELL_PATTERN = "{experiment}/{strategy}/{model}/{gpus}gpu/rep{repeat}"
@@ -39,7 +39,7 @@ class Cell:
     def __str__(self) -> str:
         return (
             f"{self.study}/{self.experiment}: {self.strategy}, {self.model}, "
-            f"{counted(self.gpus, 'worker')}, repeat {self.repeat}"
+            f"{format_count(self.gpus, 'worker')}, repeat {self.repeat}"
         )
 
     def as_dict(self) -> dict[str, str | int]:
@@ -60,7 +60,7 @@ class Cell:
         return Path(results) / self.study / "logs" / self.path
 
 
-def expand(
+def expand_cells(
     study: str,
     experiment: str,
     dataset: str,

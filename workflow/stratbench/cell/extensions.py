@@ -58,7 +58,7 @@ class Extension:
 
 
 @cache
-def installed() -> dict[str, Extension]:
+def load_extensions() -> dict[str, Extension]:
     """Return the declarations of the installed extensions by name, in their order.
 
     Raises:
@@ -76,36 +76,38 @@ def installed() -> dict[str, Extension]:
     return by_name
 
 
-def at(point: str) -> Iterator[tuple[str, Any]]:
+def iter_resolved(point: str) -> Iterator[tuple[str, Any]]:
     """Yield each extension that declares an addition of a kind, with the imported addition.
 
     Args:
         point: Name of a field of `Extension`.
     """
-    for name, extension in installed().items():
+    for name, extension in load_extensions().items():
         if declared := getattr(extension, point):
-            yield name, resolve(declared)
+            yield name, import_attribute(declared)
 
 
 def resolve_all(point: str) -> dict[str, Any]:
     """Return the objects that extensions name at a point with names of its own."""
-    named = (getattr(extension, point).items() for extension in installed().values())
-    return {key: resolve(name) for each in named for key, name in each}
+    named = (getattr(extension, point).items() for extension in load_extensions().values())
+    return {key: import_attribute(name) for each in named for key, name in each}
 
 
 def iter_keys(block: str) -> Iterator[tuple[str, Any]]:
     """Yield each extension with keys in a block of config.yaml, and their dataclass."""
-    for name, extension in installed().items():
+    for name, extension in load_extensions().items():
         if block in extension.keys:
-            yield name, resolve(extension.keys[block])
+            yield name, import_attribute(extension.keys[block])
 
 
-def places() -> list[str]:
+def list_config_blocks() -> list[str]:
     """Return the blocks of config.yaml in which extensions have keys."""
-    return list(dict.fromkeys(p for extension in installed().values() for p in extension.keys))
+    return list(
+        dict.fromkeys(p for extension in load_extensions().values() for p in extension.keys)
+    )
 
 
-def resolve(name: str) -> Any:
+def import_attribute(name: str) -> Any:
     """Import and return the object that "module:attribute" names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)

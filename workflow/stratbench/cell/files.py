@@ -73,7 +73,7 @@ def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[
         writer.writerows(rows)
 
 
-def reason_of(error: OSError) -> str:
+def format_os_error(error: OSError) -> str:
     """Return an OSError as a text with reason and file name, without the error number."""
     name = "" if error.filename is None else f": {error.filename}"
     return f"{error.strerror or error}{name}"

@@ -17,7 +17,7 @@ SCHEMAS = ROOT / "workflow" / "schemas"
 REFERENCE = ROOT / "workflow" / "reference"
 
 
-def built_from() -> dict[str, Any] | None:
+def read_build_revision() -> dict[str, Any] | None:
     """Return the git state from which this wheel was built. None in a clone or without git."""
     path = CARRIED / "git.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

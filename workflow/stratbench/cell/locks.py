@@ -30,7 +30,7 @@ class NoLocks(OSError):
     """The file system has no locks; the message names the folder and the remedy."""
 
 
-def lock(descriptor: int, how: int, path: Path) -> None:
+def lock_file(descriptor: int, how: int, path: Path) -> None:
     """Lock an open file without waiting.
 
     Args:
@@ -69,7 +69,7 @@ def try_lock(path: Path) -> int | None:
     while True:
         descriptor = open_lock(path)
         try:
-            lock(descriptor, fcntl.LOCK_EX, path)
+            lock_file(descriptor, fcntl.LOCK_EX, path)
             if os.path.samestat(os.fstat(descriptor), path.lstat()):
                 return descriptor
         except BlockingIOError:

@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import installed
+from stratbench.cell.extensions import load_extensions
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.settings import Settings, build_settings_schema
@@ -53,7 +53,7 @@ def can_validate() -> bool:
     return compile_validator() is not None
 
 
-def validate(record: Record, source: str | Path = "record") -> None:
+def validate_record(record: Record, source: str | Path = "record") -> None:
     """Raise RecordError with the first violation of the schema in `record`, if any.
 
     Violations are not detected if no validator is installed.
@@ -68,23 +68,23 @@ def validate(record: Record, source: str | Path = "record") -> None:
         path_text = ".".join(e.path[1:]) or "top level"
         wrong = e.message.removeprefix(e.name).strip()[:200]
         if path_text == "settings.more" and isinstance(e.value, dict):
-            lacking = ", ".join(sorted(e.value.keys() - installed().keys()))
+            lacking = ", ".join(sorted(e.value.keys() - load_extensions().keys()))
             wrong = f"needs the extension {lacking}, which is not installed"
         value = "" if isinstance(e.value, dict | list) else f", and is {e.value!r:.80}"
         raise RecordError(f"{source} is not a valid record: {path_text}: {wrong}{value}") from e
 
 
-def write(path: str | Path, record: Record) -> None:
+def write_record(path: str | Path, record: Record) -> None:
     """Write a record to `path` atomically; raise RecordError if it is invalid."""
-    validate(record, path)
+    validate_record(record, path)
     write_atomic(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
-def read(path: str | Path) -> Record:
+def read_record(path: str | Path) -> Record:
     """Return the record in `path`; raise RecordError, which names the file, if it is invalid."""
     try:
         record = read_json(path)
-        validate(record, path)
+        validate_record(record, path)
     except OSError as e:
         raise RecordError(f"{path} cannot be read: {e.strerror}") from e
     except RecordError:
@@ -100,7 +100,7 @@ def read_measured_record(path: str | Path) -> Record:
     Raises:
         RecordError: The record is invalid, or comes from the tests' software GPU, which measures nothing.
     """
-    record = read(path)
+    record = read_record(path)
     if software_gpu.has_trained(record):
         raise RecordError(f"{path} was {software_gpu.WHY}")
     return record
@@ -129,7 +129,7 @@ def is_record_of(path: str | Path, cell: str, settings: str) -> bool:
         settings: The settings as JSON.
     """
     try:
-        record = read(path)
+        record = read_record(path)
     except (OSError, RecordError):
         return False
     return record["cell"] == json.loads(cell) and record["settings"] == json.loads(settings)

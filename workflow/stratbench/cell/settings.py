@@ -37,7 +37,7 @@ def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def derived(
+def derived_field(
     help: str, default: Any = MISSING, planned: Any = None, default_factory: Any = MISSING
 ) -> Any:
     """Return a dataclass field for a setting that follows from the cell and the study.
@@ -116,25 +116,25 @@ class Settings:
     """
 
     # fmt: off
-    strategy: str = derived(help="Name of the strategy.")
-    options: dict[str, Any] = derived(help="All options of the strategy.")
-    model: str = derived(planned=EACH, help="Name of the model.")
-    dataset: str = derived(help="Name of the data set.")
-    gpus: int = derived(help="Number of workers; servers are not counted.")
-    seed: int = derived(help="Seed of the weights and of the order of samples.")
-    global_batch: int = derived(help="Samples of one step over all workers.")
-    per_worker_batch: int = derived(
+    strategy: str = derived_field(help="Name of the strategy.")
+    options: dict[str, Any] = derived_field(help="All options of the strategy.")
+    model: str = derived_field(planned=EACH, help="Name of the model.")
+    dataset: str = derived_field(help="Name of the data set.")
+    gpus: int = derived_field(help="Number of workers; servers are not counted.")
+    seed: int = derived_field(help="Seed of the weights and of the order of samples.")
+    global_batch: int = derived_field(help="Samples of one step over all workers.")
+    per_worker_batch: int = derived_field(
         help="Samples per step of one replica of the model, which a worker has alone or shares with others.")
-    own_model: dict[str, Any] | None = derived(default=None, planned=EACH,
+    own_model: dict[str, Any] | None = derived_field(default=None, planned=EACH,
         help="Model that is not built in: call, kwargs, shard, and the sha256 of its code or its version. "
         "null: the model is built in.")
-    own_task: dict[str, Any] | None = derived(default=None, planned=EACH,
+    own_task: dict[str, Any] | None = derived_field(default=None, planned=EACH,
         help="Task that is not built in: call, and the sha256 of its code or its version. null: the task is "
         "built in.")
-    task: str | None = derived(default=None, planned=EACH,
+    task: str | None = derived_field(default=None, planned=EACH,
         help="Built-in task, where the shape of the data set's samples does not determine it. null: the "
         "shape determines it.")
-    data_spec: dict[str, Any] | None = derived(default=None,
+    data_spec: dict[str, Any] | None = derived_field(default=None,
         help="Origin of the data set's samples: source, sizes and seed, or the kind and keys of one's own "
         "data with the hash of its files or code. null: the data set's name determines them.")
     epochs: int | None = setting(None, minimum=1,
@@ -223,7 +223,7 @@ class Settings:
     slowdown: dict[str, Any] | None = setting(None, **SLOWDOWN,
         help="Artificial delay of chosen workers, to study stragglers. null: no worker is delayed.")
     #: Extensions that the study does not use are absent, so that adding or deleting one retrains nothing.
-    more: dict[str, dict[str, Any]] = derived(default_factory=dict,
+    more: dict[str, dict[str, Any]] = derived_field(default_factory=dict,
         help="Keys of extensions whose values differ from the defaults, by extension.")
     # fmt: on
 

@@ -12,11 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stratbench import __version__
-from stratbench.cell.extensions import at
-from stratbench.cell.files import reason_of
+from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.files import format_os_error
 from stratbench.command import CommandError
 from stratbench.command.init import create_study
-from stratbench.command.subcommands import SubcommandAdder, add_training, answer_by_rule, refuse
+from stratbench.command.subcommands import (
+    SubcommandAdder,
+    add_training,
+    answer_by_rule,
+    check_no_unknown,
+)
 
 DESCRIPTION = """\
 Measures distributed-training strategies against each other, and says which to choose.
@@ -32,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args, others)
     except (CommandError, OSError) as error:
-        reason = reason_of(error) if isinstance(error, OSError) else error
+        reason = format_os_error(error) if isinstance(error, OSError) else error
         print(f"stratbench {args.command}: {reason}", file=sys.stderr)
         return 2
 
@@ -56,14 +61,14 @@ def build_parser() -> argparse.ArgumentParser:
     text = "write a report from the existing records of a study, and list the missing ones"
     add("partial", answer_by_rule, text)
     add("decide", answer_by_rule, "recommend a strategy from the records, with reasons")
-    for _, add_subcommands in at("commands"):
+    for _, add_subcommands in iter_resolved("commands"):
         add_subcommands(add)
     return whole
 
 
 def run_init(args: argparse.Namespace, others: list[str]) -> int:
     """Run `stratbench init FOLDER`, and return its exit code."""
-    refuse(others)
+    check_no_unknown(others)
     for path in create_study(args.folder):
         print(path)
     print(f"\nNext: cd {args.folder} && stratbench run")

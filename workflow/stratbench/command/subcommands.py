@@ -104,13 +104,13 @@ def pairs(args: argparse.Namespace) -> list[str]:
     return [*([f"study={args.study}"] if args.study else []), *args.config]
 
 
-def refuse(others: Sequence[str]) -> None:
+def check_no_unknown(others: Sequence[str]) -> None:
     """Raise CommandError if there are unknown arguments."""
     if others:
         raise CommandError(f"unknown arguments: {' '.join(others)}; see stratbench --help")
 
 
-def changed(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
+def apply_config_pairs(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
     """Return the config after changes by pairs KEY=VALUE, which merge mappings as `--config` does."""
     import yaml
 

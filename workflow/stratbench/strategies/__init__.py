@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from stratbench.cell.extensions import installed, resolve
+from stratbench.cell.extensions import import_attribute, load_extensions
 
 if TYPE_CHECKING:
     from stratbench.strategies.base import Strategy, Traits
@@ -24,7 +24,7 @@ REGISTRY: dict[str, str] = {
     "fsdp": "stratbench.strategies.sharding.fsdp:FSDP",
     "zero1": "stratbench.strategies.sharding.zero:ZeRO1",
     "zero1-torch": "stratbench.strategies.sharding.zero:TorchZeRO1",
-    **{name: cls for e in installed().values() for name, cls in e.strategies.items()},
+    **{name: cls for e in load_extensions().values() for name, cls in e.strategies.items()},
 }
 
 
@@ -34,7 +34,7 @@ def strategy_class(name: str) -> type[Strategy]:
     Raises:
         KeyError: When there is none.
     """
-    registered = resolve(REGISTRY[name])
+    registered = import_attribute(REGISTRY[name])
     return registered if isinstance(registered, type) else registered(name)
 
 
@@ -93,12 +93,13 @@ def get_traits(
         parts = strategy.mesh(gpus).replicas * strategy.parts  # DDP has one for each worker
         traits = replace(
             traits,
-            synchronous_alone=traits.synchronous_alone and strategy.parts == 1,
+            is_synchronous_on_one_worker=traits.is_synchronous_on_one_worker
+            and strategy.parts == 1,
             equals_ddp=traits.equals_ddp and parts == gpus,
         )
     if not moves_by_zeros:
         return traits
-    return replace(traits, synchronous_alone=False, equals_ddp=False)
+    return replace(traits, is_synchronous_on_one_worker=False, equals_ddp=False)
 
 
 def get_mesh(name: str, options: Mapping[str, Any], gpus: int) -> Mesh:

@@ -34,7 +34,7 @@ def check_model(
     """
     for reason in strategy.refusals_of_model(model, worker):
         name = worker.settings.strategy
-        raise Refused(f"{models.in_words(network)}: {name} cannot train it: {reason}")
+        raise Refused(f"{models.describe_model(network)}: {name} cannot train it: {reason}")
 
 
 #: Largest difference between the scores of a divided model and of the whole model, relative to the largest
@@ -88,12 +88,13 @@ def refusing_changed_scores(
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
     if not error.item() <= bound:
         raise Refused(
-            f"{models.in_words(network)}: divided as the config states, it gives other scores than the whole "
+            f"{models.describe_model(network)}: divided as the config states, it gives other scores than "
+            "the whole "
             f"model (they differ by {error.item():.2g} times the largest score); correct {strategy.stated_by}"
         )
     if names := strategy.partly_trained(x, y):
         raise Refused(
-            f"{models.in_words(network)}: with sequence_parallel: true each worker would train "
+            f"{models.describe_model(network)}: with sequence_parallel: true each worker would train "
             f"{format_names(names)} on its own positions alone; give the modules with these parameters the "
             "way `norm` in tensor_plan"
         )
@@ -111,8 +112,8 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
     if samples < compute_least_samples(batchnorm, parts):
         within = "" if parts == 1 else f" in each of {parts} parts (gradient_accumulation_steps)"
         raise Refused(
-            f"{models.in_words(network)}: it normalises over the batch (BatchNorm), but a worker's batch has "
-            f"one sample{within}; use a larger batch, or fewer workers"
+            f"{models.describe_model(network)}: it normalises over the batch (BatchNorm), but a worker's "
+            f"batch has one sample{within}; use a larger batch, or fewer workers"
         )
 
 

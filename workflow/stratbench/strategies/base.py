@@ -18,7 +18,7 @@ from stratbench.cell.options import Options, remove_inherited_claims
 from stratbench.cell.text.words import format_names
 from stratbench.strategies.mesh import Mesh
 from stratbench.workload.network.precision import autocast, effective_dtypes, scores_for_loss
-from stratbench.workload.tasks import Classification, Task, loss_and_weight, ratio
+from stratbench.workload.tasks import Classification, Task, divide_or_zero, loss_and_weight
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ class Traits:
     #: Whether, in the long run, all workers are as slow as the slowest one.
     waits_for_slowest: bool = True
     #: Whether a single worker makes the updates of plain synchronous SGD.
-    synchronous_alone: bool = False
+    is_synchronous_on_one_worker: bool = False
     #: Whether the updates with this number of workers are those of DDP, except for rounding. With BatchNorm,
     #: whose statistics are each worker's own, this is so only for equal numbers of workers.
     equals_ddp: bool = False
@@ -279,7 +279,9 @@ class Strategy:
         yield from ()
 
     @classmethod
-    def rigid_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
+    def explain_fixed_workers(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> str | None:
         """Return why workers cannot join and leave with these options and values.
 
         The result is None if they can.
@@ -517,9 +519,9 @@ class Strategy:
         """
         import torch
 
-        from stratbench.telemetry.memory import model_states
+        from stratbench.telemetry.memory import measure_model_states
 
-        states = model_states(self.model, self.optimizer)
+        states = measure_model_states(self.model, self.optimizer)
         tensors = filter(torch.is_tensor, self.extra_state())
         return states | {
             "optimizer_bytes": states["optimizer_bytes"] + sum(t.nbytes for t in tensors)
@@ -577,7 +579,7 @@ class Collective(Strategy):
         if worker.settings.loss_chunks > 1:
             self.chunked = self.make_chunked_loss()
         self.module = self.wrap(model, worker)
-        self.compiled = compiled(self.module, worker.settings)
+        self.compiled = compile_if_requested(self.module, worker.settings)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.local = self.updated_tensors()
         self.optimizer = self.make_optimizer()
@@ -753,7 +755,7 @@ class Collective(Strategy):
         for weight in self.part_weights:
             own += weight
         self.part_weights.clear()
-        factor = ratio(full, self.mean_weight(own))
+        factor = divide_or_zero(full, self.mean_weight(own))
         by_kind: dict[Any, list[Tensor]] = {}
         for gradient in self.gradients():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -958,7 +960,7 @@ def iter_sharding_refusals(trial: Trial, as_parameters: bool = True) -> Iterator
     if trial.overwritten:
         yield lost_changes_reason(trial.overwritten)
     if trial.again:
-        yield repeated_addition_reason(trial.again)
+        yield describe_repeated_gradients(trial.again)
 
 
 def lost_hooks_reason(names: Sequence[str]) -> str:
@@ -1004,7 +1006,7 @@ def diverging_replicas_reason(names: Sequence[str]) -> str:
     )
 
 
-def repeated_addition_reason(names: Sequence[str]) -> str:
+def describe_repeated_gradients(names: Sequence[str]) -> str:
     """Return a sentence on gradients to which one backward adds several times, with the remedy."""
     return (
         f"backward adds to the gradient of {format_names(names)} several times, and the first sum would be "
@@ -1013,7 +1015,7 @@ def repeated_addition_reason(names: Sequence[str]) -> str:
     )
 
 
-def by_data(names: Sequence[str]) -> str:
+def skipped_by_data_reason(names: Sequence[str]) -> str:
     """Return a sentence on modules that forward skips depending on its data, with the remedy."""
     return (
         f"not every batch uses {format_names(names)}: forward chooses by values of tensors. Workers have "
@@ -1030,7 +1032,7 @@ def skipped_at_random_reason(modules: Sequence[str]) -> str:
     )
 
 
-def compiled(module: nn.Module, s: Settings) -> nn.Module:
+def compile_if_requested(module: nn.Module, s: Settings) -> nn.Module:
     """Return a module, or its compiled form if the settings have `compile: true`.
 
     As PyTorch recommends, the wrapped module is compiled: DDP's buckets divide the graph (DDPOptimizer), and

@@ -131,7 +131,9 @@ class DDP(base.Collective):
         return self.options.powersgd_start_step if self.compress == "powersgd" else 0
 
     @classmethod
-    def rigid_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
+    def explain_fixed_workers(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> str | None:
         """Return why workers cannot join and leave with PowerSGD or fp16. The result is None if they can."""
         if options.get("compress") == "powersgd":
             return (
@@ -173,7 +175,7 @@ class DDP(base.Collective):
     def traits(self, gpus: int) -> base.Traits:
         exact = self.compress == "none" or gpus == 1
         return base.Traits(
-            synchronous_alone=True,
+            is_synchronous_on_one_worker=True,
             equals_ddp=exact,
             updates_per_step=1,
             # The traffic of PowerSGD depends on the shapes of all parameters.
@@ -185,11 +187,11 @@ class DDP(base.Collective):
         if trial.by_chance:
             yield base.skipped_at_random_reason(trial.by_chance)
         elif trial.by_data:
-            yield base.by_data(trial.by_data)
+            yield base.skipped_by_data_reason(trial.by_data)
         elif trial.unused:
             yield no_gradient_reason(trial.unused)
         if trial.again:
-            yield base.repeated_addition_reason(trial.again)
+            yield base.describe_repeated_gradients(trial.again)
         if trial.parted:
             yield base.diverging_replicas_reason(trial.parted)
         if trial.sparse:

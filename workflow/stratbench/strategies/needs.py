@@ -27,11 +27,11 @@ def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) 
         cls: Class of the strategy.
         options: All of its options.
     """
-    for reason in faults([(name, cls, options)]):
+    for reason in iter_missing_requirements([(name, cls, options)]):
         raise Missing(reason)
 
 
-def faults(strategies: Iterable[Used]) -> Iterator[str]:
+def iter_missing_requirements(strategies: Iterable[Used]) -> Iterator[str]:
     """Yield a sentence per missing package, with the command that installs it."""
     strategies = list(strategies)
     wanted: dict[tuple[str, str], dict[str, None]] = {}

@@ -24,7 +24,9 @@ class Single(Collective):
     begins_anew = None
 
     def traits(self, gpus: int) -> Traits:
-        return Traits(synchronous_alone=True, equals_ddp=True, updates_per_step=1, ring_copies=0)
+        return Traits(
+            is_synchronous_on_one_worker=True, equals_ddp=True, updates_per_step=1, ring_copies=0
+        )
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
         return model

@@ -99,7 +99,7 @@ def measure_step_s(
 
     from stratbench.strategies import strategy_class
     from stratbench.telemetry.clock import synchronise
-    from stratbench.workload.data.device_data import example_batch
+    from stratbench.workload.data.device_data import make_example_batch
     from stratbench.workload.network.precision import autocast, batch_format
     from stratbench.workload.tasks import get_task, loss_and_weight, takes_values
 
@@ -109,7 +109,7 @@ def measure_step_s(
     layout = batch_format(s.precision, device.type)
     task = get_task(s, shape)
     of = takes_values(task), s.task == "text-classification"
-    x, y = example_batch(samples, shape, classes, device, dtype, layout, *of)
+    x, y = make_example_batch(samples, shape, classes, device, dtype, layout, *of)
     times = []
     for _ in range(4):
         synchronise(device)

@@ -1,6 +1,6 @@
 """Writes the list of a study's cells, so that the analysis knows which records are missing.
 
-MATRICES is a JSON list with a mapping per experiment: the arguments of `coordinates.expand`.
+MATRICES is a JSON list with a mapping per experiment: the arguments of `coordinates.expand_cells`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import argparse
 import json
 from pathlib import Path
 
-from stratbench.cell.coordinates import expand
+from stratbench.cell.coordinates import expand_cells
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 
 
 def main() -> None:
@@ -24,9 +24,9 @@ def main() -> None:
         "--out", type=Path, required=True, help="file to write the cells to, as JSON"
     )
     args = parser.parse_args()
-    cells = [c.as_dict() for matrix in json.loads(args.matrices) for c in expand(**matrix)]
+    cells = [c.as_dict() for matrix in json.loads(args.matrices) for c in expand_cells(**matrix)]
     write_atomic(args.out, json.dumps(cells, indent=0) + "\n")
-    print(counted(len(cells), "cell"))
+    print(format_count(len(cells), "cell"))
 
 
 if __name__ == "__main__":

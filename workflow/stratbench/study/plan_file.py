@@ -79,7 +79,9 @@ class PlanFile:
     def _was_planned_for(
         self, planned: Mapping[str, Any], settings: Settings, cluster: Mapping[str, Any]
     ) -> bool:
-        return self.gpu == cluster["gpu"] and planned.get("settings") == digest_of(settings)
+        return self.gpu == cluster["gpu"] and planned.get("settings") == compute_settings_digest(
+            settings
+        )
 
     def _get_planned_needs(self, cell: Cell) -> Mapping[str, Any]:
         """Return the planned needs of the cell.
@@ -117,7 +119,7 @@ def _check_planned_fields(planned: Mapping[str, Any]) -> dict[str, Any]:
     return dict(planned)
 
 
-def digest_of(settings: Settings) -> str:
+def compute_settings_digest(settings: Settings) -> str:
     """Return a digest of a cell's settings, which is the same for all repeats.
 
     A plan stores it, so that a reader knows for which settings it was made.

@@ -19,7 +19,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from stratbench.cell.files import reason_of
+from stratbench.cell.files import format_os_error
 from stratbench.cell.locks import NoLocks, try_lock
 from stratbench.cell.parent import terminate_with
 from stratbench.study.job_values import insert_values
@@ -29,17 +29,17 @@ LOCK = ".lock"
 
 def main() -> int:
     """Run the programs of the command line. Return the exit code of the last one that ran."""
-    own, *programs = split(insert_values(sys.argv[1:]))
+    own, *programs = split_programs(insert_values(sys.argv[1:]))
     parser = argparse.ArgumentParser(prog="python -m stratbench.study.program", description=__doc__)
     parser.add_argument(
         "parent", type=int, help="id of Snakemake's process ($PPID), with which it ends"
     )
     parser.add_argument("--hold", type=Path, help="folder to lock against other runs meanwhile")
     args = parser.parse_args(own)
-    signal.signal(signal.SIGTERM, partial(stop, os.getpid()))
+    signal.signal(signal.SIGTERM, partial(stop_process_tree, os.getpid()))
     terminate_with(args.parent)
     try:
-        with hold(args.hold) if args.hold else nullcontext():
+        with lock_folder(args.hold) if args.hold else nullcontext():
             for module, *arguments in programs:
                 sys.argv = [module, *arguments]
                 code = find_main(module)()
@@ -47,12 +47,12 @@ def main() -> int:
                 if code:
                     return code
     except OSError as error:
-        print(f"error: {reason_of(error)}", file=sys.stderr)
+        print(f"error: {format_os_error(error)}", file=sys.stderr)
         return 1
     return 0
 
 
-def split(arguments: list[str]) -> list[list[str]]:
+def split_programs(arguments: list[str]) -> list[list[str]]:
     """Return a command line's arguments in parts, which are separated by `-m`."""
     parts: list[list[str]] = [[]]
     for argument in arguments:
@@ -69,7 +69,7 @@ def find_main(name: str):
     return (import_module(f"{name}.__main__") if hasattr(module, "__path__") else module).main
 
 
-def stop(pid: int, signum: int, frame: object) -> None:
+def stop_process_tree(pid: int, signum: int, frame: object) -> None:
     """End this process and all that it has started; a signal handler.
 
     Args:
@@ -88,7 +88,7 @@ def stop(pid: int, signum: int, frame: object) -> None:
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for the duration of the block.
 
     This process ends if another one has locked the folder. On a file system without locks, nothing is locked.

@@ -8,7 +8,7 @@ from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import counted, join_with_and
+from stratbench.cell.text.words import format_count, join_with_and
 
 #: Reason of a failed job that has written none.
 NO_EVIDENCE = "ended before it could report a reason; its log may have one"
@@ -38,11 +38,11 @@ def iter_failure_summary(
     if not ordered:
         return
     counts = {"cell": len(cells), "block": len(blocks)}
-    yield f"Failed: {join_with_and(counted(n, what) for what, n in counts.items() if n)}"
+    yield f"Failed: {join_with_and(format_count(n, what) for what, n in counts.items() if n)}"
     lines = [*format_reasons(cells), *blocks]
     yield from (f"  {line}" for line in lines[:MAX_LINES])
     if len(lines) > MAX_LINES:
-        yield f"  and {counted(len(lines) - MAX_LINES, 'other reason')}"
+        yield f"  and {format_count(len(lines) - MAX_LINES, 'other reason')}"
     yield f"Logs: {ordered[-1][1]}" + " and its likes" * (len(ordered) > 1)
 
 
@@ -66,7 +66,7 @@ def format_reasons(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
         groups.setdefault(remove_subject(reason), []).append(cell)
     return [
         f"{_join_names(c.model for c in cells)} with {_join_names(c.strategy for c in cells)} on "
-        f"{format_worker_counts({c.gpus for c in cells})} ({counted(len(cells), 'cell')} of "
+        f"{format_worker_counts({c.gpus for c in cells})} ({format_count(len(cells), 'cell')} of "
         f"{_join_names(c.experiment for c in cells)}): {reason}"
         for reason, cells in groups.items()
     ]

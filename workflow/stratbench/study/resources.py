@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import at
+from stratbench.cell.extensions import iter_resolved
 from stratbench.cell.settings import Settings
 
 #: Time limit in minutes of a job whose cell has neither a time limit nor a planned time.
@@ -97,7 +97,7 @@ def build_job_request(
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
     """Return a cell's request: an extension's if one replaces it, else the plain one."""
-    for _, make_request in at("request"):
+    for _, make_request in iter_resolved("request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request
     return build_plain_request(cell, settings, cluster, time_limit_s, needs)

@@ -55,7 +55,7 @@ def detect_collective(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
         raise NotImplementedError(f"{op.name()!r} is a collective whose traffic is not known")
     if kind == "":
         return None
-    each = [t.numel() * t.element_size() for t in tensors_in((args, kwargs))]
+    each = [t.numel() * t.element_size() for t in iter_tensors((args, kwargs))]
     group = find_process_group((args, kwargs))
     ranks = group and group.size()
     # The larger one of input and output is the whole tensor, the other one a rank's share of it.
@@ -85,16 +85,16 @@ def find_process_group(arguments: Any) -> torch.distributed.ProcessGroup | None:
     return next((group for group in groups if group is not None), None)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            yield from iter_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from iter_tensors(item)
 
 
 class CollectiveCount(TorchDispatchMode):

@@ -142,7 +142,9 @@ def get_cuda_uuid(device: torch.device) -> str | None:
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
 
 
-def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+def measure_model_states(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, int]:
     """Return the bytes of the model states on this rank between two training steps.
 
     They are `parameters_bytes`, `gradients_bytes`, `optimizer_bytes` and `buffers_bytes`. A DTensor counts as

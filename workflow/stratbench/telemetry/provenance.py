@@ -56,7 +56,7 @@ def collect_host_facts() -> dict[str, Any]:
     return collect_node_facts() | threads
 
 
-def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
+def hash_state(state_dict: Mapping[str, torch.Tensor]) -> str:
     """Return the SHA-256 of named weights.
 
     The hash is over the name, dtype, shape and bytes of each, sorted by name. Equal weights have equal

@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stratbench.cell.extensions import resolve
+from stratbench.cell.extensions import import_attribute
 from stratbench.cell.run_folder import format_worker_name
 from stratbench.telemetry.machine.busy import measure_other_load
 from stratbench.telemetry.machine.foreign_processes import locate_gpu
@@ -145,7 +145,7 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
         making: Context manager that creates the processes, as `processes_of` does: "module:function".
     """
     set_environment(job, job.n_nodes == 1)
-    with resolve(making)(job, node) as group:
+    with import_attribute(making)(job, node) as group:
         processes = group.processes
         gpus = gpus_of(job, node)
         job.folder.write_places(node, places_of([p.name for p in processes], gpus))

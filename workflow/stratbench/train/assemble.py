@@ -11,7 +11,7 @@ from typing import Any
 
 from stratbench import __version__
 from stratbench.cell import software_gpu
-from stratbench.cell.installation import INSTALLED, ROOT, built_from
+from stratbench.cell.installation import INSTALLED, ROOT, read_build_revision
 from stratbench.cell.record import SCHEMA_VERSION, Record
 from stratbench.cell.run_folder import parse_rank
 from stratbench.cell.settings import Settings
@@ -303,7 +303,7 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
     first_unix_s = job.attempts[0]["started_unix_s"] if job.attempts else job.origin_unix_s
     return {
         "stratbench": __version__,
-        "git": built_from() if INSTALLED else read_git_state(ROOT),
+        "git": read_build_revision() if INSTALLED else read_git_state(ROOT),
         "started": datetime.fromtimestamp(first_unix_s, UTC).isoformat(timespec="seconds"),
         "finished": finished.isoformat(timespec="seconds"),
         "nodes": job.n_nodes,

@@ -103,7 +103,7 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
         waits = why_hung(standings_of(job)) if "Timed out waiting" in reason else None
         return Ending("error", f"{reason}; {waits}" if waits else reason)
     if exits.timed_out or exits.hung:
-        return hung_or_slow(job, exits)
+        return make_ending_at_limit(job, exits)
     lost = [p for p in exits.processes if p.exit_code not in (0, None)]
     if lost:
         return Ending("error", str(lost[0]))
@@ -115,22 +115,22 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
     return Ending("ok", None)
 
 
-def hung_or_slow(job: Job, exits: Exits) -> Ending:
+def make_ending_at_limit(job: Job, exits: Exits) -> Ending:
     """Return how a cell ended that reached its time limit or hung. Only slowness is a result."""
     if exits.hung:
         return Ending("error", why_hung(standings_of(job)) or "it hangs: no worker got on")
-    return failed_or_slow(job, why_no_timeout(job))
+    return make_error_or_timeout(job, why_no_timeout(job))
 
 
-def failed_or_slow(job: Job, why_failed: str | None) -> Ending:
+def make_error_or_timeout(job: Job, why_failed: str | None) -> Ending:
     """Return the ending of a cell at its time limit.
 
     It is an error if there is a reason, else `timeout`.
     """
-    return Ending("error", why_failed) if why_failed else slow(job.time_limit_s)
+    return Ending("error", why_failed) if why_failed else make_timeout(job.time_limit_s)
 
 
-def slow(limit_s: float) -> Ending:
+def make_timeout(limit_s: float) -> Ending:
     """Return the ending of a cell that reached its time limit without a failure."""
     return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
 

@@ -28,7 +28,7 @@ def check_inputs(data: Path, s: Settings) -> None:
         DataError: If the prepared data do not match or do not suit the settings.
     """
     files = strategy_class(s.strategy).files(s.options)
-    if files and users_code.digest_of(files) != s.options["sha256"]:
+    if files and users_code.hash_named_files(files) != s.options["sha256"]:
         names = format_names(list(files))
         raise ModelError(
             f"its files ({names}) have changed since the run was started; start it again"
@@ -153,7 +153,7 @@ def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[s
 
 def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the record's description of a user's code: call, hash, files and git revision."""
-    files = users_code.sources(spec["call"], users_code.code_folders())
+    files = users_code.find_sources(spec["call"], users_code.code_folders())
     return {key: spec[key] for key in ("call", "sha256", "version")} | files_entry(files)
 
 

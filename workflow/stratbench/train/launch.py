@@ -187,7 +187,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
     agent.on_signals(lambda _: None)  # from here on a signal must not lose the result
     merge_timeline(job.folder.sample_files(), job.folder.phase_logs(), args.timeline)
     finished = assemble.make_record(job, ending)
-    record.write(args.record, finished)
+    record.write_record(args.record, finished)
     shutil.rmtree(job.folder.kept, ignore_errors=True)
     skews_ms = finished["time"]["start_skew_ms"]
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""

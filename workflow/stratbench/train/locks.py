@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stratbench.cell.locks import create_held_folder, lock, open_lock, try_lock
+from stratbench.cell.locks import create_held_folder, lock_file, open_lock, try_lock
 
 POLL_S = 0.5
 #: Number of names that are tried for the user's folder. Other users may have created some of them.
@@ -147,4 +147,4 @@ def hold_as_worker(logs: Path) -> None:
         BlockingIOError: If the next launcher has started already, because this process's launcher was killed.
     """
     path = logs / "workers.lock"
-    lock(open_lock(path), fcntl.LOCK_SH, path)  # the lock ends with the process
+    lock_file(open_lock(path), fcntl.LOCK_SH, path)  # the lock ends with the process

@@ -26,9 +26,9 @@ from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.beside.beside import Beside, Start
-from stratbench.workload.data.device_data import Augmentation, DeviceData, eval_batch
+from stratbench.workload.data.device_data import Augmentation, DeviceData, choose_eval_batch
 from stratbench.workload.generators import Generators
-from stratbench.workload.tasks import Evaluated, Task, compute_batch_sums, evaluated
+from stratbench.workload.tasks import Evaluated, Task, compute_batch_sums, compute_evaluation
 from stratbench.workload.torch_internals import wait_for_collectives
 
 
@@ -214,7 +214,7 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     if s.compile:
         compiled.check_gradients(strategy, worker, *batch())
     with strategy.evaluating() as model, torch.no_grad():
-        model(data.test_batch(0, eval_batch(data.meta["shape"]))[0])
+        model(data.test_batch(0, choose_eval_batch(data.meta["shape"]))[0])
     if worker.watch is not None:
         worker.watch.end_warm_up()
     strategy.restore(saved)
@@ -306,7 +306,7 @@ def timed_steps(
     for indices, following in with_next(batches):
         x, y = data.batch(indices, augmentation)
         if following is not None:
-            data.expect(following, augmentation)
+            data.prefetch(following, augmentation)
         clock.mark("data")
         losses.append(strategy.step(x, y))
         clock.tick()
@@ -368,7 +368,7 @@ def evaluate(
         mesh: Division of the workers into replicas.
         heartbeat: Heartbeat to update after each batch, or None.
     """
-    total, batch = data.test_samples, eval_batch(data.meta["shape"])
+    total, batch = data.test_samples, choose_eval_batch(data.meta["shape"])
     rounds, share = math.ceil(total / (batch * mesh.replicas)), mesh.place(rank).replica
     sums = torch.zeros(8, dtype=torch.float64, device=data.device)
     with strategy.evaluating() as model, torch.no_grad():
@@ -383,7 +383,7 @@ def evaluate(
                 heartbeat.alive()
     if mesh.workers > 1:
         dist.all_reduce(sums)
-    return evaluated(sums.tolist())
+    return compute_evaluation(sums.tolist())
 
 
 def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:

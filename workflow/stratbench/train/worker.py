@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stratbench.cell.extensions import at, resolve
+from stratbench.cell.extensions import import_attribute, iter_resolved
 from stratbench.cell.run_folder import format_worker_name
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.help_page import help_address
@@ -34,7 +34,7 @@ from stratbench.telemetry.heartbeat import STACK_SIGNAL, Heartbeat
 from stratbench.telemetry.machine.foreign_processes import find_other_gpu_users, find_worker_gpu
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.memory import MemoryMeter
-from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
+from stratbench.telemetry.provenance import hash_state, worker_provenance
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.beside.profile import Profile
@@ -187,10 +187,10 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             folder=job.folder, watch=watch, heartbeat=heartbeat, mesh=strategy.mesh(job.world_size),
         )  # fmt: skip
         built, worker = ready.built, ready.worker
-    train = resolve(strategy.loop) if strategy.loop else loop.train
+    train = import_attribute(strategy.loop) if strategy.loop else loop.train
     # In a loop of the strategy's own whoever evaluates keeps the epochs.
     progress = loop.Progress(job.folder if rank == 0 or strategy.loop else None)
-    classes = [*(beside for _, beside in at("beside")), Profile]
+    classes = [*(beside for _, beside in iter_resolved("beside")), Profile]
     besides = [cls(job, strategy, data, worker, phases) for cls in classes if cls.takes(job)]
     result = train(strategy, data, worker, phases, log, memory, progress, besides)
     measured = worker_result(result, start, rank)
@@ -358,13 +358,13 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "initial_weights_sha256": sha256_of_state(model.state_dict()),
+        "initial_weights_sha256": hash_state(model.state_dict()),
         "input_shape": list(shape),
         "classes": classes,
         "batchnorm": models.has_batchnorm(model),
         "dropout": models.has_dropout(model),
     }
-    task, kind = task_trial.tried_task(s, shape, classes, data.meta.get("values", False))
+    task, kind = task_trial.try_task(s, shape, classes, data.meta.get("values", False))
     groups = models.wrap_groups(network, model)
     group_sizes = [
         {"label": label, "parameters": sum(p.numel() for m in ms for p in m.parameters())}

@@ -42,7 +42,7 @@ NO_SUM = (
 )
 
 
-def tried_task(
+def try_task(
     s: Settings, shape: Sequence[int], classes: int, values: bool
 ) -> tuple[Task, LossKind]:
     """Return a cell's task and the kind of its loss.

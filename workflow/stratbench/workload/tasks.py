@@ -237,7 +237,7 @@ def get_task(s: Settings, shape: Sequence[int], values: bool | None = None) -> T
         ModelError: If a user's own task is invalid, or if the task does not suit the targets.
     """
     name = get_task_name(s, shape)
-    task = own_task(name) if s.own_task else TASKS[name]()
+    task = create_own_task(name) if s.own_task else TASKS[name]()
     if values is not None and values != takes_values(task):
         label = OwnTask(name) if s.own_task else f"task {name!r}"
         raise ModelError(f"{label}: {describe_wrong_targets(values)}")
@@ -291,7 +291,7 @@ def compute_output_shape(task: Task, targets: Sequence[int], classes: int) -> li
     return shape
 
 
-def own_task(call: str) -> Task:
+def create_own_task(call: str) -> Task:
     """Create a user's own task.
 
     Raises:
@@ -385,7 +385,7 @@ def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tenso
     return total, weight.detach().to(total.device).double()
 
 
-def ratio(value: float | Tensor, weight: Tensor) -> Tensor:
+def divide_or_zero(value: float | Tensor, weight: Tensor) -> Tensor:
     """Return a value divided by a weight, or 0 if the weight is 0."""
     import torch
 
@@ -407,7 +407,7 @@ class Evaluated(NamedTuple):
 
 
 def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the eight sums over a test batch that `evaluated` needs, as float64 [8].
+    """Return the eight sums over a test batch that `compute_evaluation` needs, as float64 [8].
 
     Sums of batches and workers are to be added. They are the sum of losses and its weight, then, with the sum
     a of a sample's scores and the number n of its answers, those of a, n, a², a n and n², and the number of
@@ -434,7 +434,7 @@ def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([loss.double(), weight, a.sum(), n.sum(), a @ a, a @ n, n @ n, left_out])
 
 
-def evaluated(sums: Sequence[float]) -> Evaluated:
+def compute_evaluation(sums: Sequence[float]) -> Evaluated:
     """Return the mean loss and the mean score of all counted answers.
 
     They follow from the sums of all batches. Samples are independent, but answers within a sample are not.

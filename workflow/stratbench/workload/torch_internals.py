@@ -163,7 +163,7 @@ def compute_grouped_shape(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[
 
 
 @contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+def replacing_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
     """Replace a module's attribute within the block, where PyTorch has no option for it.
 
     Args:
@@ -182,7 +182,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def skipping_truncated_normals() -> Iterator[None]:
     """Skip the drawing of truncated normal numbers in the block. It would read values of fakes."""
-    with replaced(init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
+    with replacing_attribute(init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
         yield
 
 

@@ -70,7 +70,7 @@ def code_folders() -> list[Path]:
     return [Path(p) for p in os.environ.get(CODE_VARIABLE, "").split(os.pathsep) if p]
 
 
-def sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
+def find_sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
     """Return the files of a call's module or package, and of its imports.
 
     Only files in the user's folders count.
@@ -121,7 +121,7 @@ def _list_imports(path: Path) -> list[str]:
     return modules
 
 
-def fingerprint(
+def compute_fingerprint(
     call: str, folders: Iterable[Path], packages: Iterable[str] = ()
 ) -> dict[str, str | None]:
     """Return the identity of a call's code: the `sha256` of its files, and a `version`.
@@ -134,13 +134,13 @@ def fingerprint(
         folders: Folders of the user's code.
         packages: Further packages that the call uses.
     """
-    if files := sources(call, folders):
+    if files := find_sources(call, folders):
         own = {Path(name).parts[0].removesuffix(".py") for name in files}
         imported = {name for path in files.values() for name in _list_imports(path)}
         others = sorted(imported - own - RECORDED - sys.stdlib_module_names)
         versions = {name: _find_version(name) for name in others}
         text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-        return {"sha256": digest_of(files), "version": text or None}
+        return {"sha256": hash_named_files(files), "version": text or None}
     version, beside = (
         _find_version(get_top_module(call)),
         [f"{p} {_find_version(p)}" for p in packages],
@@ -148,7 +148,7 @@ def fingerprint(
     return {"sha256": None, "version": ", ".join([str(version), *beside]) if beside else version}
 
 
-def digest_of(files: Mapping[str, Path]) -> str:
+def hash_named_files(files: Mapping[str, Path]) -> str:
     """Return the SHA-256 of the names and contents of some files, in their order."""
     digest = hashlib.sha256()
     for name, path in files.items():
@@ -173,7 +173,7 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
     if fault := shadowing_reason(call, folders):
         return fault
     if file is None or any((folder / top / "__init__.py").is_file() for folder in folders):
-        if sources(call, folders) or util.find_spec(top) is not None:
+        if find_sources(call, folders) or util.find_spec(top) is not None:
             return None
         return (
             f"there is no {top}.py and no package {top}; name its folder in `code`, or install it"
@@ -198,7 +198,7 @@ def shadowing_reason(call: str, folders: Iterable[Path]) -> str | None:
 
     A file hides a module of the same name. The result is None if no file does so.
     """
-    for name in dict.fromkeys(path.partition("/")[0] for path in sources(call, folders)):
+    for name in dict.fromkeys(path.partition("/")[0] for path in find_sources(call, folders)):
         if _is_installed_module(name.removesuffix(".py")):
             return f"{name} hides the installed module of the same name; rename it"
     return None
@@ -244,7 +244,7 @@ def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
         what: Name of the model or task in messages.
         spec: Specification with the call and the hash of its files.
     """
-    now = fingerprint(spec["call"], code_folders())["sha256"]
+    now = compute_fingerprint(spec["call"], code_folders())["sha256"]
     if spec["sha256"] != now:
         raise ModelError(
             f"{what} ({spec['call']}): its code has changed since the run was started, or is not in the "

@@ -74,7 +74,7 @@ class Candidate:
     #: Upper bound (95 %) on how much worse the score may be, in the shown unit; None if unknown.
     score_loss_upper: float | None = None
     #: Why there is no projection to the requested number of workers; empty if there is one.
-    not_projected: str = ""
+    no_projection_reason: str = ""
     #: Names of the candidates with the best score.
     best_scoring_names: str = ""
     price_per_gpu_hour: float | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import ComparisonWithChoice, Ranking
-from stratbench.cell.text.words import counted, format_bytes, format_names, join_with_and
+from stratbench.cell.text.words import format_bytes, format_count, format_names, join_with_and
 
 
 def is_count_known(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
@@ -36,8 +36,8 @@ def iter_unanswered_constraints(
         slowed: Whether workers were slowed down on purpose.
     """
     if not is_count_known(candidates, constraints):
-        reason = first.not_projected or "this number was not measured"
-        yield f"There are no results for {counted(constraints.gpus, noun)}: {reason}."
+        reason = first.no_projection_reason or "this number was not measured"
+        yield f"There are no results for {format_count(constraints.gpus, noun)}: {reason}."
     if not constraints.homogeneous and not slowed:
         yield "There are no results for unequal workers: all measured workers were equally fast."
 
@@ -98,7 +98,7 @@ def compute_claim(
     ties = [c for c in ranking.comparisons if c.status == "tied"]
     if first.projected:
         not_faster = f"Not significantly {quick}er than {ties[0].rival.name}" if ties else ""
-        workers = counted(first.gpus, "worker")
+        workers = format_count(first.gpus, "worker")
         text = f"{not_faster or best} by projection; nothing was measured on {workers}."
         return Claim("projected", text)
     if not ranking.comparisons:

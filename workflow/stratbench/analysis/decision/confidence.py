@@ -10,7 +10,7 @@ from stratbench.analysis.decision.claim import format_percentage
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
 from stratbench.analysis.decision.tolerance import compute_chance_difference
-from stratbench.cell.text.words import counted, format_names
+from stratbench.cell.text.words import format_count, format_names
 from stratbench.statistics.moderated import ROUGH
 
 LEVELS = ("low", "medium", "high")
@@ -50,7 +50,7 @@ def compute_confidence(
         count_known: Whether there are results for the requested number of workers.
     """
     first, rivals = ranking.first, [c.rival for c in ranking.comparisons]
-    runs = counted(ranking.repeats, first.run)
+    runs = format_count(ranking.repeats, first.run)
     sentences = [] if first.basis == "measured" else [f"{first.basis[0].upper()}{first.basis[1:]}."]
     level, claim = compute_level_and_conclusion(ranking)
     sentences.append(claim)
@@ -60,14 +60,14 @@ def compute_confidence(
     if not count_known:
         limits.append((0, f"there are no results for {constraints.gpus} workers"))
     if first.claim is not None:
-        sentences.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
+        sentences.append(f"The verdict on {format_count(first.gpus, 'worker')}: {first.claim[0]}")
         # The verdict's confidence already considers blocks, nodes, full runs and their dependence.
         by_verdict = LEVELS.index(first.claim[1])
         level = by_verdict if is_confirmed_by_verdict(ranking) else min(level, by_verdict)
     elif first.unit == "block":
         level = min(level, 1)
         sentences.append(
-            f"The verdict on {counted(first.gpus, 'worker')} makes no claim for the choice."
+            f"The verdict on {format_count(first.gpus, 'worker')} makes no claim for the choice."
         )
     elif ranking.corrects_repeated_looks:
         sentences.append(LOOKED_AGAIN)
@@ -107,7 +107,7 @@ def compute_confidence(
     reason = next((words for cap, words in limits if cap == lowest and words), "")
     if not reason and ranking.is_clear:
         processes = " of CPU processes" if first.on_cpu else ""
-        reason = f"{runs}{processes} on {counted(len(hosts), 'host')}, no doubts"
+        reason = f"{runs}{processes} on {format_count(len(hosts), 'host')}, no doubts"
     elif not reason:
         reason = f"equal within {100 * constraints.equivalence_margin:g} %: either will do"
     return Confidence(LEVELS[lowest], reason, tuple(filter(None, sentences)))
@@ -130,7 +130,7 @@ def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: in
         level: Level of confidence.
     """
     first = ranking.first
-    runs = counted(ranking.repeats, first.run)
+    runs = format_count(ranking.repeats, first.run)
     if first.projected:
         return "projected, not measured"
     if not ranking.comparisons:
@@ -169,7 +169,7 @@ def iter_caveat_sentences(ranking: Ranking) -> Iterator[str]:
     if ranking.first.doubts:
         yield f"Caveats on the choice: {', '.join(ranking.first.doubts)}."
     for c, others in iter_alternative_caveats(ranking):
-        yield f"Caveats on {c.strategy} on {counted(c.gpus, 'worker')}: {', '.join(others)}."
+        yield f"Caveats on {c.strategy} on {format_count(c.gpus, 'worker')}: {', '.join(others)}."
 
 
 def iter_alternative_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
@@ -206,7 +206,7 @@ def compute_level_and_conclusion(ranking: Ranking) -> tuple[int, str]:
     if first.projected:
         return (
             0,
-            f"The time of the choice on {counted(first.gpus, 'worker')} is projected (80 % interval), "
+            f"The time of the choice on {format_count(first.gpus, 'worker')} is projected (80 % interval), "
             "not measured.",
         )
     if measured := [c for c in ranking.comparisons if not c.rival.projected]:
@@ -219,21 +219,21 @@ def compute_level_and_conclusion(ranking: Ranking) -> tuple[int, str]:
     elif ranking.comparisons:
         return 0, "All rivals of the choice are projected, with 80 % intervals."
     if not ranking.comparisons:
-        text = f"The choice was measured in {counted(repeats, first.unit)} and has no rival."
+        text = f"The choice was measured in {format_count(repeats, first.unit)} and has no rival."
         return (1 if repeats > 1 else 0), text
     if ranking.max_lead is None:
         return (
             0,
             f"The order may be due to chance: {ranking.chance_reason}, so there is no interval.",
         )
-    over = f"Over {counted(repeats, first.unit)}"
-    rivals = counted(len(ranking.comparisons), "rival")
+    over = f"Over {format_count(repeats, first.unit)}"
+    rivals = format_count(len(ranking.comparisons), "rival")
     rivals = {1: "its only rival", 2: "both rivals"}.get(len(ranking.comparisons), f"all {rivals}")
     faster = "cheaper" if first.is_ranked_by_cost else "faster"
     if ranking.is_clear:
         text = f"{over} the choice is significantly {faster} than {rivals} (simultaneous 95 % intervals)."
         return (2 if repeats >= 3 else 1), text
-    ties = counted(len(ranking.tied_alternatives), "rival")
+    ties = format_count(len(ranking.tied_alternatives), "rival")
     open_to = (
         f"much {faster}"
         if ranking.max_lead > 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stratbench.analysis.records.score import Score
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Constraints:
             ranking: The criterion of the ranking; `ranking_text` if empty.
         """
         if self.gpus is not None:
-            yield f"at most {counted(self.gpus, 'worker')}"
+            yield f"at most {format_count(self.gpus, 'worker')}"
         if self.gpu_memory_gib is not None:
             reserve = (
                 f", {100 * self.memory_margin:g} % kept in reserve" if self.memory_margin else ""

@@ -78,7 +78,7 @@ class Decision:
         return f"{self.short.name or 'Nothing can be recommended'}. {self.short.claim}"
 
 
-def decisions(
+def make_decisions(
     cells: pd.DataFrame,
     findings: pd.DataFrame,
     constraints: Constraints,
@@ -393,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells, findings = read_cells(args.cells), read_audit(args.audit)
     evidence = read_evidence(args.evidence, constraints)
     try:
-        decided = decisions(cells, findings, constraints, list(evidence.values()))
+        decided = make_decisions(cells, findings, constraints, list(evidence.values()))
         print(write_decisions(decided, findings, constraints, args.out, args.answers_out, evidence))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -12,10 +12,10 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import MAX_REPEATS, ComparisonWithChoice, Ranking
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import (
-    counted,
     format_bytes,
+    format_count,
     join_with_and,
-    plural,
+    pluralize,
 )
 from stratbench.statistics.moderated import ROUGH
 
@@ -25,7 +25,7 @@ MAX_OF_A_REASON = 120
 
 def format_name(c: Candidate, noun: str) -> str:
     """Return a candidate's name with the noun for its workers: `ddp on 4 GPUs`."""
-    return f"{c.strategy} on {counted(c.gpus, noun)}"
+    return f"{c.strategy} on {format_count(c.gpus, noun)}"
 
 
 def format_full_name(c: Candidate) -> str:
@@ -155,15 +155,15 @@ def describe_missing_projections(
     """
     refused: dict[str, dict[str, None]] = {}
     for c in candidates:
-        if c.not_projected:
-            refused.setdefault(c.not_projected, {})[c.strategy] = None
+        if c.no_projection_reason:
+            refused.setdefault(c.no_projection_reason, {})[c.strategy] = None
     # If nothing is projected, the headline already says so.
     if not refused or not any(c.projected for c in candidates):
         return ""
     reasons = "; ".join(
         f"{join_with_and(list(names))} ({reason})" for reason, names in refused.items()
     )
-    return f"There is no projection to {counted(constraints.gpus, noun)} for {reasons}."
+    return f"There is no projection to {format_count(constraints.gpus, noun)} for {reasons}."
 
 
 def describe_rival(comparison: ComparisonWithChoice, noun: str, constraints: Constraints) -> str:
@@ -183,8 +183,8 @@ def describe_rival(comparison: ComparisonWithChoice, noun: str, constraints: Con
         return (
             f"{name} {'costs' if by_cost else 'takes'} {format_percentage(1 - ratio)} less than the choice "
             f"({paid}), which counts as equal (margin: "
-            f"{format_percentage(constraints.equivalence_margin)}). Among equals, fewer {plural(noun)} and "
-            "then less memory decide."
+            f"{format_percentage(constraints.equivalence_margin)}). Among equals, fewer {pluralize(noun)} "
+            "and then less memory decide."
         )
     shown = "{:.4f}" if f"{ratio:.2f}" == "1.00" else "{:.2f}"
     many = comparison.ratio.text(shown.format, "{:.2f}".format)

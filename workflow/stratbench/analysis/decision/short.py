@@ -19,7 +19,7 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
 from stratbench.analysis.decision.tolerance import compute_chance_difference, have_equal_arithmetic
 from stratbench.analysis.records.measures import format_number
-from stratbench.cell.text.words import GIB, counted, format_bytes, join_with_and
+from stratbench.cell.text.words import GIB, format_bytes, format_count, join_with_and
 from stratbench.statistics.unpaired import compute_mean_of_logs
 
 #: Number of runs from which a time is shown with a confidence interval instead of the range of the runs.
@@ -207,7 +207,7 @@ def format_objective(c: Candidate) -> tuple[str, str]:
     if len(c.times) == 1:
         return format_duration(c.time_s), f"one {c.run}"
     low, high = compute_time_interval(c.times.to_numpy(dtype=float))
-    note = "95 %" if len(c.times) >= INTERVAL_FROM else f"in {counted(len(c.times), c.run)}"
+    note = "95 %" if len(c.times) >= INTERVAL_FROM else f"in {format_count(len(c.times), c.run)}"
     span = f"{format_low_end(low, high)}–{format_duration(high)}"
     return format_duration(c.time_s), f"{span} ({note})" if note == "95 %" else f"{span} {note}"
 

@@ -37,7 +37,7 @@ class ChartSeries:
     mark: Mark | None = None
 
 
-def log_chart(
+def render_log_chart(
     series: Sequence[ChartSeries],
     x_title: str,
     y_title: str,

@@ -14,13 +14,13 @@ from stratbench.analysis.figures.figure_data import FigureData
 from stratbench.analysis.figures.rows import (
     FigureRow,
     Point,
-    Rows,
+    RowChart,
     draw_rows,
     has_points,
     shows_intervals,
 )
 from stratbench.analysis.records.measures import DOUBT, Measure, format_number
-from stratbench.cell.text.words import GIB, plural, worker_noun
+from stratbench.cell.text.words import GIB, pluralize, worker_noun
 
 #: Worker counts above this are drawn on logarithmic axes.
 LINEAR_UP_TO = 8
@@ -74,7 +74,7 @@ def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
     if of_time and reference:
         ends = reference / (1 + data.margin), reference * (1 + data.margin)
         band = ends[0] * factor, ends[1] * factor
-    shown = Rows(
+    shown = RowChart(
         lines,
         data.marks,
         has_log_scale=of_time,
@@ -208,10 +208,10 @@ def find_gpu_memory(
 
 
 def iter_rows_caption(
-    data: FigureData, measure: Measure, rows: pd.DataFrame, shown: Rows
+    data: FigureData, measure: Measure, rows: pd.DataFrame, shown: RowChart
 ) -> Iterator[str]:
     """Yield the sentences of the caption of a figure of rows."""
-    noun = plural(worker_noun(data.cells["device_kind"]))
+    noun = pluralize(worker_noun(data.cells["device_kind"]))
     if not has_points(shown):
         yield f"No strategy has a value; the figure shows how its cells ended, by number of {noun}."
         return
@@ -279,7 +279,7 @@ def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
     shown = CurveChart(
         curves,
         data.marks,
-        plural(worker_noun(data.cells["device_kind"])),
+        pluralize(worker_noun(data.cells["device_kind"])),
         x_ticks=data.counts,
         has_log_x=log,
         has_log_y=log,

@@ -75,7 +75,7 @@ class FigureRow:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowChart:
     """Content and style of a chart of rows."""
 
     rows: Sequence[FigureRow]
@@ -92,7 +92,7 @@ class Rows:
     @classmethod
     def of_ratios(
         cls, rows: Sequence[FigureRow], marks: Mapping[str, Mark], margin: float, head: str = ""
-    ) -> Rows:
+    ) -> RowChart:
         """Return a chart of ratios, in which values within `margin` of 1 count as equal."""
         band = (1 / (1 + margin), 1 + margin)
         return cls(
@@ -109,7 +109,7 @@ class RowScale:
     width: float
 
     @classmethod
-    def of(cls, shown: Rows) -> RowScale:
+    def of(cls, shown: RowChart) -> RowScale:
         """Return the scale that spans all points and their intervals."""
         letters = max((min(len(row.strategy), MAX_LETTERS) for row in shown.rows), default=0)
         letters += max(
@@ -137,12 +137,12 @@ class RowScale:
         return self.width * compute_axis_fraction(value, self.limits, self.log)
 
 
-def has_points(shown: Rows) -> bool:
+def has_points(shown: RowChart) -> bool:
     """Return whether any row has a value, so that an axis is drawn."""
     return any(row.points for row in shown.rows)
 
 
-def shows_intervals(shown: Rows) -> bool:
+def shows_intervals(shown: RowChart) -> bool:
     """Return whether any interval is wider than the mark on it."""
     scale = RowScale.of(shown)
     return any(
@@ -169,7 +169,7 @@ def mark_width_px(point: Point) -> float:
     return WIDE_DISC if len(point.workers_text) > 2 else DISC
 
 
-def draw_rows(shown: Rows) -> Figure:
+def draw_rows(shown: RowChart) -> Figure:
     """Draw the chart, with its rows in the given order."""
     scale = RowScale.of(shown)
     lanes = [list(assign_lanes(row, scale)) for row in shown.rows]
@@ -215,7 +215,7 @@ def draw_rows(shown: Rows) -> Figure:
     return apply_layout(axes)
 
 
-def draw_scale(axes: Axes, shown: Rows, scale: RowScale) -> None:
+def draw_scale(axes: Axes, shown: RowChart, scale: RowScale) -> None:
     """Draw the band of equal values, the ticks with grid lines, and the limit."""
     axes.spines[:].set_visible(False)
     axes.set_yticks([])

@@ -26,10 +26,10 @@ from stratbench.analysis.records.columns import (
 )
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import installed, resolve
+from stratbench.cell.extensions import import_attribute, load_extensions
 from stratbench.cell.files import write_rows
 from stratbench.cell.record import Record
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 from stratbench.study.config.config import Study
 
 #: Statuses of cells without a usable record: no record yet, or a failure or an unusable record.
@@ -37,7 +37,7 @@ UNMEASURED = ("missing", "error")
 
 
 @dataclass(frozen=True)
-class Expected:
+class Expectations:
     """Expectations of the config on the records.
 
     Attributes:
@@ -58,11 +58,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--targets", default="{}", help="JSON: scores to reach, by experiment")
 
 
-def read_expectations(args: argparse.Namespace) -> Expected:
+def read_expectations(args: argparse.Namespace) -> Expectations:
     """Return the Expected that a command line describes."""
     config = json.loads(args.study)
     study = Study(config, config["study"]) if config else None
-    return Expected(json.loads(args.skipped), json.loads(args.targets), study)
+    return Expectations(json.loads(args.skipped), json.loads(args.targets), study)
 
 
 def find_time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
@@ -100,7 +100,7 @@ def describe_missing_record(log_dir: Path) -> Row:
 def build_cell_rows(
     cell: Cell,
     study_dir: Path,
-    expected: Expected,
+    expected: Expectations,
     read: Callable[[Path], Record] = record.read_measured_record,
 ) -> tuple[Row, list[Row]]:
     """Return a cell's row of cells.csv and its rows of epochs.csv.
@@ -155,7 +155,7 @@ def build_cell_rows(
 
 
 def iter_cell_rows(
-    cells: Sequence[Cell], study_dir: Path, expected: Expected, read: Callable[[Path], Record]
+    cells: Sequence[Cell], study_dir: Path, expected: Expectations, read: Callable[[Path], Record]
 ) -> Iterator[tuple[Row, list[Row]]]:
     """Yield the results of `build_cell_rows` for all cells; print progress every few seconds.
 
@@ -181,12 +181,12 @@ def read_expected_cells(path: Path) -> list[Cell]:
     return cells
 
 
-def collect(
+def collect_records(
     cells: Sequence[Cell],
     study_dir: Path,
     out: Path,
     epochs_out: Path,
-    expected: Expected | None = None,
+    expected: Expectations | None = None,
     read: Callable[[Path], Record] = record.read_measured_record,
 ) -> list[Row]:
     """Write cells.csv and epochs.csv, and return the rows of cells without a usable record.
@@ -199,11 +199,11 @@ def collect(
         expected: Expectations of the config.
         read: Reads a record.
     """
-    listed = list(iter_cell_rows(cells, study_dir, expected or Expected(), read))
+    listed = list(iter_cell_rows(cells, study_dir, expected or Expectations(), read))
     rows = [row for row, _ in listed]
-    for extension in installed().values():
+    for extension in load_extensions().values():
         if extension.judge is not None:
-            resolve(extension.judge)(rows)
+            import_attribute(extension.judge)(rows)
     write_rows(epochs_out, EPOCH_COLUMNS, (epoch for _, epochs in listed for epoch in epochs))
     write_rows(out, COLUMNS, rows)
     return [row for row in rows if row["status"] in UNMEASURED]
@@ -236,12 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cells = read_expected_cells(args.expected)
     study_dir = args.records_root.parent
-    without = collect(cells, study_dir, args.out, args.epochs_out, read_expectations(args))
+    without = collect_records(cells, study_dir, args.out, args.epochs_out, read_expectations(args))
     if without:
         file = sys.stdout if args.partial else sys.stderr
         print(describe_missing(without, len(cells)), file=file)
     else:
-        print(counted(len(cells), "record"))
+        print(format_count(len(cells), "record"))
     return 1 if without and not args.partial else 0
 
 

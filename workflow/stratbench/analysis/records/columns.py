@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from stratbench.analysis.records import derived
 from stratbench.analysis.records.derived import get_by_path
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import at
+from stratbench.cell.extensions import iter_resolved
 from stratbench.cell.record import Record, RecordError, load_schema
 from stratbench.strategies.base import Traits
 
@@ -241,7 +241,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("processes", "number", "", derived.count_processes,
            "Number of workers plus parameter servers. GPU-hours, worker-hours and costs count only the "
            "workers."),
-    *(Column(*values) for _, columns in at("columns") for values in columns),
+    *(Column(*values) for _, columns in iter_resolved("columns") for values in columns),
     Column("record_path", "text", "", None, "Path of the record below results/<study>."),
     Column("log_path", "text", "", None, "Path of the log below results/<study>."),
 )

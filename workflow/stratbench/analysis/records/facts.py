@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stratbench.analysis.records.derived import get_by_path
-from stratbench.analysis.records.samples import Series, Timeline
+from stratbench.analysis.records.samples import SampleSeries, Timeline
 from stratbench.cell.record import Record
 from stratbench.strategies.mesh import Mesh
 
@@ -44,7 +44,9 @@ class Facts:
         values = [self(path) for path in paths]
         return None if None in values else math.prod(values)
 
-    def samples_on(self, worker: dict[str, Any], kind: str, name: str | None) -> Series | None:
+    def samples_on(
+        self, worker: dict[str, Any], kind: str, name: str | None
+    ) -> SampleSeries | None:
         """Return the samples of a worker's host, or of a process or GPU on it.
 
         The result is None without samples.
@@ -58,11 +60,11 @@ class Facts:
             return None
         return self.timeline.series.get((get_host_name(worker) or "", kind, name or ""))
 
-    def gpu_series(self, worker: dict[str, Any]) -> Series | None:
+    def gpu_series(self, worker: dict[str, Any]) -> SampleSeries | None:
         """Return the samples of a worker's GPU, or None without samples."""
         return self.samples_on(worker, "gpu", get_gpu_id(worker))
 
-    def series_of(self, worker: dict[str, Any]) -> tuple[str, Series | None]:
+    def series_of(self, worker: dict[str, Any]) -> tuple[str, SampleSeries | None]:
         """Return the kind (`gpu` or `process`) and the samples of a worker's device."""
         if self("provenance.device") == "cuda":
             return "gpu", self.gpu_series(worker)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from stratbench.analysis.records.columns import read_table
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 
 AUDIT_COLUMNS = (
     "rule", "severity", "affects", "experiment", "strategy", "model", "gpus", "repeat", "figures",
@@ -29,4 +29,4 @@ def read_audit(path: Path | None) -> pd.DataFrame:
 
 def format_tally(count: int, severity: str) -> str:
     """Return the number of findings with a severity: `2 unusable`, `1 warning`, `3 notes`."""
-    return f"{count} unusable" if severity == "unusable" else counted(count, severity)
+    return f"{count} unusable" if severity == "unusable" else format_count(count, severity)

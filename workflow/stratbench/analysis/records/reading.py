@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.analysis.records.columns import Row
-from stratbench.cell.extensions import at
+from stratbench.cell.extensions import iter_resolved
 from stratbench.cell.text import pages
 
 if TYPE_CHECKING:
@@ -78,4 +78,4 @@ def render_section(template: Path, **values: Any) -> Markup:
 
 def list_readings() -> dict[str, Reading]:
     """Return the additions of each installed extension, in the order of the report's sections."""
-    return dict(at("reading"))
+    return dict(iter_resolved("reading"))

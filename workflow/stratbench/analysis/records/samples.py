@@ -58,7 +58,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Series:
+class SampleSeries:
     """A summary of the samples of one host, process or GPU."""
 
     count: int
@@ -78,7 +78,7 @@ class Series:
     capped_share: float
 
     @classmethod
-    def of(cls, kind: str, samples: Sequence[Sample]) -> Series:
+    def of(cls, kind: str, samples: Sequence[Sample]) -> SampleSeries:
         """Return the summary of at least one sample, in the order of time."""
         trained = [sample for sample in samples if sample.phase == "train"]
         index_of = {name: i for i, name in enumerate(COLUMNS[kind])}
@@ -122,9 +122,9 @@ def summarize_by_column(
 class Timeline:
     """The content of a cell's timeline: series by node, kind (host, process, gpu) and id."""
 
-    series: dict[tuple[str, str, str], Series]
+    series: dict[tuple[str, str, str], SampleSeries]
 
-    def select_kind(self, kind: str) -> dict[tuple[str, str], Series]:
+    def select_kind(self, kind: str) -> dict[tuple[str, str], SampleSeries]:
         """Return the series of one kind (host, process or gpu), by node and id."""
         return {(node, name): one for (node, its, name), one in self.series.items() if its == kind}
 
@@ -162,7 +162,7 @@ def parse_timeline(lines: Iterable[str]) -> Timeline | None:
         t_s, phase, reasons = (row[at] for at in moment)
         values = [parse_finite(row[at]) for at in wanted[kind]]
         samples_of[node, kind, name].append(Sample(float(t_s), phase, reasons, values))
-    return Timeline({key: Series.of(key[1], samples) for key, samples in samples_of.items()})
+    return Timeline({key: SampleSeries.of(key[1], samples) for key, samples in samples_of.items()})
 
 
 def parse_finite(text: str) -> float | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stratbench.analysis.decision.answer_line import format_answer_line
 from stratbench.cell.files import read_rows
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 
 
 def iter_answer_lines(folder: Path) -> Iterator[str]:
@@ -25,13 +25,13 @@ def iter_answer_lines(folder: Path) -> Iterator[str]:
         yield format_answer_line(d)
     if (audit := folder / "audit.csv").exists():
         counts = Counter(row["severity"] for row in read_rows(audit))
-        warnings = counted(counts["warning"], "warning")
-        notes = counted(counts["note"], "note")
+        warnings = format_count(counts["warning"], "warning")
+        notes = format_count(counts["note"], "note")
         yield f"Audit findings: {counts['unusable']} unusable, {warnings}, {notes}."
     skews_ms = [float(row["start_skew_ms"] or "nan") for row in read_rows(folder / "cells.csv")]
     known_ms = sorted(skew for skew in skews_ms if skew == skew)
     if known_ms:
         yield (
             f"Start skew between the workers of an epoch: median {statistics.median(known_ms):.1f} ms, "
-            f"maximum {known_ms[-1]:.1f} ms over {counted(len(known_ms), 'cell')}."
+            f"maximum {known_ms[-1]:.1f} ms over {format_count(len(known_ms), 'cell')}."
         )

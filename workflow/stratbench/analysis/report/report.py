@@ -36,7 +36,7 @@ from stratbench.analysis.tables.tables import (
 )
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text import pages
-from stratbench.cell.text.words import MIB, counted, plural, worker_noun
+from stratbench.cell.text.words import MIB, format_count, pluralize, worker_noun
 
 TEMPLATES = Path(__file__).parent / "templates"
 STATUS_WORDS = {
@@ -72,7 +72,7 @@ def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
     for experiment, rows in cells.groupby("experiment", sort=False):
         noun = worker_noun(rows["device_kind"])
         values = {words: format_distinct_values(rows, column) for words, column in RUNS.items()}
-        values["workers"] += f" {plural(noun)}"
+        values["workers"] += f" {pluralize(noun)}"
         values["repeats"] = str(rows["repeat"].nunique())
         values["epochs or steps"] = format_training_length(rows)
         lines.append({"experiment": str(experiment)} | values)
@@ -141,8 +141,8 @@ def describe_devices(cells: pd.DataFrame) -> str:
         of = "one machine" if len(hosts) < 2 else f"{len(hosts)} machines"
         text = f"CPU processes{shared} of {of} ({devices}); not valid for GPUs."
     elif kinds:
-        text = f"up to {counted(int(known['gpus'].max()), 'worker')} with {devices} on "
-        text += f"{counted(len(hosts), 'host')}, {format_distinct_values(known, 'precision')}."
+        text = f"up to {format_count(int(known['gpus'].max()), 'worker')} with {devices} on "
+        text += f"{format_count(len(hosts), 'host')}, {format_distinct_values(known, 'precision')}."
     else:
         text = "nothing yet."
     counts = cells["status"].value_counts()
@@ -156,7 +156,7 @@ def describe_devices(cells: pd.DataFrame) -> str:
 
 def describe_matrix(rows: pd.DataFrame) -> str:
     """Return a line on an experiment: `6 epochs, global batch 128 · 10 strategies …`."""
-    noun = plural(worker_noun(rows["device_kind"]))
+    noun = pluralize(worker_noun(rows["device_kind"]))
     steps = rows["steps"].notna().any()
     length = (
         format_training_length(rows)
@@ -167,9 +167,9 @@ def describe_matrix(rows: pd.DataFrame) -> str:
     return " · ".join(
         [
             f"{length}, global batch {batch}",
-            f"{counted(rows['strategy'].nunique(), 'strategy')} on {format_distinct_values(rows, 'gpus')} "
-            f"{noun}",
-            counted(rows["repeat"].nunique(), "repeat"),
+            f"{format_count(rows['strategy'].nunique(), 'strategy')} on "
+            f"{format_distinct_values(rows, 'gpus')} {noun}",
+            format_count(rows["repeat"].nunique(), "repeat"),
         ]
     )
 
@@ -263,7 +263,7 @@ def build_table_values(
         "id": measure.name,
         "title": measure.heading,
         "caption": describe_brackets(rows, measure) + describe_marks(lines),
-        "columns": [counted(n, noun) for n in counts],
+        "columns": [format_count(n, noun) for n in counts],
         "body": body,
     }
 

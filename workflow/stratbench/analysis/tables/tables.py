@@ -20,7 +20,7 @@ from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, list_m
 from stratbench.analysis.records.score import read_score
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import counted, worker_noun
+from stratbench.cell.text.words import format_count, worker_noun
 from stratbench.statistics.intervals import QUARTILES_FROM
 
 _LATEX = {
@@ -205,11 +205,11 @@ def build_table_by_count(
     """
     return pd.DataFrame(
         [[*names, *(texts.get(n, NO_CELL) for n in counts)] for *names, texts in lines],
-        columns=["model", "strategy", *(counted(n, noun) for n in counts)],
+        columns=["model", "strategy", *(format_count(n, noun) for n in counts)],
     )
 
 
-def markdown(table: pd.DataFrame, title: str) -> str:
+def format_markdown(table: pd.DataFrame, title: str) -> str:
     """Return the table as Markdown, with its caption above."""
     header = list(table.columns)
     lines = [f"**{title}**", "", "| " + " | ".join(header) + " |"]
@@ -261,7 +261,7 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
         stem: Path without an ending.
     """
     write_atomic(stem.with_suffix(".csv"), table.to_csv(index=False))
-    write_atomic(stem.with_suffix(".md"), markdown(table, title))
+    write_atomic(stem.with_suffix(".md"), format_markdown(table, title))
     write_atomic(stem.with_suffix(".tex"), latex(table, title))
 
 

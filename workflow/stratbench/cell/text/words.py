@@ -48,12 +48,12 @@ def format_short_time(seconds: float) -> str:
     return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
 
 
-def counted(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Return a count with its noun in singular or plural: `4 CPU processes`."""
-    return f"{count} {noun if count == 1 else plural(noun)}"
+    return f"{count} {noun if count == 1 else pluralize(noun)}"
 
 
-def plural(noun: str) -> str:
+def pluralize(noun: str) -> str:
     """Return the plural of a noun: `GPUs`, `CPU processes`, `strategies`."""
     if noun.endswith("gy"):
         return f"{noun[:-1]}ies"

@@ -19,7 +19,7 @@ from stratbench.analysis.records.findings import AUDIT_COLUMNS, SEVERITIES, form
 from stratbench.analysis.records.samples import Timeline, read_timeline
 from stratbench.cell import record
 from stratbench.cell.coordinates import INCOMPARABLE, STATUSES
-from stratbench.cell.extensions import installed
+from stratbench.cell.extensions import load_extensions
 from stratbench.cell.files import write_rows
 from stratbench.cell.record import Record
 from stratbench.extensions.audit import itself, memory, scores, speed, timelines, traffic, workers
@@ -48,7 +48,7 @@ def list_rules(module: Any) -> list[Rule]:
 def iter_rule_modules() -> Iterator[Any]:
     """Yield the modules with rules: those of the audit, then those of other extensions."""
     yield from KINDS
-    for extension in installed().values():
+    for extension in load_extensions().values():
         yield from map(import_module, extension.audited)
 
 

@@ -125,14 +125,14 @@ def find_async_unlike_sync_on_one_worker(evidence: AuditData) -> Iterator[Case]:
     alone = [
         group
         for group in evidence.groups
-        if group.gpus == 1 and evidence.get_common_value(group, "synchronous_alone")
+        if group.gpus == 1 and evidence.get_common_value(group, "is_synchronous_on_one_worker")
     ]
     for group in alone:
         # These strategies are synchronous for any number of workers.
         plain = [
             other
             for other in evidence.list_groups_with_any_strategy(group)
-            if evidence.get_common_value(other, "synchronous_alone")
+            if evidence.get_common_value(other, "is_synchronous_on_one_worker")
             and evidence.get_common_value(other, "equals_ddp")
             and evidence.get_common_value(other, "ends_with_a_worker")
         ]
@@ -172,7 +172,7 @@ def find_unequal_loss_of_equal_arithmetic(evidence: AuditData) -> Iterator[Case]
     groups: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
     for record in evidence.records:
         facts = Facts(record)
-        plain = "equals_ddp" if facts.gpus > 1 else "synchronous_alone"
+        plain = "equals_ddp" if facts.gpus > 1 else "is_synchronous_on_one_worker"
         if facts.status == "ok" and facts(f"strategy.traits.{plain}"):
             groups[get_arithmetic_key(facts)].append(facts)
     for members in groups.values():

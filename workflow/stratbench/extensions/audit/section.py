@@ -11,7 +11,7 @@ import pandas as pd
 from stratbench.analysis.records.columns import Row
 from stratbench.analysis.records.findings import SEVERITIES, format_tally
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
-from stratbench.cell.text.words import counted, format_names
+from stratbench.cell.text.words import format_count, format_names
 from stratbench.extensions.audit.across_cells.confounding import find_confounded_host
 
 TEMPLATE = Path(__file__).parent / "templates" / "audit.html.j2"
@@ -83,7 +83,7 @@ def list_rules_with_findings(
 def describe_place(row: Mapping[str, Any]) -> str:
     """Describe the cells that a finding is on by their coordinates."""
     place = [row[name] for name in _PLACE if pd.notna(row[name])]
-    place += [counted(row["gpus"], "worker")] if pd.notna(row["gpus"]) else []
+    place += [format_count(row["gpus"], "worker")] if pd.notna(row["gpus"]) else []
     place += [f"repeat {row['repeat']}"] if pd.notna(row["repeat"]) else []
     return ", ".join(place) or "the study"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.analysis.records.derived import get_by_path
 from stratbench.analysis.records.facts import Facts, get_host_name, sum_longest_pauses_s
-from stratbench.analysis.records.samples import BUSY, Series
+from stratbench.analysis.records.samples import BUSY, SampleSeries
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, Key, make_cell_key, record_rule, rule
 from stratbench.telemetry.pauses import NEGLIGIBLE
@@ -98,7 +98,7 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
     """A GPU had a lower clock than other GPUs of its kind in this study, or than its application clock,
     without being at its power limit: times differ because of clocks, and not because of strategies.
     """
-    by_gpu: dict[str, list[tuple[Key, Record, dict[str, Any], Series]]] = defaultdict(list)
+    by_gpu: dict[str, list[tuple[Key, Record, dict[str, Any], SampleSeries]]] = defaultdict(list)
     for record in evidence.records:
         key = make_cell_key(record["cell"])
         facts = Facts(record, evidence.timelines.get(key))
@@ -122,7 +122,7 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
                 yield record["cell"], figures
 
 
-def is_at_power_limit(worker: dict[str, Any], one: Series) -> bool:
+def is_at_power_limit(worker: dict[str, Any], one: SampleSeries) -> bool:
     """Return whether a GPU was at its power limit, which explains a low clock."""
     limit_w, power = (
         get_by_path(worker["provenance"], "gpu.power_limit_w"),
@@ -175,7 +175,7 @@ def find_loaded_machines(facts: Facts) -> Iterator[str]:
 
 
 def estimate_load_while_running(
-    total_s: float, before: float | None, after: float, one: Series | None
+    total_s: float, before: float | None, after: float, one: SampleSeries | None
 ) -> float:
     """Estimate the mean load during a cell from `load_1m`.
 
@@ -199,7 +199,9 @@ def estimate_load_while_running(
     return max(loads)
 
 
-def estimate_cores_of_others(facts: Facts, host: str, one: Series | None, cores: int) -> float:
+def estimate_cores_of_others(
+    facts: Facts, host: str, one: SampleSeries | None, cores: int
+) -> float:
     """Estimate how many cores of a host other processes used during training.
 
     Return 0 if unknown.

@@ -11,7 +11,7 @@ from stratbench.extensions.commands.files import get_command_name, read_ends
 from stratbench.strategies import strategy_class
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency
-from stratbench.train.ending import KILLED_FOR_MEMORY, Ending, failed_or_slow, has_killed
+from stratbench.train.ending import KILLED_FOR_MEMORY, Ending, has_killed, make_error_or_timeout
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import trained_of
 from stratbench.train.out_of_memory import line_out_of_memory
@@ -63,7 +63,7 @@ class CommandRunner(Runner):
                 return Ending("error", f"the command {reason}; {line.strip()}")
             return Ending("oom", line.strip())
         if exits.timed_out:
-            return failed_or_slow(job, results.find_hang_reason(job))
+            return make_error_or_timeout(job, results.find_hang_reason(job))
         if worker.get("status") != "ok":
             return Ending("error", worker.get("reason", "the command left no result"))
         return Ending("ok", None)

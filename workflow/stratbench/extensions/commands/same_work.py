@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from stratbench.analysis.records.columns import Row
 from stratbench.analysis.records.reading import Reading
 from stratbench.cell.coordinates import INCOMPARABLE
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,7 +114,7 @@ def _format_values(values: set[float]) -> str:
     return " or ".join(f"{value:,}" for value in sorted(values))
 
 
-def notice_commands(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
+def iter_command_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
     """Yield notices that commands report their values themselves, and which of them are not ranked."""
     rows = cells[cells["same_work"].notna()]
     if not len(rows):
@@ -124,8 +124,8 @@ def notice_commands(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[st
     yield (
         f"{names}: trained by users' commands, which report their times and scores themselves. The audit "
         "checks "
-        f"these against external measurements. {same} of {counted(len(rows), 'cell')} trained the same as "
-        "the "
+        f"these against external measurements. {same} of {format_count(len(rows), 'cell')} trained the "
+        "same as the "
         "cells beside them; the rest is not ranked."
     )
     for reason, other in rows[rows["same_work"] != YES].groupby("same_work", sort=False):
@@ -133,4 +133,4 @@ def notice_commands(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[st
         yield f"Not ranked, because of other work: {where}: {str(reason).removeprefix('no: ')}."
 
 
-READING = Reading(notices=notice_commands)
+READING = Reading(notices=iter_command_notices)

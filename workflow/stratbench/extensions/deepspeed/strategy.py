@@ -134,14 +134,14 @@ class DeepSpeed(Counted):
         if trial.by_chance:
             yield base.skipped_at_random_reason(trial.by_chance)
         elif trial.by_data:
-            yield base.by_data(trial.by_data)
+            yield base.skipped_by_data_reason(trial.by_data)
 
     def traits(self, gpus: int) -> base.Traits:
         o = self.options
         # Stage 2 shards gradients but not weights, and by default stage 3 does not shard small tensors.
         parts = {1: 1, 2: None, 3: gpus if o.match_other_strategies else None}[o.stage]
         return base.Traits(
-            synchronous_alone=True,
+            is_synchronous_on_one_worker=True,
             equals_ddp=True,
             shards_states=o.stage == 3,
             weight_parts=parts if gpus > 1 else 1,
@@ -249,10 +249,10 @@ class DeepSpeed(Counted):
         self._free_gathered()
 
     def model_states(self) -> dict[str, int]:
-        from stratbench.telemetry.memory import model_states
+        from stratbench.telemetry.memory import measure_model_states
 
         workers, stage = self.worker.world_size, self.options.stage
-        states = model_states(self.model, self.optimizer)
+        states = measure_model_states(self.model, self.optimizer)
         states["optimizer_bytes"] += sum(t.nbytes for t in self.local)
         if stage == 3:
             states["parameters_bytes"] = sum(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from stratbench.cell.settings import Keys, derived, setting
+from stratbench.cell.settings import Keys, derived_field, setting
 
 #: Settings that elastic workers do not support: the only allowed value of each, and the reason.
 _RIGID_SETTINGS = {
@@ -40,7 +40,7 @@ class Elastic(Keys):
         "be replaced (docs/elastic.md). `gpus` is then the largest number of workers at a time. The cell's "
         "own job has no GPU: it submits the worker jobs, and runs the servers or coordinates the workers. "
         "Without SLURM, workers are processes of this machine.")
-    ends_at: float | None = derived(default=None,
+    ends_at: float | None = derived_field(default=None,
         help="Score at which the training of an elastic cell ends, from `target_score`: it ends with the "
         "first epoch that reaches it. null: it ends after all epochs.")
     # fmt: on
@@ -59,7 +59,7 @@ class Elastic(Keys):
         if not block["elastic"]:
             return
         for name, base, options in iter_strategy_options(block, study):
-            if (reason := strategy_class(base).rigid_reason(options, block)) is not None:
+            if (reason := strategy_class(base).explain_fixed_workers(options, block)) is not None:
                 yield (
                     f".elastic = true: {name}: {reason}; remove {name} from strategies, or move it to "
                     "another experiment"

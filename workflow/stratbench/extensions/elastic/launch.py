@@ -28,7 +28,7 @@ from stratbench.telemetry.machine.busy import measure_other_load
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import agent
-from stratbench.train.ending import Ending, slow
+from stratbench.train.ending import Ending, make_timeout
 from stratbench.train.forkserver import fork_server, shares_gpus
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import is_over
@@ -143,7 +143,7 @@ def _wait_for_end(
         if limit_s is not None and deadline is None and coordinator.has_begun:
             deadline = time.monotonic() + limit_s
         if deadline is not None and is_over(deadline, watch):
-            return slow(limit_s)
+            return make_timeout(limit_s)
     if coordinator.failure:
         return Ending("error", coordinator.failure)
     diverged = coordinator.get_divergence_reason()

@@ -34,7 +34,7 @@ from stratbench.extensions.servers.node import server_processes
 from stratbench.extensions.servers.strategy import server_configs
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.train import agent
-from stratbench.train.ending import Ending, slow
+from stratbench.train.ending import Ending, make_timeout
 from stratbench.train.forkserver import Process, fork_server
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import is_over
@@ -135,7 +135,7 @@ def _wait_for_end(
         if limit_s is not None and deadline is None and has_begun:
             deadline = time.monotonic() + limit_s
         if deadline is not None and is_over(deadline, watch):
-            return slow(limit_s)
+            return make_timeout(limit_s)
         time.sleep(POLL_S)
     return _make_ending(job, servers)
 

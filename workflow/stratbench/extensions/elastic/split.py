@@ -136,7 +136,7 @@ class ElasticSynchronous:
         )
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this worker is rank 0 of its current or last generation."""
         return self._rank == 0
 
@@ -156,7 +156,7 @@ class ElasticSynchronous:
                 self._train_in_generation(message, memory)
         except CoordinatorLost as gone:
             print(gone, flush=True)
-            if self.is_first:
+            if self.is_rank_zero:
                 self._save_for_later_members()
         except Over as over:
             print(over, flush=True)
@@ -342,7 +342,7 @@ class ElasticSynchronous:
                 break
             x, y = data.batch(order[self._get_own_samples(self._step)], augmentation)
             if self._step + 1 < ends:
-                data.expect(order[self._get_own_samples(self._step + 1)], augmentation)
+                data.prefetch(order[self._get_own_samples(self._step + 1)], augmentation)
             clock.mark("data")
             with self._restore_on_failure(buffers):
                 losses.append(strategy.step(x, y))

@@ -138,7 +138,7 @@ def train_synchronous(
     measured |= {"communication": None, "generations": split.generations}
     measured["checkpoints"] = split.checkpoint_times_s
     worker.describe(measured, ready, strategy, data)
-    if split.is_first:
+    if split.is_rank_zero:
         measured |= worker.flops_of(s, ready.built)
     return measured
 

@@ -11,11 +11,11 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.words import counted, format_bytes
+from stratbench.cell.text.words import format_bytes, format_count
 from stratbench.strategies import get_mesh, get_traits
 from stratbench.strategies.mesh import Mesh
 from stratbench.workload.network.models import get_model
-from stratbench.workload.network.registry import FAMILIES, facts_of
+from stratbench.workload.network.registry import FAMILIES, get_metadata
 
 #: Settings that define how a cell is measured and what it trains. A trainer has its own.
 MEASUREMENT_SETTINGS = {
@@ -122,7 +122,7 @@ class Choice:
 
         The list is empty if a rule by size made the groups.
         """
-        network = facts_of(get_model(self.settings))
+        network = get_metadata(get_model(self.settings))
         if network.own is not None:
             # A model may declare these classes itself, as those of transformers do. Then the record has
             # them.
@@ -137,7 +137,7 @@ class Choice:
         s, time, memory = self.settings, self.record.get("time") or {}, self.record.get("memory")
         lines = [
             f"{self.cell.strategy} ({s.strategy}), {s.model} on {s.dataset}, "
-            f"{counted(s.gpus, 'worker')}: cell {self.cell.study}/{self.cell.path}"
+            f"{format_count(s.gpus, 'worker')}: cell {self.cell.study}/{self.cell.path}"
         ]
         step = (time.get("step_ms") or {}).get("p50")
         measured = [f"a step took {step:.3g} ms (median)"] if step else []

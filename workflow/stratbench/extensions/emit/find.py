@@ -25,7 +25,7 @@ def find_record(results: Path, study: str | None, cell: str | None) -> record.Re
     """
     path = find_named_path(results, study, cell) if cell else find_chosen_path(results, study)
     try:
-        return record.read(path)
+        return record.read_record(path)
     except record.RecordError as error:
         raise EmitError(str(error)) from None
 

@@ -34,7 +34,7 @@ class Work:
             rank: Rank of this worker.
             device: Device of this worker.
         """
-        self.settings = s = Settings.of_record(record.read(path)["settings"])
+        self.settings = s = Settings.of_record(record.read_record(path)["settings"])
         self.rank, network, dtype = rank, models.get_model(s), weights_dtype(s.precision)
         shape = models.input_shape(network, tuple(DeviceData.load(Path(data)).meta["shape"]))
         self.data = DeviceData.load(

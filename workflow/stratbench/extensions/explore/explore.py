@@ -28,7 +28,7 @@ from stratbench.analysis.records.reading import Reading, ReportInput
 from stratbench.analysis.records.score import read_score
 from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
 from stratbench.cell.text import pages
-from stratbench.cell.text.words import WORKER_NOUNS, plural
+from stratbench.cell.text.words import WORKER_NOUNS, pluralize
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: Column with the name of a cell's result set, on a page with several sets.
@@ -280,7 +280,7 @@ def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[st
         },
         "audit": audit,
         "nouns": {
-            kind: [noun, plural(noun)] for kind, noun in (("", "worker"), *WORKER_NOUNS.items())
+            kind: [noun, pluralize(noun)] for kind, noun in (("", "worker"), *WORKER_NOUNS.items())
         },
         "files": {},
     }

@@ -14,11 +14,11 @@ from stratbench.workload.data.kinds import FileKind, Samples
 from stratbench.workload.data.own_files import (
     ByClass,
     Labelled,
-    divided,
+    divide_into_train_and_test,
     open_tokenizer,
     read_tokens,
+    read_utf8,
     split_text,
-    text_of,
 )
 from stratbench.workload.data.sources import DataError, Source, Split
 
@@ -116,7 +116,7 @@ def labelled_texts(
     columns = (text_column, label_column)
     of_test = _read_texts_by_label(name, [test], columns) if test else None
     by_label = _read_texts_by_label(name, files, columns), of_test
-    train, test_set, classes = divided(name, by_label, TEXTS, test_share, seed)
+    train, test_set, classes = divide_into_train_and_test(name, by_label, TEXTS, test_share, seed)
     opened = open_tokenizer(name, tokenizer) if tokenizer else None
     tokens = BYTES
     if opened:
@@ -197,7 +197,7 @@ def rows_of(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ..
 
 def _open_lines(name: str, path: Path) -> io.StringIO:
     """Return a table file's lines, without the byte-order mark that spreadsheets write."""
-    return io.StringIO(text_of(name, path).removeprefix("\ufeff"), newline="")
+    return io.StringIO(read_utf8(name, path).removeprefix("\ufeff"), newline="")
 
 
 def _iter_csv_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -12,7 +12,7 @@ from stratbench.workload.data.kinds import FileKind, Samples
 from stratbench.workload.data.own_files import (
     ByClass,
     Labelled,
-    divided,
+    divide_into_train_and_test,
     list_class_folders,
     list_sample_files,
 )
@@ -45,7 +45,7 @@ def read_waveform_folder(
     """
     by_label = (_list_files_by_label(name, folder, labels), None) if labels else None
     by_class = by_label or list_class_folders(name, folder, WAVEFORMS)
-    train, test, classes = divided(name, by_class, WAVEFORMS, test_share, seed)
+    train, test, classes = divide_into_train_and_test(name, by_class, WAVEFORMS, test_share, seed)
     first = train[0][0]
     with _open_wave(name, first) as file:
         rate = file.getframerate()

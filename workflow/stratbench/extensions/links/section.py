@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
+from stratbench.analysis.figures.log_chart import ChartSeries, render_log_chart
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.files import read_rows
 from stratbench.cell.text.words import format_bytes, format_short_time
@@ -113,7 +113,7 @@ def _draw_times(
     name = _describe_kind(library, kind)
     return {
         "name": name,
-        "svg": log_chart(
+        "svg": render_log_chart(
             series,
             "bytes of the whole tensor",
             "time",

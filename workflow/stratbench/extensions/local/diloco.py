@@ -44,7 +44,7 @@ class DiLoCo(Local):
     def traits(self, gpus: int) -> base.Traits:
         plain = self.options.outer_lr == 1 and self.options.outer_momentum == 0
         return base.Traits(
-            synchronous_alone=plain,
+            is_synchronous_on_one_worker=plain,
             equals_ddp=plain and gpus == 1,
             updates_per_step=1,
             ring_copies=2 / self.options.inner_steps,

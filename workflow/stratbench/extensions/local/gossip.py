@@ -33,7 +33,7 @@ class Gossip(Local):
 
     def traits(self, gpus: int) -> base.Traits:
         return base.Traits(
-            synchronous_alone=True,
+            is_synchronous_on_one_worker=True,
             equals_ddp=gpus == 1,
             updates_per_step=1,
             # Each worker sends all weights to each neighbour, for any number of workers.

@@ -36,7 +36,7 @@ class LocalSGD(Local):
 
     def traits(self, gpus: int) -> base.Traits:
         return base.Traits(
-            synchronous_alone=True,
+            is_synchronous_on_one_worker=True,
             equals_ddp=gpus == 1,
             updates_per_step=1,
             ring_copies=None if self.options.start else 2 / self.options.period,

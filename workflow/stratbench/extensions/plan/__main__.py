@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import at
+from stratbench.cell.extensions import iter_resolved
 from stratbench.cell.installation import ROOT
-from stratbench.cell.text.words import counted, folded
+from stratbench.cell.text.words import folded, format_count
 from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.device_rates import named_gpus
 from stratbench.extensions.plan.duration import ProjectedDuration
@@ -23,7 +23,7 @@ from stratbench.extensions.plan.one_model.model_answer import Answer, answer_que
 from stratbench.extensions.plan.one_model.one_network import make_model_study
 from stratbench.extensions.plan.pages import table
 from stratbench.extensions.plan.pages.check_text import check_text
-from stratbench.extensions.plan.pages.model_answer import format_answer, format_first_choice
+from stratbench.extensions.plan.pages.model_answer import format_answer, format_first_traced
 from stratbench.extensions.plan.pages.text import format_network, format_plan, write_html
 from stratbench.extensions.plan.schedule import (
     Records,
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1 if checked.refused else 0
         if checked.refused:
             text = (
-                f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would end as "
+                f"{len(checked.refused)} of {format_count(len(checked.subjects), 'cell')} would end as "
                 "unsupported"
             )
             more = "" if args.model else ", and `check`"
@@ -98,7 +98,7 @@ def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
     """
 
     def tell(first: Answer) -> None:
-        print(format_first_choice(first), file=sys.stderr, flush=True)
+        print(format_first_traced(first), file=sys.stderr, flush=True)
 
     print(format_answer(answer_question(config, read_question(args), tell)))
 
@@ -113,7 +113,7 @@ def list_projected(
     """
     projected: dict[Cell, ProjectedDuration] = {}
     try:
-        for _, addition in at("plans"):
+        for _, addition in iter_resolved("plans"):
             if addition.durations is not None:
                 projected |= addition.durations(config, study, records)
     except ValueError as error:

@@ -305,7 +305,9 @@ def check_network(request: Request) -> CheckResult:
     except ModelError as error:
         result = CheckResult(fault=str(error))
     except Exception as error:  # a model may raise anything
-        result = CheckResult(fault=f"{models.in_words(request.network)}: {format_error(error)}")
+        result = CheckResult(
+            fault=f"{models.describe_model(request.network)}: {format_error(error)}"
+        )
     return replace(result, seconds=time.perf_counter() - started)
 
 
@@ -323,7 +325,7 @@ def _try_model(request: Request) -> CheckResult:
             unchecked="config.yaml only names it, and the command that trains it builds it"
         )
     parameters = _count_model_parameters(request)
-    if models.facts_of(request.network).own and parameters <= MAX_REAL_PARAMETERS:
+    if models.get_metadata(request.network).own and parameters <= MAX_REAL_PARAMETERS:
         result = _run_trial(request, on_fakes=False)
         if result.trial["reads_values"]:  # checked here once instead of for each kind of cell
             try:
@@ -488,6 +490,6 @@ def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str
         except Exception as error:
             if by_rules:
                 return None
-            label = models.in_words(request.network)
+            label = models.describe_model(request.network)
             return f"{label}: {request.strategy} cannot train it: its step raised {format_error(error)}"
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.needs import Needs, Subject
@@ -217,7 +217,7 @@ def estimate_from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> S
     repeats = [r for r in same if r["cell"]["gpus"] == cell.gpus]
     if repeats:
         times_s = [r["time"]["train_time_s"] for r in repeats]
-        source = f"{counted(len(times_s), 'record')} of this cell's repeats"
+        source = f"{format_count(len(times_s), 'record')} of this cell's repeats"
         return Span(min(times_s) * (1 - SPREAD), max(times_s) * (1 + SPREAD), source)
     if same:
         nearest = min(same, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))

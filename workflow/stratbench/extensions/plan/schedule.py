@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import counted, format_bytes, format_seconds
+from stratbench.cell.text.words import format_bytes, format_count, format_seconds
 from stratbench.extensions.plan.check import Checked, Network
 from stratbench.extensions.plan.device_rates import (
     Device,
@@ -190,7 +190,8 @@ def make_plan(
     to_train = [c for c in cells if not c.recorded and c.state not in skipped]
     of_partition = nodes.select_partition_nodes(nodes.read_cluster_nodes(), partition)
     refusals = {
-        c.cell: nodes.refusal(c.cell, c.subject.settings, c.asked, of_partition) for c in to_train
+        c.cell: nodes.too_large_reason(c.cell, c.subject.settings, c.asked, of_partition)
+        for c in to_train
     }
     return Plan(
         study=checked.study.name,
@@ -226,7 +227,7 @@ def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any
                 records[cell] = of_cell
     if others:
         n = len(others) - 1
-        more = f" (and {counted(n, 'more record')} of other settings)" if n else ""
+        more = f" (and {format_count(n, 'more record')} of other settings)" if n else ""
         print(f"left out: {others[0]}{more}")
     return records
 

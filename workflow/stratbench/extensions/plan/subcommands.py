@@ -13,8 +13,8 @@ from stratbench.command.subcommands import (
     SubcommandAdder,
     answer_by_rule,
     answer_with_torch,
-    changed,
-    refuse,
+    apply_config_pairs,
+    check_no_unknown,
 )
 from stratbench.study.model_question import add_question_options, format_question_options
 
@@ -71,7 +71,7 @@ def plan_model(given: argparse.Namespace, others: list[str]) -> int:
     from stratbench.study.config.messages import ConfigError
     from stratbench.study.config.yaml_traps import check_duplicate_keys, check_syntax
 
-    refuse([*others, *(["--study"] if given.study else [])])
+    check_no_unknown([*others, *(["--study"] if given.study else [])])
     path = Path("config.yaml")
     config: dict[str, Any] = {}
     if path.is_file():
@@ -81,7 +81,12 @@ def plan_model(given: argparse.Namespace, others: list[str]) -> int:
         except ConfigError as error:
             raise CommandError(str(error)) from None
         config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    arguments = ["--config", json.dumps(changed(config, given.config)), "--model", given.model]
+    arguments = [
+        "--config",
+        json.dumps(apply_config_pairs(config, given.config)),
+        "--model",
+        given.model,
+    ]
     arguments += ["--dataset", given.dataset] if given.dataset else []
     arguments += ["--out", str(given.out)] if given.out else []
     options = format_question_options(given)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.text.words import counted, format_hours
+from stratbench.cell.text.words import format_count, format_hours
 from stratbench.extensions.queue.break_even import (
     ASYNCHRONOUS,
     GANG,
@@ -130,7 +130,8 @@ def answer(
     basis = (
         f"Simulated at {BLOCKS * MOMENTS} submission times in "
         f"{'synthetic' if history is None else 'recorded'} "
-        f"queues of {counted(nodes, 'node')} of {counted(gpus_per_node, 'GPU')}, with load {load:.2f} "
+        f"queues of {format_count(nodes, 'node')} of {format_count(gpus_per_node, 'GPU')}, with load "
+        f"{load:.2f} "
         f"({times.busy:.0%} of the GPUs in use). At each submission time all modes have the same queue. "
         "Intervals are 95 % intervals of means."
     )
@@ -212,7 +213,8 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
     """
     capacity = nodes * gpus_per_node
     lines = [
-        f"The history has {counted(len(history.entries), 'job')} with GPUs in {history.days:.1f} days. Of "
+        f"The history has {format_count(len(history.entries), 'job')} with GPUs in {history.days:.1f} "
+        "days. Of "
         f"{capacity} GPUs, {history.mean_gpus:.1f} were in use on average, and at most {history.most_gpus}."
     ]
     if history.gpus_by_nodes:
@@ -230,7 +232,7 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
 
 def _describe_width(row: WidthRow) -> str:
     text = (
-        f"{row.label} GPUs: {counted(row.jobs, 'job')} waited {format_hours(row.mean_s / 3600)} h on "
+        f"{row.label} GPUs: {format_count(row.jobs, 'job')} waited {format_hours(row.mean_s / 3600)} h on "
         f"average, {format_hours(row.median_s / 3600)} h in the median, and one in ten over "
         f"{format_hours(row.p90_s / 3600)} h"
     )

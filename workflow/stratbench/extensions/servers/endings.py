@@ -10,7 +10,7 @@ from stratbench.extensions.servers.cells import count_servers, read_servers
 from stratbench.extensions.servers.node import has_joined
 from stratbench.extensions.servers.wire.link import RunEnded, ServerLost
 from stratbench.train.agent import Exits
-from stratbench.train.ending import Ending, first_reason, hung_or_slow
+from stratbench.train.ending import Ending, first_reason, make_ending_at_limit
 from stratbench.train.job import Job
 
 
@@ -34,7 +34,7 @@ def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, A
         if worker["status"] == "error" and not has_joined(job, rank):
             return Ending("error", worker["reason"])
     if exits.timed_out or exits.hung:
-        return hung_or_slow(job, exits)
+        return make_ending_at_limit(job, exits)
     if len(servers) < count_servers(job.settings):
         dead = next(
             (p for p in exits.processes if parse_rank(p.name) is None and p.exit_code), None

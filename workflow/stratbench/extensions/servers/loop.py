@@ -88,7 +88,7 @@ def train(
         x, y = data.batch(order[where], augmentation)
         if data.fetches_ahead and (likely := strategy.likely_ticket(data.train_samples)):
             order, augmentation = tables(likely[0])
-            data.expect(order[likely[1]], augmentation)
+            data.prefetch(order[likely[1]], augmentation)
         clock.mark("data")
         step = where.start // s.global_batch if worker.weighs else 0
         losses.setdefault(epoch, {}).setdefault(step, []).append(strategy.step(x, y))

@@ -21,7 +21,7 @@ from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, strategy_class
 from stratbench.workload.network.precision import PURE_BF16, autocast, effective_dtypes
-from stratbench.workload.tasks import loss_and_weight, ratio
+from stratbench.workload.tasks import divide_or_zero, loss_and_weight
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
@@ -169,11 +169,11 @@ class ParameterServer(base.Strategy):
     def traits(self, gpus: int) -> base.Traits:
         own = self.options
         exact = own.wire == "native"
-        alone = exact and own.synchronous_alone
+        alone = exact and own.is_synchronous_on_one_worker
         return base.Traits(
-            ends_with_a_worker=not own.tolerates_loss,
+            ends_with_a_worker=not own.survives_worker_loss,
             waits_for_slowest=own.waits_for_slowest(gpus),
-            synchronous_alone=alone,
+            is_synchronous_on_one_worker=alone,
             equals_ddp=(exact and own.averages_all) or (alone and gpus == 1),
             updates_per_step=own.updates_per_step(gpus),
         )
@@ -259,7 +259,7 @@ class ParameterServer(base.Strategy):
 
         self.worker, self.model = worker, model
         self.flat = self.flatten()
-        self.compiled = base.compiled(model, worker.settings)
+        self.compiled = base.compile_if_requested(model, worker.settings)
         self.scale = LossScale() if worker.settings.precision == "fp16" else None
         self.channel = self.connect()
         self.ticket: Ticket | Evaluation | None = None
@@ -390,7 +390,7 @@ class ParameterServer(base.Strategy):
         detached = loss.detach()
         if weight is not None:  # a push is a mean, too; a mean of several goes by their weights
             detached = torch.stack([detached.double(), weight])
-            loss = loss * ratio(1.0, weight).to(loss.dtype)
+            loss = loss * divide_or_zero(1.0, weight).to(loss.dtype)
             self.channel.weigh(weight / y.numel())
         mark("forward")
         if self.worker.settings.slowdown:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records import collect
-from stratbench.cell.files import reason_of
-from stratbench.cell.text.words import counted
+from stratbench.cell.files import format_os_error
+from stratbench.cell.text.words import format_count
 from stratbench.extensions.sets.archive import SetError
 from stratbench.extensions.sets.bundle import write_bundle
 from stratbench.extensions.sets.check import INVALID
@@ -24,7 +24,9 @@ def bundle_study(args: argparse.Namespace) -> int:
     path, manifest = write_bundle(args.study_dir, json.loads(args.config), args.hosts, args.out)
     records = sum(name.endswith("record.json") for name in manifest["files"])
     size = path.stat().st_size / 1024
-    print(f"{path} ({counted(records, 'record')}, {size:,.0f} KiB), sha256 {manifest['sha256']}")
+    print(
+        f"{path} ({format_count(records, 'record')}, {size:,.0f} KiB), sha256 {manifest['sha256']}"
+    )
     if args.hosts == "named":
         print("It names hosts; to replace their names: --config 'bundle={hosts: replaced}'")
     return 0
@@ -101,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return INVALID
     except OSError as e:
-        print(f"error: {reason_of(e)}", file=sys.stderr)
+        print(f"error: {format_os_error(e)}", file=sys.stderr)
         return INVALID
 
 

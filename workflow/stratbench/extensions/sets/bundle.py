@@ -137,7 +137,7 @@ def replace_names_in_record(name: str, found: Record, words: Replacements) -> Re
     """
     try:
         replaced = words.replace_names_in_record(found)
-        record.validate(replaced, name)
+        record.validate_record(replaced, name)
     except ValueError as e:
         raise SetError(f"{name}: {e}") from e
     return replaced

@@ -8,7 +8,7 @@ import pandas as pd
 
 from stratbench.analysis.records.findings import SEVERITIES, format_tally
 from stratbench.analysis.report.report import STATUS_WORDS, format_distinct_values
-from stratbench.cell.text.words import counted, plural, worker_noun
+from stratbench.cell.text.words import format_count, pluralize, worker_noun
 from stratbench.extensions.sets.reading import ResultSet
 
 #: Exit codes of `stratbench check`: valid; valid, but with values that the audit calls unusable; invalid.
@@ -49,7 +49,7 @@ def describe_workers(cells: pd.DataFrame) -> str:
     noun = worker_noun(known["device_kind"])
     return (
         f"{format_distinct_values(known, 'device_name')}; cells on "
-        f"{' or '.join(map(str, counts))} {plural(noun) if counts[-1] > 1 else noun}; "
+        f"{' or '.join(map(str, counts))} {pluralize(noun) if counts[-1] > 1 else noun}; "
         f"torch {format_distinct_values(cells, 'torch')}"
     )
 
@@ -64,7 +64,7 @@ def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
     shown = findings[findings["severity"] != "note"]
     for rule, rows in shown.groupby("rule", sort=False):
         first = rows.iloc[0]
-        places = f", {counted(len(rows), 'finding')}" if len(rows) > 1 else ""
+        places = f", {format_count(len(rows), 'finding')}" if len(rows) > 1 else ""
         yield f"  {first['severity']}: {rule} ({first['figures']}{places})"
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.decide import decisions, read_evidence, write_decisions
+from stratbench.analysis.decision.decide import make_decisions, read_evidence, write_decisions
 from stratbench.cell.text.words import folded, printable
 from stratbench.command import CommandError
-from stratbench.command.subcommands import changed
+from stratbench.command.subcommands import apply_config_pairs
 from stratbench.extensions.sets.archive import SetError, extract_bundle
 from stratbench.extensions.sets.check import INVALID, compute_exit_code, describe_set
 from stratbench.extensions.sets.export import export_set
@@ -62,7 +62,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """
     result_set = read_or_fail(text)
     folder = out or Path(f"{result_set.study}.decision")
-    config = changed(result_set.config or {}, pairs)
+    config = apply_config_pairs(result_set.config or {}, pairs)
     try:
         blocks = {key: check_block(key, config.get(key, {})) for key in ("decide", "cluster")}
         check_keys("decide", blocks["decide"], blocks)
@@ -74,7 +74,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
         constraints = Constraints(**collect_constraints(blocks))
         evidence = read_evidence((), constraints)
         tables = (result_set.cells, result_set.findings)
-        made = decisions(*tables, constraints, list(evidence.values()))
+        made = make_decisions(*tables, constraints, list(evidence.values()))
         answers = write_decisions(made, tables[1], constraints, *written, evidence)
     except ValueError as error:  # ConfigError is one
         raise CommandError(str(error)) from None
@@ -93,7 +93,7 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
     """
     from stratbench.extensions.sets.comparing.compare import compare_sets
 
-    config = changed({}, pairs)
+    config = apply_config_pairs({}, pairs)
     named = dict(source.partition("=")[::2] for source in sources)
     if "" in named.values() or len(named) < len(sources):
         raise CommandError(
@@ -147,7 +147,7 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
         raise CommandError(
             f"{text} has no config to plan; name a bundle, or run `stratbench plan` in the study's folder"
         )
-    config = changed(result_set.config, pairs)
+    config = apply_config_pairs(result_set.config, pairs)
     check_no_foreign_code(text, config)
     folder = out or Path(f"{result_set.study}.plan")
     claim_folder(folder)

@@ -79,7 +79,7 @@ class Sets(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Keys):
-    """When `stratbench compare` fails, and prices for its decision."""
+    """Conditions under which `stratbench compare` fails, and prices for its decision."""
 
     # fmt: off
     fail_above: float | None = setting(None, minimum=0, maximum=1,

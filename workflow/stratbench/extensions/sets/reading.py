@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.records.collect import Expected, collect
+from stratbench.analysis.records.collect import Expectations, collect_records
 from stratbench.analysis.records.columns import EPOCH_COLUMNS, read_cells, read_epochs
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.analysis.records.samples import Timeline
@@ -93,7 +93,7 @@ class ResultSet:
         return origin
 
 
-def read_set(text: str, name: str | None = None, expected: Expected | None = None) -> ResultSet:
+def read_set(text: str, name: str | None = None, expected: Expectations | None = None) -> ResultSet:
     """Read a result set from a bundle, a folder `results/<study>`, or the paper's tables.
 
     Args:
@@ -132,7 +132,7 @@ def _read_folder(
     source: str,
     name: str | None,
     manifest: dict[str, Any] | None,
-    expected: Expected | None,
+    expected: Expectations | None,
 ) -> ResultSet:
     """Read the set in a folder of results. If the folder comes from a bundle, every record must be valid."""
 
@@ -153,7 +153,7 @@ def _read_folder(
         out, epochs_out = Path(work, "cells.csv"), Path(work, "epochs.csv")
         bad = [
             row
-            for row in collect(cells, folder, out, epochs_out, expected, read)
+            for row in collect_records(cells, folder, out, epochs_out, expected, read)
             if row["status"] == "error"
         ]
         if manifest and bad:

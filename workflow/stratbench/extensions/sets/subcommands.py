@@ -9,7 +9,13 @@ from pathlib import Path
 
 from stratbench.command import CommandError
 from stratbench.command.in_folder import require
-from stratbench.command.subcommands import Run, SubcommandAdder, answer_by_rule, pairs, refuse
+from stratbench.command.subcommands import (
+    Run,
+    SubcommandAdder,
+    answer_by_rule,
+    check_no_unknown,
+    pairs,
+)
 
 SET = "a bundle, a folder results/STUDY, or paper:v2"
 
@@ -125,7 +131,7 @@ def plan_set(given: argparse.Namespace) -> int:
     from stratbench.extensions.sets import from_set
 
     if given.model is not None:
-        refuse([given.set])
+        check_no_unknown([given.set])
     refuse_question(given)
     return from_set.plan(given.set, pairs(given), given.out)
 
@@ -134,7 +140,7 @@ def check_set(given: argparse.Namespace) -> int:
     """Run `stratbench check SET`."""
     from stratbench.extensions.sets import from_set
 
-    refuse(pairs(given))
+    check_no_unknown(pairs(given))
     return from_set.check(given.set)
 
 
@@ -164,7 +170,7 @@ def export_set(given: argparse.Namespace) -> int:
     """Run `stratbench export SET`."""
     from stratbench.extensions.sets import from_set
 
-    refuse(pairs(given))
+    check_no_unknown(pairs(given))
     return from_set.export(given.set, check_formats(given), given.out)
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stratbench.cell.extensions import resolve
+from stratbench.cell.extensions import import_attribute
 from stratbench.workload import users_code
-from stratbench.workload.network.registry import FAMILIES, Model, facts_of
+from stratbench.workload.network.registry import FAMILIES, Model, get_metadata
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,10 +22,10 @@ def _get_declaration(network: str | Model, key: str, built: nn.Module) -> Any:
 
     A user may give it as `module:NAME`, the name of a declaration or of a function of the model.
     """
-    model = facts_of(network)
+    model = get_metadata(network)
     if model.own is None:
         path = getattr(FAMILIES[model.family], key)
-        return path and resolve(path)
+        return path and import_attribute(path)
     declared = getattr(model.own, key)
     if isinstance(declared, str):
         declared = users_code.import_name(model.own, declared)
@@ -34,7 +34,7 @@ def _get_declaration(network: str | Model, key: str, built: nn.Module) -> Any:
 
 def _has_declaration(network: str | Model, key: str) -> bool:
     """Return whether a model has a declaration for a key, without importing anything."""
-    model = facts_of(network)
+    model = get_metadata(network)
     return getattr(model.own or FAMILIES[model.family], key) is not None
 
 
@@ -61,7 +61,7 @@ def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
         network: Name or description of the model.
         built: The built model, which may have an attribute with this number. None: not built.
     """
-    model = facts_of(network)
+    model = get_metadata(network)
     declared = model.own.num_heads if model.own else model.num_heads
     return declared or getattr(built, "num_heads", 0)
 
@@ -75,4 +75,4 @@ def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
     """Return a model's forward as a chain of pieces. Raise ValueError if a declared piece is missing."""
     from stratbench.extensions.splitting import pieces
 
-    return pieces.pieces_of(model, _get_declaration(network, "pipeline_modules", model))
+    return pieces.make_pieces(model, _get_declaration(network, "pipeline_modules", model))

@@ -110,7 +110,7 @@ def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return made
 
 
-def why_not(module: nn.Module) -> str | None:
+def explain_indivisible(module: nn.Module) -> str | None:
     """Return why a module's attention cannot be divided by heads, or None if it can."""
     if not isinstance(module, nn.MultiheadAttention):
         return "is not an nn.MultiheadAttention"

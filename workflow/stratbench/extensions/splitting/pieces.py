@@ -41,7 +41,7 @@ class Piece:
         return any(module in list(m.modules()) for m in each if isinstance(m, nn.Module))
 
 
-def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
+def make_pieces(model: nn.Module, plan: Plan) -> list[Piece]:
     """Return the pieces of a model for a plan, in the order of forward.
 
     Raises:
@@ -67,7 +67,7 @@ def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
     return pieces
 
 
-def faults_of(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
+def iter_unread_parameters(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
     """Yield a message if a user's pieces do not read all parameters of a model."""
     read = {p for piece in pieces for p in piece.parameters(model)}
     if left := [name for name, p in model.named_parameters() if p not in read]:

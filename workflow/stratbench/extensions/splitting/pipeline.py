@@ -129,8 +129,8 @@ class Pipeline(ModelSplit):
             )
 
     @classmethod
-    def why_not(cls, network: str | Model) -> str | None:
-        if models.facts_of(network).batchnorm:
+    def explain_indivisible(cls, network: str | Model) -> str | None:
+        if models.get_metadata(network).batchnorm:
             return BATCHNORM
         if not declared.has_pieces(network):
             able = describe_divisible_models(declared.has_pieces)
@@ -138,7 +138,7 @@ class Pipeline(ModelSplit):
         return None
 
     def find_divisibility_reason(self, network: str | Model, gpus: int) -> str | None:
-        stages, max_stages = self.count_stages(gpus), models.facts_of(network).most_stages
+        stages, max_stages = self.count_stages(gpus), models.get_metadata(network).most_stages
         if max_stages is not None and stages > max_stages:
             return f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
         return None
@@ -175,7 +175,7 @@ class Pipeline(ModelSplit):
         from stratbench.extensions.splitting import pieces
 
         network = models.get_model(worker.settings)
-        if reason := self.why_not(network):
+        if reason := self.explain_indivisible(network):
             yield reason
             return
         if worker.settings.own_model is None:
@@ -188,7 +188,7 @@ class Pipeline(ModelSplit):
         except ValueError as e:
             yield str(e)
             return
-        yield from pieces.faults_of(model, chain)
+        yield from pieces.iter_unread_parameters(model, chain)
         max_stages = len(pieces.list_units(model, chain, worker.wrap_groups))
         stages = self.count_stages(worker.world_size)
         if stages > max_stages:
@@ -295,7 +295,7 @@ class Pipeline(ModelSplit):
         import torch
 
         from stratbench.extensions.splitting.stages import measure_units
-        from stratbench.workload.data.device_data import example_batch
+        from stratbench.workload.data.device_data import make_example_batch
         from stratbench.workload.known_values import ASKS_FOR_VALUES, KnownFakes
         from stratbench.workload.torch_internals import unset_fake_temporarily
 
@@ -303,7 +303,7 @@ class Pipeline(ModelSplit):
         cpu, layout = torch.device("cpu"), torch.contiguous_format
         # The plan calls this under its own fake-tensor mode, which has to be left first.
         with unset_fake_temporarily(), KnownFakes():
-            x, _ = example_batch(1, self.worker.input_shape, 1, cpu, like.dtype, layout)
+            x, _ = make_example_batch(1, self.worker.input_shape, 1, cpu, like.dtype, layout)
             try:
                 return measure_units(model, units, x)
             except ASKS_FOR_VALUES as e:
@@ -409,13 +409,13 @@ class Pipeline(ModelSplit):
         """
         import torch
 
-        from stratbench.workload.data.device_data import example_batch
+        from stratbench.workload.data.device_data import make_example_batch
 
         device, layout = self.worker.device, torch.contiguous_format
         if i < 0:
-            return example_batch(samples, self.worker.input_shape, 1, device, self._dtype, layout)[
-                0
-            ]
+            return make_example_batch(
+                samples, self.worker.input_shape, 1, device, self._dtype, layout
+            )[0]
         shape = (samples, *self._shapes[i])
         return torch.empty(shape, dtype=self._dtype, device=device).requires_grad_()
 

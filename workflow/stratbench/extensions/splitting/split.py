@@ -31,7 +31,7 @@ class ModelSplit(Counted):
     stated_by: ClassVar[str]
 
     @classmethod
-    def why_not(cls, network: str | Model) -> str | None:
+    def explain_indivisible(cls, network: str | Model) -> str | None:
         """Return the reason that this strategy cannot divide a model, or None if it can.
 
         The model is not built yet.
@@ -56,7 +56,7 @@ class ModelSplit(Counted):
             )
         strategy = cls(cls.Options(**options))
         for name, network in values["networks"].items():
-            if reason := cls.why_not(network):
+            if reason := cls.explain_indivisible(network):
                 yield f".models = {name!r}: {reason}"
                 continue
             for gpus in values["gpus"]:
@@ -82,7 +82,7 @@ class ModelSplit(Counted):
         # The number of parts is None, because norms are on all workers and stages are unequal.
         parts = None if divides else 1
         return base.Traits(
-            synchronous_alone=True,
+            is_synchronous_on_one_worker=True,
             equals_ddp=True,
             shards_states=divides,
             weight_parts=parts,

@@ -91,7 +91,7 @@ class TensorParallel(ModelSplit, Sharded):
         return Mesh(gpus // workers, tensor=workers)
 
     @classmethod
-    def why_not(cls, network: str | Model) -> str | None:
+    def explain_indivisible(cls, network: str | Model) -> str | None:
         if not declared.has_tensor_plan(network):
             return (
                 "it has no plan that divides its layers; "
@@ -103,7 +103,7 @@ class TensorParallel(ModelSplit, Sharded):
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         yield from super().refusals(options, values)
         for name, network in values["networks"].items():
-            reads_images = models.facts_of(network).reads_text is False
+            reads_images = models.get_metadata(network).reads_text is False
             if options["sequence_parallel"] and reads_images and declared.has_tensor_plan(network):
                 yield (
                     f".models = {name!r}: sequence_parallel: true divides the positions of texts, but the "
@@ -123,7 +123,7 @@ class TensorParallel(ModelSplit, Sharded):
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         network = models.get_model(worker.settings)
-        if reason := self.why_not(network):
+        if reason := self.explain_indivisible(network):
             yield reason
         elif worker.settings.own_model is not None:
             yield from super().refusals_of_model(model, worker)
@@ -336,7 +336,7 @@ def iter_plan_faults(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]
 
     A plan maps paths of modules, in which `*` matches any name, to words.
     """
-    from stratbench.extensions.splitting.heads import why_not
+    from stratbench.extensions.splitting.heads import explain_indivisible
 
     for path, word in plan.items():
         if word not in WORDS:
@@ -348,7 +348,7 @@ def iter_plan_faults(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]
             yield from (
                 f"its tensor_plan has 'heads' for {name!r}, which {reason}"
                 for name in named
-                if (reason := why_not(model.get_submodule(name)))
+                if (reason := explain_indivisible(model.get_submodule(name)))
             )
 
 

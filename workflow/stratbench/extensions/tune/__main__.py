@@ -19,7 +19,7 @@ import yaml
 
 from stratbench.cell.files import write_atomic
 from stratbench.cell.installation import ROOT
-from stratbench.cell.text.words import counted, folded, format_bytes, format_seconds
+from stratbench.cell.text.words import folded, format_bytes, format_count, format_seconds
 from stratbench.extensions.tune.answer import describe_answer, read_answer
 from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
 from stratbench.extensions.tune.page import render_answer_page
@@ -131,7 +131,7 @@ def describe_filter_results(sieved: Sequence[Sieved]) -> list[str]:
     texts.append(f"{fates[TOO_SLOW]} too slow to be among the fastest")
     texts += [f"{fates[fate]} {fate}" for fate in (LATER, OUT_OF_MEMORY) if fates[fate]]
     texts.append(f"{fates[MEASURED]} to measure")
-    lines = [f"{counted(len(sieved), 'combination')}: {', '.join(texts)}.", ""]
+    lines = [f"{format_count(len(sieved), 'combination')}: {', '.join(texts)}.", ""]
     left = [s for s in sieved if s.fate == MEASURED]
     for each in sorted(left, key=lambda s: s.time_s if s.time_s is not None else float("inf")):
         time = format_seconds(each.time_s) if each.time_s is not None else "time not planned"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stratbench.cell.files import read_json
-from stratbench.cell.text.words import counted, format_bytes, format_short_time
+from stratbench.cell.text.words import format_bytes, format_count, format_short_time
 from stratbench.extensions.tune.sieves import Sieved
 from stratbench.extensions.tune.space import Combination
 from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
@@ -257,13 +257,13 @@ def describe_further_gain(answer: TuneAnswer) -> str:
     if not rivals:
         return "Every other combination is slower: further blocks gain nothing."
     gain = comparison["at_most"]
-    text = f"{counted(len(rivals), 'combination')} may be as fast as the fastest"
+    text = f"{format_count(len(rivals), 'combination')} may be as fast as the fastest"
     blocks = comparison["blocks"]
     each = comparison["block_gpu_hours"] / max(blocks, 1)
     share = (len(rivals) + 1.5) / (len(comparison["strategies"]) + 0.5)
     cost = f"another block of them takes about {share * each:.2g} {verdict['hours']}"
     may = "" if gain is None else f", or up to {100 * gain:.1f} % faster"
-    return f"{text}{may}; {cost}. {counted(blocks, 'block')} were measured."
+    return f"{text}{may}; {cost}. {format_count(blocks, 'block')} were measured."
 
 
 def describe_effect(effect: Effect) -> str:
@@ -275,7 +275,7 @@ def describe_effect(effect: Effect) -> str:
 def describe_effect_evidence(effect: Effect) -> str:
     """Return the number of pairs and blocks on which an effect rests."""
     sure = "" if effect.ratio.low is not None else "one block gives no interval; "
-    return f" ({sure}{counted(effect.num_pairs, 'pair')}, {counted(effect.num_blocks, 'block')})"
+    return f" ({sure}{format_count(effect.num_pairs, 'pair')}, {format_count(effect.num_blocks, 'block')})"
 
 
 def step_time_text(combination: MeasuredCombination) -> str:

@@ -15,7 +15,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from stratbench.cell.installation import REFERENCE
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 
 PUBLIC_SWEEPS = REFERENCE / "public_sweeps.csv"
 #: Kinds of differences between configurations. Their amounts are, in order: samples that a GPU computes at
@@ -163,8 +163,8 @@ def describe_margins(margins: Margins) -> Iterator[str]:
     """
     for kind in KINDS:
         lines = [
-            f"factor {m.ratio:.2f} if it has {words} of it ({counted(m.sweeps, 'public sweep')} of "
-            f"{counted(m.sources, 'source')})"
+            f"factor {m.ratio:.2f} if it has {words} of it ({format_count(m.sweeps, 'public sweep')} of "
+            f"{format_count(m.sources, 'source')})"
             for more, words in ((True, "more"), (False, "less"))
             if (m := margins.get((kind, more))) is not None
         ]

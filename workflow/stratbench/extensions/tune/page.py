@@ -9,14 +9,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
+from stratbench.analysis.figures.log_chart import ChartSeries, render_log_chart
 from stratbench.analysis.figures.marks import (
     assign_marks_by_strategy,
     create_mark,
     format_css_variables,
 )
 from stratbench.cell.text.pages import render
-from stratbench.cell.text.words import counted, format_bytes, format_short_time
+from stratbench.cell.text.words import format_bytes, format_count, format_short_time
 from stratbench.extensions.tune.answer import (
     Effect,
     MeasuredCombination,
@@ -92,7 +92,7 @@ def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
     series.append(ChartSeries("", "muted", full=front))
     sizes = [m.memory_bytes for m in answer.measured if m.memory_bytes]
     ends = sorted({min(sizes), max(sizes)})
-    return log_chart(
+    return render_log_chart(
         series, "peak memory per worker", "time per step", ends, format_bytes, format_short_time,
         "Time per step over peak memory per worker, one dot per measured combination",
     )  # fmt: skip
@@ -125,10 +125,10 @@ def _describe_dropped(sieved: Sequence[Sieved]) -> Iterator[str]:
         reasons = Counter(s.reason for s in own)
         if len(reasons) > MAX_REASONS:
             examples = "; ".join(f"{s.combination.name} ({s.reason})" for s in own[:MAX_REASONS])
-            yield f"{counted(len(own), 'combination')} {fate}, such as {examples}."
+            yield f"{format_count(len(own), 'combination')} {fate}, such as {examples}."
         else:
             text = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common())
-            yield f"{counted(len(own), 'combination')} {fate}: {text}."
+            yield f"{format_count(len(own), 'combination')} {fate}: {text}."
     if any(s.amounts is not None for s in sieved):
         margins = "; ".join(line.strip() for line in describe_margins(fit_public_margins()))
         yield (

@@ -9,7 +9,7 @@ from typing import Any
 
 from stratbench.cell.settings import OF_A_VARIANT
 from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
-from stratbench.strategies.needs import faults
+from stratbench.strategies.needs import iter_missing_requirements
 
 #: Values to try of settings that a variant may change. Those of `gradient_accumulation_steps` follow from
 #: the batch.
@@ -89,7 +89,8 @@ def list_strategies(gpus: int, tune: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name in wanted
-        if name not in tune["exclude"] and not list(faults([(name, strategy_class(name), {})]))
+        if name not in tune["exclude"]
+        and not list(iter_missing_requirements([(name, strategy_class(name), {})]))
     ]
 
 

@@ -217,7 +217,7 @@ class BlockRun:
         if steps is not None:
             made["steps"] = steps
         path = Path("segments", name, "record.json")
-        record.write(args.out / path, made)
+        record.write_record(args.out / path, made)
         self._preceding = strategy
         mean_s = steps and steps["mean_s"]
         text = f"{1e3 * mean_s:.2f} ms per step" if mean_s else f"{ending.status}: {ending.reason}"

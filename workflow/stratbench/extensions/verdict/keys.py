@@ -10,7 +10,7 @@ from stratbench.cell.settings import Keys, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict(Keys):
-    """When `stratbench verdict`, which finds the fastest strategy, ends (docs/verdict.md)."""
+    """Conditions that end `stratbench verdict`, which finds the fastest strategy (docs/verdict.md)."""
 
     # fmt: off
     rounds: Literal[1, "all"] = setting(1,

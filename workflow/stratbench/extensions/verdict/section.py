@@ -10,7 +10,7 @@ import pandas as pd
 
 from stratbench.analysis.figures.figure_data import assign_marks
 from stratbench.analysis.figures.marks import Mark
-from stratbench.analysis.figures.rows import FigureRow, Point, Rows, draw_rows
+from stratbench.analysis.figures.rows import FigureRow, Point, RowChart, draw_rows
 from stratbench.analysis.figures.sheet import RC, render_svg
 from stratbench.analysis.report.shown import build_data_uri
 
@@ -147,7 +147,7 @@ def draw_interval_figures(
             continue
         with plt.rc_context(RC):
             rows = [make_ratio_row(r) for r in sorted(known, key=lambda r: r["ratio"])]
-            svg = render_svg(draw_rows(Rows.of_ratios(rows, marks, verdict["margin"])))
+            svg = render_svg(draw_rows(RowChart.of_ratios(rows, marks, verdict["margin"])))
         title = f"{comparison['model']}, {comparison['workers']}"
         yield {
             "title": title,

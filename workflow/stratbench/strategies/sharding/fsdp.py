@@ -86,7 +86,7 @@ class FSDP(Sharded):
 
     @classmethod
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
-        workers = group_size(options.get("shard_group_size", "all"), gpus, per_node)
+        workers = compute_group_size(options.get("shard_group_size", "all"), gpus, per_node)
         whose = " (those of a node)" if options.get("shard_group_size") == "node" else ""
         refuse_uneven(f"shard_group_size = {workers}{whose}", workers, gpus)
 
@@ -103,9 +103,9 @@ class FSDP(Sharded):
         same_rounding = self.options.mixed_precision == "autocast"
         chosen = self.options.shard_group_size
         # The cell's settings do not contain the number of workers per node.
-        parts = None if chosen == "node" and gpus > 1 else group_size(chosen, gpus, gpus)
+        parts = None if chosen == "node" and gpus > 1 else compute_group_size(chosen, gpus, gpus)
         return base.Traits(
-            synchronous_alone=same_rounding,
+            is_synchronous_on_one_worker=same_rounding,
             equals_ddp=same_rounding,
             shards_states=True,
             weight_parts=parts,
@@ -162,7 +162,7 @@ class FSDP(Sharded):
         if worker.world_size > 1 and trial.by_chance:
             yield base.skipped_at_random_reason(trial.by_chance)
         elif worker.world_size > 1 and trial.by_data:
-            yield base.by_data(trial.by_data)
+            yield base.skipped_by_data_reason(trial.by_data)
         elif worker.world_size > 1 and trial.reads_values and trial.unopened:
             yield (
                 f"forward reads values of tensors and did not call {format_names(trial.unopened)}: it "
@@ -184,7 +184,7 @@ class FSDP(Sharded):
                     "gradient_sync to each-part, mixed_precision to autocast, or gradient_accumulation_steps "
                     "to 1"
                 )
-        elif group_size(self.options.shard_group_size, size, worker.local_world) < size:
+        elif compute_group_size(self.options.shard_group_size, size, worker.local_world) < size:
             yield (
                 f"{may_lack}, and with shard_group_size, gradient_sync: each-part and "
                 f"gradient_accumulation_steps = {s.gradient_accumulation_steps} FSDP cannot add up shards of "
@@ -210,7 +210,7 @@ class FSDP(Sharded):
 
         from stratbench.workload.torch_internals import BatchNorm
 
-        self.group_size = group_size(
+        self.group_size = compute_group_size(
             self.options.shard_group_size, worker.world_size, worker.local_world
         )
         groups = worker.world_size // self.group_size
@@ -324,7 +324,9 @@ class FSDP(Sharded):
         return report
 
 
-def group_size(shard_group_size: int | Literal["all", "node"], gpus: int, per_node: int) -> int:
+def compute_group_size(
+    shard_group_size: int | Literal["all", "node"], gpus: int, per_node: int
+) -> int:
     """Return the number of workers among which one model is sharded, at most all workers.
 
     Args:

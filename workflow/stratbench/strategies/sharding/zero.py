@@ -83,7 +83,7 @@ class ZeRO1(base.Collective):
 
     def traits(self, gpus: int) -> base.Traits:
         return base.Traits(
-            synchronous_alone=True,
+            is_synchronous_on_one_worker=True,
             equals_ddp=True,
             optimizer_parts=gpus,
             optimizer_padded=True,
@@ -147,7 +147,7 @@ class ZeRO1(base.Collective):
             name = next(n for n, p in self.model.named_parameters() if p is parameter)
             s = self.worker.settings
             raise ModelError(
-                f"model {s.model!r}: {s.strategy} cannot train it: {base.repeated_addition_reason([name])}"
+                f"model {s.model!r}: {s.strategy} cannot train it: {base.describe_repeated_gradients([name])}"
             )
         view = bucket.views[parameter]
         if parameter in self._filled:
@@ -303,7 +303,7 @@ class TorchZeRO1(DDP):
 
     def traits(self, gpus: int) -> base.Traits:
         return base.Traits(
-            synchronous_alone=True,
+            is_synchronous_on_one_worker=True,
             equals_ddp=True,
             optimizer_parts=1 if gpus == 1 else None,
             updates_per_step=1,

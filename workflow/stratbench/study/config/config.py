@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.coordinates import Cell, expand
+from stratbench.cell.coordinates import Cell, expand_cells
 from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import (
     REGISTRY,
@@ -39,7 +39,7 @@ class Experiment:
 
     name: str
     values: Mapping[str, Any]
-    #: Keyword arguments of `coordinates.expand`, which lists the cells.
+    #: Keyword arguments of `coordinates.expand_cells`, which lists the cells.
     expand_arguments: dict[str, Any]
     cells: tuple[Cell, ...]
 
@@ -59,7 +59,7 @@ class Study:
         self.experiments = {}
         for key, values in self._study["experiments"].items():
             matrix = self._build_expand_arguments(key, values)
-            self.experiments[key] = Experiment(key, values, matrix, tuple(expand(**matrix)))
+            self.experiments[key] = Experiment(key, values, matrix, tuple(expand_cells(**matrix)))
 
     @property
     def cells(self) -> list[Cell]:
@@ -134,7 +134,9 @@ class Study:
 
         It has the model's call, its sharding and the fingerprint of its code.
         """
-        return self._add_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
+        return self._add_fingerprint(
+            name, models.get_specification(name, self._own.get("models", {}))
+        )
 
     def _own_model_for(self, name: str, data: Dataset) -> dict[str, Any] | None:
         """Return the specification of a user's model, with the size of the data set's vocabulary.
@@ -162,12 +164,12 @@ class Study:
         if key not in self._own_code:
             base, options = self.base_strategy(strategy)
             files = strategy_class(base).files(get_option_defaults(base) | options)
-            self._own_code[key] = {"sha256": users_code.digest_of(files)} if files else None
+            self._own_code[key] = {"sha256": users_code.hash_named_files(files)} if files else None
         return self._own_code[key] or {}
 
     def _add_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         if key not in self._own_code:
-            self._own_code[key] = spec and spec | users_code.fingerprint(
+            self._own_code[key] = spec and spec | users_code.compute_fingerprint(
                 spec["call"], self._folders, library_of(spec["call"]).packages_beside(spec)
             )
         return self._own_code[key]

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from stratbench.cell.extensions import iter_keys
 from stratbench.cell.options import list_json_types
-from stratbench.cell.text.words import counted, format_wrong_value
+from stratbench.cell.text.words import format_count, format_wrong_value
 from stratbench.strategies import REGISTRY, get_mesh, strategy_class
 from stratbench.strategies.mesh import Mesh
 from stratbench.study.config.messages import ConfigError, suggest_closest_name, wrong_value_message
@@ -349,9 +349,9 @@ def _iter_batch_faults(
     key, value = ("global_batch", batch) if batch else ("per_worker_batch", weak)
     divided = {(n, mesh.replicas) for n in block["gpus"] for mesh in _list_meshes(block, study, n)}
     for n, copies in sorted(divided, key=lambda pair: (block["gpus"].index(pair[0]), -pair[1])):
-        workers = counted(n, "worker")
+        workers = format_count(n, "worker")
         if copies < n:
-            workers = f"{counted(copies, 'replica')} of the model on {workers}"
+            workers = f"{format_count(copies, 'replica')} of the model on {workers}"
         together = batch or weak * n
         if together % copies:
             yield (
@@ -369,7 +369,7 @@ def _iter_batch_faults(
         if steps is not None and block["lr_warmup_steps"] >= steps:
             yield (
                 f".lr_warmup_steps = {block['lr_warmup_steps']}: the training on {workers} has "
-                f"{counted(steps, 'step')}, so lr would never be reached; use fewer warm-up steps"
+                f"{format_count(steps, 'step')}, so lr would never be reached; use fewer warm-up steps"
             )
         each, parts = together // copies, block["gradient_accumulation_steps"]
         if each % parts:
@@ -396,7 +396,9 @@ def _iter_strategy_faults(
     set_options: Mapping[str, Any],
     gpus_per_node: int,
 ) -> Iterator[str]:
-    networks = {m: models.named_model(m, models.spec_of(m, set_options)) for m in block["models"]}
+    networks = {
+        m: models.named_model(m, models.get_specification(m, set_options)) for m in block["models"]
+    }
     name_alone = [
         m for m in block["models"] if set_options.get(m, {}).get("call") == libraries.NAME_ALONE
     ]
@@ -407,8 +409,8 @@ def _iter_strategy_faults(
         max_workers = strategy.max_workers
         if max_workers is not None and min(block["gpus"]) > max_workers:
             yield (
-                f".gpus = {block['gpus']}: {name} uses at most {counted(max_workers, 'worker')}, so it would "
-                f"have no cell; add {max_workers} to gpus, or remove {name} from strategies"
+                f".gpus = {block['gpus']}: {name} uses at most {format_count(max_workers, 'worker')}, so "
+                f"it would have no cell; add {max_workers} to gpus, or remove {name} from strategies"
             )
         for n in block["gpus"]:
             if max_workers is None or n <= max_workers:
@@ -428,7 +430,7 @@ def _iter_model_faults(
     block: Mapping[str, Any], dataset: Dataset, entry: Mapping[str, Any]
 ) -> Iterator[str]:
     for name in block["models"]:
-        spec = models.spec_of(name, entry)
+        spec = models.get_specification(name, entry)
         if dataset.vocabulary and spec is None:
             yield (
                 f".models = {name!r}: it returns scores per token, but each text of the data set has one "

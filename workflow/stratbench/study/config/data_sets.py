@@ -36,7 +36,7 @@ class DataSets:
             spec = self._specs.get(name)
             if is_own(spec):
                 known = self._folder / ".hashes" / f"{name}.json"
-                identity = own_data.own_data(name, spec).identity(self._code, known)
+                identity = own_data.read_own_data(name, spec).identity(self._code, known)
             else:
                 identity = compute_data_identity(name, spec)
             self._identities[name] = identity

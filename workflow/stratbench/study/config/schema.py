@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from stratbench.cell.extensions import iter_keys, places
+from stratbench.cell.extensions import iter_keys, list_config_blocks
 from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.options import build_schema
 from stratbench.cell.settings import OF_A_VARIANT, build_experiment_schema
@@ -52,7 +52,7 @@ def schema() -> dict[str, Any]:
         }
         for key in OF_A_VARIANT
     }
-    for place in places():
+    for place in list_config_blocks():
         for _, keys in iter_keys(place) if place != "experiment" else ():
             new = {"type": "object", "additionalProperties": False, "properties": {}}
             new["description"] = keys.__doc__

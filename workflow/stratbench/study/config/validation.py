@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stratbench.cell.extensions import places
+from stratbench.cell.extensions import list_config_blocks
 from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.consistency import (
     check_experiment,
@@ -62,7 +62,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             describe(name, config["datasets"][name])
         except ValueError as e:
             raise ConfigError(f"config: datasets.{name}: {e}") from e
-    for place in places():
+    for place in list_config_blocks():
         if place != "experiment":
             check_keys(place, config if place == "top" else config[place], config)
     check_models(config)

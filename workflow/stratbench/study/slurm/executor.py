@@ -17,12 +17,12 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 
 from stratbench.cell.text.help_page import help_address
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 from stratbench.study.slurm import job_states, submission
 from stratbench.study.slurm.commands import ask_slurm, read_command_output
 from stratbench.study.slurm.followed import ENDS, FollowedRun, get_first_output, read_signatures
 from stratbench.study.slurm.job_states import JobState
-from stratbench.study.slurm.live_jobs import make_job_comment, tell
+from stratbench.study.slurm.live_jobs import make_job_comment, print_to_stderr
 from stratbench.study.slurm.unstarted_jobs import unstarted_reason
 from stratbench.study.slurm.waiting import describe_progress
 from stratbench.study.snakemake_internals import avoid_nodes, extend_executor, fail_silently
@@ -289,7 +289,7 @@ class JobFollower(RemoteExecutor):
             f.told_of_silence = True
             f.tell(
                 f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; this run waits for its "
-                f"{counted(jobs, 'job')}, which may still train {help_address('SLURM has not answered')}"
+                f"{format_count(jobs, 'job')}, which may still train {help_address('SLURM has not answered')}"
             )
 
     def _describe_progress(self, live: Mapping[str, JobState]) -> str:
@@ -331,7 +331,7 @@ class JobFollower(RemoteExecutor):
         super().shutdown()
         # A submission may have been in progress when all jobs were cancelled.
         if self.followed.is_ending.is_set() and not self._cancel_run():
-            tell(
+            print_to_stderr(
                 "SLURM did not answer, so this run's jobs may still train; cancel them later by scancel "
                 f"--name={self.run_uuid}"
             )
@@ -354,7 +354,7 @@ class JobFollower(RemoteExecutor):
         return {str(j.resources[k]) for j in jobs for k in keys if j.resources.get(k)}
 
 
-def follow(workflow: Any, followed: FollowedRun) -> None:
+def follow_jobs(workflow: Any, followed: FollowedRun) -> None:
     """Make Snakemake's executor follow its jobs on SLURM. It must be called before the first submission.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 from stratbench.cell.text.help_page import help_address
 from stratbench.study.slurm import submission
-from stratbench.study.slurm.live_jobs import tell
+from stratbench.study.slurm.live_jobs import print_to_stderr
 from stratbench.study.slurm.waiting import WaitingJobs
 
 #: Explanation and remedy by SLURM's state of a failed job.
@@ -72,7 +72,7 @@ class FollowedRun:
 
     def tell(self, text: str) -> None:
         self.told_at_s = time.monotonic()
-        tell(text)
+        print_to_stderr(text)
 
 
 def get_first_output(job: Any) -> str:

@@ -10,15 +10,15 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import nodes
-from stratbench.study.slurm.executor import follow
+from stratbench.study.slurm.executor import follow_jobs
 from stratbench.study.slurm.followed import FollowedRun
-from stratbench.study.slurm.live_jobs import tell
+from stratbench.study.slurm.live_jobs import print_to_stderr
 
 
 def submitted_request(resources: Any) -> JobRequest:
     """Return the request that a Snakemake job makes to SLURM, including the profile's changes."""
     gres = str(resources.get("gres") or "")
-    types = list(nodes.gpu_types(gres))
+    types = list(nodes.count_gpus_by_type(gres))
     return JobRequest(
         nodes=int(resources.get("nodes") or 1),
         gpus=nodes.count_gpus(gres),
@@ -60,21 +60,23 @@ def check_and_follow_submissions(workflow: Any, submissions: Sequence[Submission
     # The plugin then chooses among the partitions of a file, which this function does not read.
     anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
     offered = nodes.read_cluster_nodes()
-    if refused := refusals(submissions, offered, anywhere):
+    if refused := find_refused_cells(submissions, offered, anywhere):
         return nodes.format_refusals(refused)
     partitions = {"*" if anywhere else s.job.resources.get("slurm_partition") for s in submissions}
     of_partitions = [n for p in partitions for n in nodes.select_partition_nodes(offered, p)]
     requests = [submitted_request(s.job.resources) for s in submissions]
     if mixed := nodes.describe_mixed_gpu_types(of_partitions, requests):
-        tell(mixed)
+        print_to_stderr(mixed)
     firsts = [str(s.job.output[0]) for s in submissions]
     asks = map(nodes.describe_request, (s.cell for s in submissions), requests)
     times = {f: s.longest_s for f, s in zip(firsts, submissions, strict=True) if s.longest_s}
-    follow(workflow, FollowedRun(dict(zip(firsts, asks, strict=True)), times, len(submissions)))
+    follow_jobs(
+        workflow, FollowedRun(dict(zip(firsts, asks, strict=True)), times, len(submissions))
+    )
     return []
 
 
-def refusals(
+def find_refused_cells(
     submissions: Iterable[Submission], offered: list[nodes.Node], anywhere: bool
 ) -> dict[Cell, str]:
     """Return a sentence for each cell whose job is too large for every node.
@@ -90,7 +92,7 @@ def refusals(
         request = submitted_request(resources)
         partition = "*" if anywhere else resources.get("slurm_partition")
         in_profile = _comparable_values(request) != _comparable_values(from_config)
-        sentence = nodes.refusal(
+        sentence = nodes.too_large_reason(
             cell,
             settings,
             request if in_profile else from_config,
@@ -98,7 +100,7 @@ def refusals(
             in_profile,
         )
         if sentence is None and from_config.worker:  # worker jobs may use another partition
-            sentence = nodes.refusal(cell, settings, from_config.worker, offered)
+            sentence = nodes.too_large_reason(cell, settings, from_config.worker, offered)
         if sentence:
             reasons[cell] = sentence
     return reasons

@@ -24,7 +24,7 @@ def make_job_comment(rule: str, wildcards: list[str]) -> str:
     return f"rule_{rule}_wildcards_{'_'.join(wildcards).replace('/', '_')}"
 
 
-def live_jobs(directory: Path) -> dict[str, str] | None:
+def find_live_jobs(directory: Path) -> dict[str, str] | None:
     """Return the comments of a directory's queued and running jobs, by job id.
 
     Only jobs of the user count. The mapping is empty on a machine without SLURM. The result is None if SLURM
@@ -67,20 +67,20 @@ def wait_for_live_jobs(cells: Mapping[str, str], directory: Path) -> bool:
     """
     waited = False
     while True:
-        jobs = live_jobs(directory)
+        jobs = find_live_jobs(directory)
         if jobs is None and not waited:
-            tell("squeue does not answer, so cells of an earlier run may still train")
+            print_to_stderr("squeue does not answer, so cells of an earlier run may still train")
             return False
         live = {job: cells[name] for job, name in (jobs or {}).items() if name in cells}
         if not live and jobs is not None:
             return waited
         if not waited:
-            tell(describe_live_jobs(live))
+            print_to_stderr(describe_live_jobs(live))
             waited = True
         time.sleep(POLL_S)
 
 
-def tell(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.words import counted, format_names
+from stratbench.cell.text.words import format_count, format_names
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm.commands import read_command_output
 
@@ -89,7 +89,7 @@ def parse_sinfo(text: str) -> list[Node]:
                 mem_mib=int(mem_mib.rstrip("+")),
                 gpus=count_gpus(gres),
                 time_limit_minutes=_parse_minutes(limit),
-                gpu_types=gpu_types(gres),
+                gpu_types=count_gpus_by_type(gres),
             )
         )
     return nodes
@@ -100,7 +100,7 @@ def count_gpus(gres: str) -> int:
     return sum(int(n) for n in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
 
 
-def gpu_types(gres: str) -> dict[str, int]:
+def count_gpus_by_type(gres: str) -> dict[str, int]:
     """Return the number of GPUs by type in a text of SLURM's generic resources.
 
     An example of such a text is `gpu:a100:2`.
@@ -125,7 +125,7 @@ def describe_mixed_gpu_types(offered: Iterable[Node], requests: Iterable[JobRequ
     if len(nodes_of) < 2:
         return None
     types = format_names(
-        [f"{t} ({counted(len(n), 'node')})" for t, n in sorted(nodes_of.items())], 5
+        [f"{t} ({format_count(len(n), 'node')})" for t, n in sorted(nodes_of.items())], 5
     )
     return (
         f"The nodes have GPUs of several types, {types}: SLURM may give a cell any type, or even a mixture "
@@ -167,7 +167,7 @@ def count_fitting_nodes(request: JobRequest, offered: Iterable[Node]) -> int:
     return max(able.values(), default=0)
 
 
-def refusal(
+def too_large_reason(
     cell: Cell,
     settings: Settings,
     request: JobRequest,
@@ -232,8 +232,8 @@ def _format_quantities(
     gpus: int, cpus: int, mem_mib: int, minutes: int | None, request: JobRequest
 ) -> str:
     of_type = f" of type {request.gpu_type}" if request.gpu_type else ""
-    parts = [counted(gpus, "GPU") + of_type] if request.gpus else []
-    parts += [counted(cpus, "CPU core"), f"{mem_mib:,} MiB"]
+    parts = [format_count(gpus, "GPU") + of_type] if request.gpus else []
+    parts += [format_count(cpus, "CPU core"), f"{mem_mib:,} MiB"]
     time = "no time limit" if minutes is None else f"{minutes:,} minutes"
     return f"{', '.join(parts)} and {time}"
 
@@ -279,12 +279,12 @@ def format_refusals(refusals: Mapping[Cell, str]) -> list[str]:
         by_reason.setdefault(sentence.removeprefix(str(cell)), []).append(cell)
     lines = [
         f"{cells[0]}{reason}"
-        + (f" (and {counted(len(cells) - 1, 'more cell')})" if len(cells) > 1 else "")
+        + (f" (and {format_count(len(cells) - 1, 'more cell')})" if len(cells) > 1 else "")
         for reason, cells in list(by_reason.items())[:MAX_TOLD]
     ]
     rest = sum(len(cells) for cells in list(by_reason.values())[MAX_TOLD:])
     return lines + (
-        [f"{counted(rest, 'more cell')} are too large for every node, for other reasons"]
+        [f"{format_count(rest, 'more cell')} are too large for every node, for other reasons"]
         if rest
         else []
     )

@@ -37,10 +37,10 @@ Kind = Literal["limit", "silence"]
 def parse_sbatch_refusal(message: str) -> str | None:
     """Return sbatch's reason from the SLURM plugin's report of a rejected job, else None."""
     match = _REPORT.match(message)
-    return reason_of(match[1]) if match else None
+    return join_error_lines(match[1]) if match else None
 
 
-def reason_of(printed: str) -> str:
+def join_error_lines(printed: str) -> str:
     """Return the error lines that sbatch has printed, joined into one line."""
     lines = [line.removeprefix("sbatch: ").strip() for line in printed.splitlines()]
     return "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stratbench.cell.text.help_page import help_address
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 from stratbench.study.slurm.job_states import QUEUED, JobState
 
 #: Seconds that a job must have waited for one reason before the user is told.
@@ -93,7 +93,7 @@ class WaitingJobs:
         first = jobs[0]
         what = f"SLURM job {first} ({self.outputs.get(first, 'of this run')})"
         if others := len(jobs) - 1:
-            what += f" and {counted(others, 'other')}"
+            what += f" and {format_count(others, 'other')}"
         meaning = next((m for p, m in MEANINGS.items() if re.fullmatch(p, reason)), None)
         text = f"{what} {'wait' if len(jobs) > 1 else 'waits'} for the reason {reason}"
         text += f": {meaning.replace('JOB', first)}" if meaning else ""
@@ -119,7 +119,7 @@ def describe_progress(
         if s.state in QUEUED
     )
     waiting = reasons.total()
-    text = f"{done} of {counted(planned, 'job')} done, {len(states) - waiting} running"
+    text = f"{done} of {format_count(planned, 'job')} done, {len(states) - waiting} running"
     named = ", ".join(f"{n} {reason}" for reason, n in reasons.most_common())
     text += f", {waiting} queued ({named})" if waiting else ""
     text += f", {to_submit} to be submitted" if to_submit else ""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import reason_of, write_atomic
+from stratbench.cell.files import format_os_error, write_atomic
 from stratbench.cell.text.words import GIB
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
 
@@ -116,7 +116,7 @@ class ForeignProcessWatch:
             if self._found:
                 write_atomic(self._out, json.dumps(list(self._found.values())))
         except OSError as error:
-            print(f"sampler: {reason_of(error)}", file=sys.stderr, flush=True)
+            print(f"sampler: {format_os_error(error)}", file=sys.stderr, flush=True)
 
 
 def find_other_gpu_users(

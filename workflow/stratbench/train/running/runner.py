@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import at
+from stratbench.cell.extensions import iter_resolved
 from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.help_page import help_address
@@ -244,4 +244,4 @@ def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
 
 def runner_of(s: Settings) -> Runner:
     """Return the runner of a cell with these settings."""
-    return next((runner for _, runner in at("runner") if runner.takes(s)), Runner)()
+    return next((runner for _, runner in iter_resolved("runner") if runner.takes(s)), Runner)()

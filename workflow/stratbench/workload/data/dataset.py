@@ -12,7 +12,7 @@ from stratbench.workload.data.sources import Source
 KINDS = {1: "texts", 2: "waveforms", 3: "images"}
 
 
-def kind_of(shape: Sequence[int]) -> str:
+def get_sample_kind(shape: Sequence[int]) -> str:
     """Return the kind of samples with a shape: `texts`, `waveforms` or `images`."""
     return KINDS[len(shape)]
 

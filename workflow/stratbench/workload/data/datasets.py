@@ -9,7 +9,7 @@ from stratbench.cell.extensions import resolve_all
 from stratbench.workload.data import generated, sources
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.kinds import Generator
-from stratbench.workload.data.own_data import is_own, own_data
+from stratbench.workload.data.own_data import is_own, read_own_data
 from stratbench.workload.data.sources import DataError
 
 #: Sources of generated samples.
@@ -87,7 +87,7 @@ def compute_data_identity(
 
 
 def _describe_own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
-    own = own_data(name, spec)
+    own = read_own_data(name, spec)
     values = own.values
     return Dataset(
         shape=tuple(meta["shape"]) if meta else own.shape,

@@ -97,7 +97,7 @@ def draw_epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(samples, generator=make_generator("order", seed, epoch))
 
 
-def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def enlarge_images(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return images [N, C, H, W] enlarged to [N, C, height, width].
 
     Every pixel is repeated by the largest integer factor that fits, then zeros are added evenly around. For
@@ -127,14 +127,14 @@ def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return images
 
 
-def eval_batch(shape: Sequence[int]) -> int:
+def choose_eval_batch(shape: Sequence[int]) -> int:
     """Return the number of test samples of a shape that a worker evaluates at once."""
     if len(shape) == 1:
         return max(1, EVAL_TOKENS // shape[0])
     return EVAL_IMAGES if len(shape) == 3 else EVAL_WAVEFORMS
 
 
-def example_batch(
+def make_example_batch(
     samples: int,
     shape: Sequence[int],
     classes: int,
@@ -287,7 +287,7 @@ class DeviceData(ABC):
         _, augmentation = self.tables(s.seed, 0, s.augment).on(self.index_device)
         return lambda: self.batch(indices, augmentation)
 
-    def expect(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
+    def prefetch(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
         """Announce the next batch, to fetch it from host memory during the training step.
 
         It must be called after `batch` has returned a batch, and before the training step on this batch.
@@ -297,7 +297,7 @@ class DeviceData(ABC):
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether the next batch is fetched in advance, so that `expect` has an effect."""
+        """Whether the next batch is fetched in advance, so that `prefetch` has an effect."""
         return self._rows is not None
 
     def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -390,10 +390,10 @@ class Images(DeviceData):
             )
         self._size = height, width
         if device is None:
-            self.train_inputs = fit(self.train_inputs, height, width)
-            self.test_inputs = fit(self.test_inputs, height, width)
+            self.train_inputs = enlarge_images(self.train_inputs, height, width)
+            self.test_inputs = enlarge_images(self.test_inputs, height, width)
         else:
-            fit(
+            enlarge_images(
                 self.test_inputs[:1], height, width
             )  # raises DataError now instead of in the first batch
         self._memory_format = memory_format
@@ -430,7 +430,7 @@ class Images(DeviceData):
         drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if inputs.shape[2:] != self._size:  # images from host memory have their stored size
-            inputs = fit(inputs, *self._size)
+            inputs = enlarge_images(inputs, *self._size)
         if drawn is not None:
             inputs = self._crop(inputs, *drawn)
         if targets.is_floating_point():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stratbench.workload.data.sources import DataError, Source, Split, pieces
+from stratbench.workload.data.sources import DataError, Source, Split, cut_into_pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -231,7 +231,7 @@ def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | Non
         raise DataError(
             f"{label}: the largest token is {vocabulary - 1}; it must be from 1 to 2^31 - 1"
         )
-    splits = [pieces(arrays[name], sequence) for name in TOKEN_NAMES]
+    splits = [cut_into_pieces(arrays[name], sequence) for name in TOKEN_NAMES]
     return Opened(Source(splits[0], splits[1], []), (sequence,), vocabulary)
 
 

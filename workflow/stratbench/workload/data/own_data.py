@@ -93,7 +93,7 @@ class OwnData:
             DataError: If a file cannot be read.
         """
         if self.call:
-            fingerprint = users_code.fingerprint(self.call, folders)
+            fingerprint = users_code.compute_fingerprint(self.call, folders)
         else:
             files = [place for places in self.places.values() for place in places]
             samples = KINDS[self.kind].samples or own_files.IMAGES
@@ -134,7 +134,7 @@ def is_own(spec: Mapping[str, Any] | None) -> bool:
     return spec is not None and "source" not in spec
 
 
-def own_data(
+def read_own_data(
     name: str, spec: Mapping[str, Any], places: Mapping[str, Any] | None = None
 ) -> OwnData:
     """Return a user's data set for a specification.
@@ -232,8 +232,10 @@ def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
     The file paths come from the specification or the environment.
     """
     if spec.keys() & set(PLACES) or spec.get("call"):
-        return own_data(name, spec)
-    return own_data(name, spec, json.loads(os.environ.get(PLACES_VARIABLE, "{}")).get(name, {}))
+        return read_own_data(name, spec)
+    return read_own_data(
+        name, spec, json.loads(os.environ.get(PLACES_VARIABLE, "{}")).get(name, {})
+    )
 
 
 def read_prepared_meta(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.text.progress import progress_bar
 from stratbench.workload.data.kinds import Samples
-from stratbench.workload.data.sources import DataError, Source, Split, pieces
+from stratbench.workload.data.sources import DataError, Source, Split, cut_into_pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -147,7 +147,7 @@ def _list_files_by_class(name: str, folder: Path, samples: Samples) -> ByClass:
     return by_class
 
 
-def divided(
+def divide_into_train_and_test(
     name: str,
     by_class: tuple[ByClass, ByClass | None],
     samples: Samples,
@@ -220,7 +220,7 @@ def read_image_folder(
         seed: Seed of the division.
     """
     by_class = list_class_folders(name, folder, IMAGES)
-    train, test, classes = divided(name, by_class, IMAGES, test_share, seed)
+    train, test, classes = divide_into_train_and_test(name, by_class, IMAGES, test_share, seed)
 
     def split(images: Labelled) -> Split:
         return Split(len(images), _iter_image_chunks(name, images, size, channels))
@@ -288,14 +288,14 @@ def read_text_files(
     """
     tokens, vocabulary = read_tokens(name, files, tokenizer)
     train, test = split_text(name, tokens, vocabulary, sequence, test_share)
-    return Source(pieces(train, sequence), pieces(test, sequence), []), vocabulary
+    return Source(cut_into_pieces(train, sequence), cut_into_pieces(test, sequence), []), vocabulary
 
 
 def read_tokens(name: str, files: Sequence[Path], tokenizer: Path | None) -> tuple[np.ndarray, int]:
     """Return the tokens of concatenated text files, and the size of the vocabulary."""
     import numpy as np
 
-    text = "".join(text_of(name, path) for path in files)
+    text = "".join(read_utf8(name, path) for path in files)
     if tokenizer is not None:
         opened = open_tokenizer(name, tokenizer)
         tokens = np.asarray(opened.encode(text, add_special_tokens=False).ids, np.int64)
@@ -337,7 +337,7 @@ def split_text(
     return parts
 
 
-def text_of(name: str, path: Path) -> str:
+def read_utf8(name: str, path: Path) -> str:
     """Return the text of a file in UTF-8; raise DataError if it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8")

@@ -17,7 +17,7 @@ from typing import Any
 from stratbench.cell.locks import create_held_folder
 from stratbench.workload import users_code
 from stratbench.workload.data import own_data, prepared, sources
-from stratbench.workload.data.dataset import Dataset, kind_of
+from stratbench.workload.data.dataset import Dataset, get_sample_kind
 from stratbench.workload.data.datasets import DATASETS, compute_data_identity, describe
 from stratbench.workload.data.sources import DataError, Source
 
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("stopped; nothing was left behind", file=sys.stderr)
         return 128 + signal.SIGINT
     size = "x".join(map(str, meta["shape"]))
-    what = kind_of(meta["shape"])
+    what = get_sample_kind(meta["shape"])
     kinds = "tokens" if what == "texts" and "vocabulary" not in meta else "classes"
     if meta.get("values"):
         kinds = "values to learn per sample"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.files import read_json
 from stratbench.cell.text.progress import progress_bar
-from stratbench.workload.data.dataset import kind_of
+from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.data.sources import DataError, Source
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
     import numpy as np
 
     shape = facts.shape or ()
-    what = kind_of(shape)
+    what = get_sample_kind(shape)
     value = np.float32 if facts.floats else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
     moments = None if facts.is_text else (_FloatMoments if facts.floats else _ByteMoments)(shape[0])
     for split, (samples, chunks) in (("train", source.train), ("test", source.test)):

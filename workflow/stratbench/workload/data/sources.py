@@ -363,10 +363,10 @@ def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> S
     _, tokens = np.unique(content, return_inverse=True)
     train, test = np.split(tokens.astype(np.uint8), [SHAKESPEARE_TOKENS[0]])
     files = [_describe_file(folder / name, md5)]
-    return Source(pieces(train, sequence), pieces(test, sequence), files)
+    return Source(cut_into_pieces(train, sequence), cut_into_pieces(test, sequence), files)
 
 
-def pieces(tokens: np.ndarray, sequence: int) -> Split:
+def cut_into_pieces(tokens: np.ndarray, sequence: int) -> Split:
     """Cut a text into pieces of `sequence` tokens, with the next tokens as targets."""
     samples = (len(tokens) - 1) // sequence
     inputs, targets = (tokens[i : i + samples * sequence].reshape(-1, sequence) for i in (0, 1))

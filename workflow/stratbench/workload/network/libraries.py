@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stratbench.cell.extensions import installed, resolve
+from stratbench.cell.extensions import import_attribute, load_extensions
 from stratbench.cell.text.words import format_wrong_value
 from stratbench.workload.users_code import Unsuitable, get_top_module
 
@@ -87,8 +87,8 @@ class Library:
 def library_of(call: str) -> Library:
     """Return the library of a call, by its package."""
     package = get_top_module(call)
-    names = (e.libraries[package] for e in installed().values() if package in e.libraries)
-    return resolve(next(names, f"{__name__}:Library"))()
+    names = (e.libraries[package] for e in load_extensions().values() if package in e.libraries)
+    return import_attribute(next(names, f"{__name__}:Library"))()
 
 
 def library_of_entry(spec: Mapping[str, Any]) -> Library:

@@ -11,12 +11,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from stratbench.cell.extensions import resolve
+from stratbench.cell.extensions import import_attribute
 from stratbench.workload import users_code
-from stratbench.workload.data.dataset import kind_of
+from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.network import libraries, own
 from stratbench.workload.network.own import OwnModel
-from stratbench.workload.network.registry import FAMILIES, MODELS, Model, facts_of
+from stratbench.workload.network.registry import FAMILIES, MODELS, Model, get_metadata
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ _SMALLEST = {"alexnet": 64, "inception_v3": 96, "maxvit_t": 224}
 _SIDES = {"maxvit_t": 224}
 
 
-def spec_of(name: str, entries: Mapping[str, Any]) -> dict[str, Any] | None:
+def get_specification(name: str, entries: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the specification of a model that is not built in. The result is None for a built-in model.
 
     A name that `entries`, the config's `models`, does not have is that of a torchvision model.
@@ -81,7 +81,7 @@ def spec_of(name: str, entries: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def check_reads(name: str | Model, kind: str) -> None:
     """Raise ValueError if a model does not take samples of a kind, such as `texts`."""
-    reads_text = facts_of(name).reads_text
+    reads_text = get_metadata(name).reads_text
     reads = "texts" if reads_text else "images"
     if reads_text is not None and reads != kind:
         raise ValueError(
@@ -97,8 +97,8 @@ def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
     Raises:
         ValueError: If the model does not take such samples.
     """
-    check_reads(name, kind_of(shape))
-    model, name = facts_of(name), _get_name(name)
+    check_reads(name, get_sample_kind(shape))
+    model, name = get_metadata(name), _get_name(name)
     if model.reads_text is None:
         return tuple(shape)
     if model.reads_text:
@@ -127,12 +127,12 @@ def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224
         classes: Number of classes or tokens.
         shape: Shape of the input, from `input_shape`.
     """
-    model = facts_of(name)
+    model = get_metadata(name)
     import_torchvision()
     if model.own:
         return own.build(model.own, classes, shape)
     if model.builder:
-        return resolve(model.builder)(classes, shape)
+        return import_attribute(model.builder)(classes, shape)
     if shape[0] != 3:
         raise ValueError(f"{name} takes 3 channels, not {shape[0]}; repeat a single channel")
     from torchvision import models
@@ -231,7 +231,7 @@ def build_for_training(
                 f"activation_checkpointing = {checkpointing!r}: it has only {count} blocks; lower N"
             )
             reason = few if count else NO_BLOCKS
-            raise users_code.ModelError(f"{facts_of(name).own or name}: {reason}")
+            raise users_code.ModelError(f"{get_metadata(name).own or name}: {reason}")
     return model
 
 
@@ -286,21 +286,21 @@ def take_model_trial(
     import torch
 
     from stratbench.workload import tasks
-    from stratbench.workload.data.device_data import example_batch
+    from stratbench.workload.data.device_data import make_example_batch
     from stratbench.workload.network import trial
 
     device = next(model.parameters()).device
     values, layout = tasks.takes_values(task), torch.contiguous_format
-    own = facts_of(name).own
+    own = get_metadata(name).own
     vocabulary = own and own.vocabulary
-    x, y = example_batch(
+    x, y = make_example_batch(
         trial.SAMPLES, shape, classes, device, dtype, layout, values, vocabulary is not None
     )
     # The model's vocabulary may have more tokens than the data.
     outputs = tasks.compute_output_shape(task, y.shape, getattr(model, "scores", classes))
     try:
         tokens = vocabulary or classes
-        return trial.take_trial(in_words(name), model, x, y, outputs, groups, tokens)
+        return trial.take_trial(describe_model(name), model, x, y, outputs, groups, tokens)
     except users_code.ModelError as e:
         if "dtype" not in str(e) or (formats := changed_formats(model)) is None:
             raise
@@ -310,13 +310,13 @@ def take_model_trial(
 
 def has_name_alone(name: str | Model) -> bool:
     """Return whether only a user's own training program can build the model."""
-    own = facts_of(name).own
+    own = get_metadata(name).own
     return own is not None and own.call == libraries.NAME_ALONE
 
 
-def in_words(name: str | Model) -> str:
+def describe_model(name: str | Model) -> str:
     """Return the text that names a model in a sentence."""
-    own = facts_of(name).own
+    own = get_metadata(name).own
     return str(own) if own is not None else f"model {_get_name(name)!r}"
 
 
@@ -369,16 +369,16 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     convolutions between two poolings are a group, and so is each linear layer. Modules in no group (stem,
     head) are sharded with the root.
     """
-    if (own := facts_of(name).own) is not None:
+    if (own := get_metadata(name).own) is not None:
         from stratbench.workload.network import sharding
 
         if shard := own.wrap_classes or sharding.find_stated_classes(model):
             return sharding.group_by_class(model, shard, own)
         return sharding.group_by_size(model)
-    family = facts_of(name).family
+    family = get_metadata(name).family
     if family == "vgg":
         return _group_vgg_layers(model)
-    blocks = tuple(resolve(path) for path in FAMILIES[family].blocks)
+    blocks = tuple(import_attribute(path) for path in FAMILIES[family].blocks)
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 
@@ -389,7 +389,7 @@ def describe_sharding_rule(name: str | Model, built: nn.Module | None = None) ->
         name: The model.
         built: The built model, if any.
     """
-    model = facts_of(name)
+    model = get_metadata(name)
     if model.own:
         from stratbench.workload.network import sharding
 
@@ -426,7 +426,7 @@ def describe_own_model(
         shape: Shape of the input.
     """
     return {
-        "arguments": own.arguments(model.own, classes, shape),
+        "arguments": own.collect_arguments(model.own, classes, shape),
         "sharding": describe_sharding_rule(model, built),
     }
 

@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratbench.workload.data.dataset import kind_of
+from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.network.libraries import library_of
 from stratbench.workload.users_code import ModelError, Unsuitable, format_error, import_callable
 
@@ -128,7 +128,7 @@ def fill_data_values(value: Any, facts: Mapping[str, Any]) -> Any:
     return value
 
 
-def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
+def collect_arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
     """Return the arguments of the call: the config's, and values of the data set.
 
     The call gets values of the data set for parameters with their names. A function with `**kwargs` gets
@@ -207,7 +207,7 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
 
     kwargs: dict[str, Any] = {}
     try:
-        kwargs = arguments(own, classes, shape)
+        kwargs = collect_arguments(own, classes, shape)
         made = _get_builder(own)(**kwargs)
     except (MemoryError, ModelError):
         raise
@@ -298,7 +298,7 @@ def _describe_missing_values(shape: Sequence[int], e: Exception) -> str:
     ]
     if not isinstance(e, TypeError) or not wanted:
         return ""
-    return f"; the data set has {kind_of(shape)}, which have no {' and no '.join(sorted(wanted))}"
+    return f"; the data set has {get_sample_kind(shape)}, which have no {' and no '.join(sorted(wanted))}"
 
 
 def _reraise_out_of_memory(e: Exception) -> None:

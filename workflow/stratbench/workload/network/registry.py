@@ -164,7 +164,7 @@ MODELS: dict[str, Model] = {
 }
 
 
-def facts_of(model: str | Model) -> Model:
+def get_metadata(model: str | Model) -> Model:
     """Return the metadata of a model before it is built.
 
     Raises:

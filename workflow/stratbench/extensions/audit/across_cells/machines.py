@@ -12,7 +12,7 @@ from stratbench.analysis.records.derived import get_by_path
 from stratbench.analysis.records.facts import Facts, get_host_name
 from stratbench.analysis.records.samples import HELD
 from stratbench.cell.record import Record
-from stratbench.cell.text.words import GIB, counted, format_bytes
+from stratbench.cell.text.words import GIB, format_bytes, format_count
 from stratbench.extensions.audit.rule import (
     AuditData,
     Case,
@@ -97,7 +97,7 @@ def find_ranks_that_share_cores(facts: Facts) -> Iterator[str]:
     for host, bound in by_host.items():
         cores = set().union(*bound)
         if all(bound) and len(cores) < len(bound):
-            yield f"{len(bound)} workers of {host} on {counted(len(cores), 'core')}: {sorted(cores)}"
+            yield f"{len(bound)} workers of {host} on {format_count(len(cores), 'core')}: {sorted(cores)}"
 
 
 @record_rule("contradictory-devices", "unusable", "all")

@@ -65,7 +65,7 @@ class SlurmJobs(Backend):
             self._is_unacknowledged.add(number)
             raise SubmissionRefused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
         if done.returncode != 0:
-            reason = submission.reason_of(done.stderr)
+            reason = submission.join_error_lines(done.stderr)
             kind = submission.classify_refusal(reason)
             if kind == "silence":
                 self._is_unacknowledged.add(number)

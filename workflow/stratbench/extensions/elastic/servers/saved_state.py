@@ -22,7 +22,7 @@ from stratbench.cell.files import write_atomic
 from stratbench.extensions.elastic.servers.journal import get_state_manifest
 from stratbench.extensions.servers.policies.policy import Fields
 from stratbench.extensions.servers.ps.store import Store
-from stratbench.extensions.servers.ps.tickets import Once, common
+from stratbench.extensions.servers.ps.tickets import CompactIntSet, intersect_sets
 from stratbench.extensions.servers.wire.shm import DTYPES, Layout, dtype_name
 from stratbench.workload.flat import as_bytes
 
@@ -129,14 +129,16 @@ def load_state(folder: Path, server: int) -> SavedState:
     return SavedState(Layout(**manifest["layout"]), manifest["facts"], shards, buffers)
 
 
-def find_common_tickets(folder: Path, n_servers: int) -> Once:
+def find_common_tickets(folder: Path, n_servers: int) -> CompactIntSet:
     """Return the tickets that all shards of all servers had applied when they were saved.
 
     Servers save at different times. All other tickets are handed out again. A shard that has already applied
     such a ticket skips it, so that none is applied twice.
     """
     manifests = [_read_manifest(folder, server) for server in range(n_servers)]
-    return common(Once(*taken) for manifest in manifests for taken in manifest["taken"])
+    return intersect_sets(
+        CompactIntSet(*taken) for manifest in manifests for taken in manifest["taken"]
+    )
 
 
 def _read_manifest(folder: Path, server: int) -> dict[str, Any]:

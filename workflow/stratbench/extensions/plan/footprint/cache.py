@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-from stratbench.cell.extensions import installed
+from stratbench.cell.extensions import load_extensions
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text.words import format_seconds
@@ -26,7 +26,7 @@ SOURCES = (
     "cell/settings.py", "workload/**/*.py", "telemetry/collective*.py", "telemetry/memory.py",
     "telemetry/flops.py", "telemetry/shards.py", "strategies/**/*.py",
     "extensions/plan/check.py", "extensions/plan/footprint/*.py",
-    *(f"extensions/{name}/**/*.py" for name, each in installed().items() if each.strategies),
+    *(f"extensions/{name}/**/*.py" for name, each in load_extensions().items() if each.strategies),
 )  # fmt: skip
 #: Fault of a job whose process ended without a result.
 KILLED = "its process was killed (out of memory?)"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stratbench.telemetry.collective_count import tensors_in
+from stratbench.telemetry.collective_count import iter_tensors
 from stratbench.workload.torch_internals import TorchDispatchMode, get_children, tree_leaves
 
 #: A model with fewer blocks is traced with all of them.
@@ -125,7 +125,7 @@ class _BlockOperations(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
         if self._inside is not None:
-            self._inside.append((op, [(t.shape, t.dtype) for t in tensors_in(out)]))
+            self._inside.append((op, [(t.shape, t.dtype) for t in iter_tensors(out)]))
         return out
 
 

@@ -39,7 +39,7 @@ from stratbench.strategies.mesh import MeshCoordinate
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
-from stratbench.workload.torch_internals import replaced, unset_fake_temporarily
+from stratbench.workload.torch_internals import replacing_attribute, unset_fake_temporarily
 
 #: Block size of the CUDA caching allocator (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
@@ -128,7 +128,7 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
         by_kernels = request.settings.optimizer_impl == "fused"
         stack.enter_context(torch_on_fakes(request.on_cuda, fused and by_kernels, not by_kernels))
         for module in (parallel, parallel.distributed):
-            stack.enter_context(replaced(module, "DistributedDataParallel", Replica))
+            stack.enter_context(replacing_attribute(module, "DistributedDataParallel", Replica))
         yield
 
 

@@ -51,7 +51,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class Sums:
-    """A sum on CUDA (`Reduction`) for any batch.
+    """Size of a reduction on CUDA (`Reduction`) as a function of the batch.
 
     Attributes:
         outputs: Number of sums.
@@ -409,7 +409,8 @@ def follow(
     kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
     if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
         raise ModelError(
-            f"{models.in_words(request.network)}: two training steps differ in more than their batch, for "
+            f"{models.describe_model(request.network)}: two training steps differ in more than their "
+            "batch, for "
             "example because forward keeps a tensor for the next step; memory for other batches cannot be "
             "predicted"
         )

@@ -11,11 +11,11 @@ from stratbench.cell.settings import EACH, Settings
 from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
 from stratbench.strategies.base import Traits
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.device_data import eval_batch, example_batch
+from stratbench.workload.data.device_data import choose_eval_batch, make_example_batch
 from stratbench.workload.data.placement import BUFFERED_BATCHES
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import batch_format, weights_dtype
-from stratbench.workload.task_trial import tried_task
+from stratbench.workload.task_trial import try_task
 from stratbench.workload.tasks import LossKind, Task
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Request:
             classes=data.classes,
             values=data.values,
             local_world=min(most, of_node),
-            eval_batch=min(eval_batch(data.shape), data.test_samples),
+            eval_batch=min(choose_eval_batch(data.shape), data.test_samples),
         )
 
     def example_batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +100,7 @@ class Request:
 
         shape, device = self.input_shape, torch.device("cpu")
         labelled = self.settings.task == "text-classification"
-        return example_batch(
+        return make_example_batch(
             samples,
             shape,
             self.classes,
@@ -113,7 +113,7 @@ class Request:
 
     def tried_task(self) -> tuple[Task, LossKind]:
         """Return the task and the kind of its loss, tried as a cell tries it."""
-        return tried_task(self.settings, self.input_shape, self.classes, self.values)
+        return try_task(self.settings, self.input_shape, self.classes, self.values)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

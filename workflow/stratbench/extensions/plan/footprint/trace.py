@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from stratbench.extensions.plan.footprint.reductions import Reduction
 from stratbench.extensions.plan.footprint.torch_internals import FLOP_FORMULAS
 from stratbench.extensions.plan.footprint.traffic import PARTS, staging_bytes
-from stratbench.telemetry.collective_count import detect_collective, tensors_in
+from stratbench.telemetry.collective_count import detect_collective, iter_tensors
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.telemetry.shards import get_local_shard
 from stratbench.workload.network.checkpointing import is_recomputing
@@ -146,14 +146,14 @@ class OperatorTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         collective = self._log_collective(op, args, kwargs)
         out = op(*args, **kwargs)
-        made = [self._register_storage(t) for t in tensors_in(out)]
+        made = [self._register_storage(t) for t in iter_tensors(out)]
         phase = self.phases[-1]
         reached = phase.flops, phase.touched_bytes
         # C++ asks a fake tensor for its device by `prim`, which launches no kernel.
         if not op.is_view and op.namespace != "prim":
             phase.operations += 1
-            phase.touched_bytes += sum(map(_n_bytes, tensors_in((args, kwargs)))) + sum(
-                map(_n_bytes, tensors_in(out))
+            phase.touched_bytes += sum(map(_n_bytes, iter_tensors((args, kwargs)))) + sum(
+                map(_n_bytes, iter_tensors(out))
             )
             if op.overloadpacket in FLOP_FORMULAS:
                 flops = FLOP_FORMULAS[op.overloadpacket](*args, **kwargs, out_val=out)
@@ -182,7 +182,7 @@ class OperatorTrace(TorchDispatchMode):
         if collective is None:
             return None
         if collective.kind in ("all_gather", "reduce_scatter"):
-            for t in tensors_in((args, kwargs)):
+            for t in iter_tensors((args, kwargs)):
                 self.tags.setdefault(self._register_storage(t), "communication")
         if self._on_cpu:
             self._log_temporary("staging", [staging_bytes(collective)])
@@ -194,9 +194,9 @@ class OperatorTrace(TorchDispatchMode):
                 self.tags.update(dict.fromkeys(made, "communication"))
                 self.streamed.update(made)
             case "chunk_cat":  # copies gradients of gathered parameters into the tensor to scatter
-                for t in tensors_in(args):
+                for t in iter_tensors(args):
                     self.tags.setdefault(self._register_storage(t), "gathered")
-                scattered = [self._register_storage(t) for t in tensors_in(kwargs)]
+                scattered = [self._register_storage(t) for t in iter_tensors(kwargs)]
                 self.tags.update(dict.fromkeys(scattered, "communication"))
                 self.streamed.update(scattered)
 

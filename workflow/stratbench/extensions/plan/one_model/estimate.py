@@ -22,7 +22,7 @@ from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, try_
 from stratbench.extensions.plan.device_rates import find_gpu, make_gpu_device
 from stratbench.extensions.plan.footprint import fake
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.footprint.torch_internals import replaced
+from stratbench.extensions.plan.footprint.torch_internals import replacing_attribute
 from stratbench.extensions.plan.needs import Subject
 from stratbench.extensions.plan.one_model.model_answer import NODE_GPUS, choose_batch
 from stratbench.strategies import (
@@ -159,11 +159,11 @@ def estimate(
     cls = strategy_class(name)
     reason = BY_COMMAND if request.by_command else None
     if cls.divides_network:
-        reason = cls.why_not(request.network)
+        reason = cls.explain_indivisible(request.network)
     if reason is not None:
         raise ValueError(f"stratbench.estimate: strategy = {name!r}: {reason}")
     # If a GPU is visible, some of PyTorch's code treats fake tensors as real ones.
-    with replaced(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
+    with replacing_attribute(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         footprint = try_footprint(request, blocks=_find_blocks(request))
     if isinstance(footprint, str):

@@ -45,7 +45,7 @@ from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import set_job_environment
 from stratbench.study.model_question import Question
 from stratbench.telemetry.machine.hardware import Datasheet
-from stratbench.workload.data.dataset import Dataset, kind_of
+from stratbench.workload.data.dataset import Dataset, get_sample_kind
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_answer.yaml"
 #: Number of GPUs per node if no config sets it.
@@ -127,7 +127,7 @@ class Answer:
     @property
     def throughput_unit(self) -> str:
         """Unit of throughput: tokens, images or waveforms."""
-        return "tokens" if self.data.is_text else kind_of(self.data.shape)
+        return "tokens" if self.data.is_text else get_sample_kind(self.data.shape)
 
     @property
     def training_amount(self) -> float:
@@ -220,7 +220,7 @@ def _check_amount(question: Question, data: Dataset) -> None:
     """Raise ConfigError if the training's length is in a unit that the data lack."""
     amount, kind, other = question.samples, "texts", "tokens"
     if not data.is_text:
-        amount, kind, other = question.tokens, kind_of(data.shape), "samples"
+        amount, kind, other = question.tokens, get_sample_kind(data.shape), "samples"
     if amount is not None:
         wrong = "samples" if data.is_text else "tokens"
         raise ConfigError(

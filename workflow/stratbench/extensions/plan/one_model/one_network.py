@@ -149,7 +149,7 @@ def _find_training_data(
         raise ConfigError(f"config: models.{model}{error}") from None
     if task is not None:
         return overrides["trained_on"][task]
-    spec = models.spec_of(model, own)
+    spec = models.get_specification(model, own)
     named = models.named_model(model, spec and {"kwargs": {}, "wrap_classes": None} | spec)
     reads_text = (models.MODELS[named] if isinstance(named, str) else named).reads_text
     if reads_text is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from stratbench.cell.extensions import at
-from stratbench.cell.text.words import counted, format_bytes, format_names
+from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.text.words import format_bytes, format_count, format_names
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING
 from stratbench.extensions.plan.needs import data_bytes_of
@@ -59,7 +59,7 @@ def answer_questions(plan: Plan) -> list[tuple[str, list[str]]]:
             list(_answer_resharding(plan)),
         ),
         ("What takes the memory?", list(_answer_largest_parts(plan))),
-        *(pair for _, a in at("plans") if a.questions for pair in a.questions(plan)),
+        *(pair for _, a in iter_resolved("plans") if a.questions for pair in a.questions(plan)),
     ]
 
 
@@ -79,7 +79,10 @@ def _iter_largest_counts(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
     ).items():
         workers = max(c.cell.gpus for c in cells)
         there = [c for c in cells if c.cell.gpus == workers]
-        yield f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].fit.device}", there
+        yield (
+            f"{experiment}, {model}, {format_count(workers, 'worker')} on {there[0].fit.device}",
+            there,
+        )
 
 
 def _answer_batches(plan: Plan) -> Iterator[str]:
@@ -276,8 +279,8 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
             )
             name = f", {c.cell.strategy}" if len(kinds) > 1 else ""
             yield (
-                f"{experiment}, {model}, {counted(workers, 'worker')}{name}: keeping gathered weights takes "
-                f"{format_bytes(peaks[1] - peaks[0])} more memory, and each step gathers "
+                f"{experiment}, {model}, {format_count(workers, 'worker')}{name}: keeping gathered weights "
+                f"takes {format_bytes(peaks[1] - peaks[0])} more memory, and each step gathers "
                 f"{format_bytes(gathers[0] - gathers[1])} less; {answer}."
             )
 

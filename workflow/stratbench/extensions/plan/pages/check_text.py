@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import counted, format_names
+from stratbench.cell.text.words import format_count, format_names
 from stratbench.extensions.plan.check import Checked, CheckResult, Network
 from stratbench.extensions.plan.needs import Subject
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.study.reasons import format_reasons, format_worker_counts, remove_subject
-from stratbench.workload.data.dataset import kind_of
+from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.tasks import OwnTask
 
 #: Maximum number of shard groups that are listed; of more, only the largest and the smallest.
@@ -30,7 +30,7 @@ def check_text(checked: Checked) -> str:
 
 
 def _iter_lines(checked: Checked) -> Iterator[str]:
-    yield f"Study {checked.study.name}: {counted(len(checked.networks), 'network')}"
+    yield f"Study {checked.study.name}: {format_count(len(checked.networks), 'network')}"
     for network, found in checked.networks.items():
         cells = [s for s in checked.subjects if Network.of(s.request) == network]
         yield ""
@@ -41,12 +41,12 @@ def _iter_lines(checked: Checked) -> Iterator[str]:
     yield ""
     if checked.refused:
         n = len(checked.refused)
-        yield f"{n} of {counted(len(checked.subjects), 'cell')} would end as unsupported:"
+        yield f"{n} of {format_count(len(checked.subjects), 'cell')} would end as unsupported:"
         yield from (f"  {line}" for line in format_reasons(checked.refused.items()))
     else:
-        yield f"none of {counted(len(checked.subjects), 'cell')} would end as unsupported"
+        yield f"none of {format_count(len(checked.subjects), 'cell')} would end as unsupported"
     if n := sum(bool(checked.rehearsals[s.request].unchecked) for s in checked.subjects):
-        yield f"{counted(n, 'cell')} could not be checked before the training"
+        yield f"{format_count(n, 'cell')} could not be checked before the training"
 
 
 def _describe_network(
@@ -67,10 +67,10 @@ def _describe_network(
         yield f"   not checked: {found.unchecked}"
         return
     shape = ", ".join(map(str, network.input_shape))
-    kind = kind_of(network.input_shape).replace("texts", "tokens")
+    kind = get_sample_kind(network.input_shape).replace("texts", "tokens")
     gives = f"scores for {network.classes:,} {'tokens' if kind == 'tokens' else 'classes'}"
     if network.values:
-        gives = counted(network.classes, "value")
+        gives = format_count(network.classes, "value")
     frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
     yield (
         f"   {found.parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives {gives}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from stratbench.cell.text.words import GIB, counted, folded, format_bytes, format_hours
+from stratbench.cell.text.words import GIB, folded, format_bytes, format_count, format_hours
 from stratbench.extensions.plan.one_model.model_answer import Answer, StrategyAnswer
 from stratbench.extensions.plan.quantities import format_in_unit
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
@@ -36,7 +36,7 @@ def format_answer(answer: Answer) -> str:
     return "\n".join([above, *_list_table_lines(answer), folded(below)])
 
 
-def format_first_choice(answer: Answer) -> str:
+def format_first_traced(answer: Answer) -> str:
     """Return a line on the first strategy that was traced."""
     return folded([f"first: {_describe_choice(answer, answer.choices[0])}"])
 
@@ -84,9 +84,7 @@ def _describe_choice(answer: Answer, choice: StrategyAnswer) -> str:
         return f"{_format_choice_name(choice)}: {choice.reason}"
     noun = answer.throughput_unit.removesuffix("s") if not answer.data.is_text else "text"
     verdict = {FITS: FITS, DOES_NOT_FIT: DOES_NOT_FIT}.get(choice.verdict, f"is {choice.verdict}")
-    text = (
-        f"{_format_choice_name(choice)} {verdict} with {counted(choice.micro_batch, noun)} at once"
-    )
+    text = f"{_format_choice_name(choice)} {verdict} with {format_count(choice.micro_batch, noun)} at once"
     held = f"{text}: {format_bytes(choice.memory.allocated_bytes)} per GPU."
     if choice.verdict == DOES_NOT_FIT:
         return held

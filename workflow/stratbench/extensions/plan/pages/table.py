@@ -142,7 +142,7 @@ def write_json(plan: Plan, path: Path) -> None:
     """Write plan.json, the values per cell that the workflow reads, by path of the cell."""
     cells = {
         c.cell.path: {
-            "settings": plan_file.digest_of(c.subject.settings),
+            "settings": plan_file.compute_settings_digest(c.subject.settings),
             "infeasible": None if c.state != "infeasible" else c.reason,
             "host_mem_mib": c.needs.host_mib,
             "servers_mem_mib": c.needs.servers_host_mib,

@@ -12,9 +12,9 @@ from stratbench.cell.text.pages import as_json, render, script_values
 from stratbench.cell.text.words import COLUMNS as WIDTH
 from stratbench.cell.text.words import (
     choose_byte_unit,
-    counted,
     folded,
     format_bytes,
+    format_count,
     format_hours,
     format_seconds,
 )
@@ -84,7 +84,7 @@ def format_plan(plan: Plan) -> str:
             key=lambda c: -c.needs.host_bytes,
         ),
     }
-    filters = {"counted": counted, "seconds": format_seconds} | FILTERS
+    filters = {"counted": format_count, "seconds": format_seconds} | FILTERS
     text = render("plan.txt.j2", TEMPLATES, values=values, filters=filters)
     return folded([text.rstrip()]) + "\n"
 

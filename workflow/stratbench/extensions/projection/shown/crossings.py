@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from stratbench.cell.text.words import counted, plural
+from stratbench.cell.text.words import format_count, pluralize
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Crossing:
             or "their intervals overlap on all counts, so that either may be faster"
         )
         return (
-            f"From about {counted(round(self.crossing_workers), noun)} on, {self.after} is faster than "
+            f"From about {format_count(round(self.crossing_workers), noun)} on, {self.after} is faster than "
             f"{self.before}; by the intervals of 80 %, {sure}."
         )
 
@@ -124,4 +124,4 @@ def describe_crossings(lines: Lines, noun: str) -> list[str]:
         if open_ones
         else ""
     )
-    return [f"{leader} is the fastest on all counts up to {most} {plural(noun)}{sure}."]
+    return [f"{leader} is the fastest on all counts up to {most} {pluralize(noun)}{sure}."]

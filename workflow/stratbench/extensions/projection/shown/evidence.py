@@ -58,7 +58,7 @@ class ProjectionEvidence(Evidence):
                 constraints.gpus, Projected(missing_projection_reason(usable, constraints.gpus))
             )
             for c in line:
-                c.not_projected = requested.reason
+                c.no_projection_reason = requested.reason
             for gpus, made in by_count.items():
                 if not made.reason:
                     yield make_candidate(usable, gpus, made)

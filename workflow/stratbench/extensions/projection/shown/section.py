@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.figures.log_chart import ChartSeries, log_chart
+from stratbench.analysis.figures.log_chart import ChartSeries, render_log_chart
 from stratbench.analysis.figures.marks import Mark, assign_marks_by_strategy
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.text.words import folded, format_bytes, format_hours, format_short_time
@@ -135,7 +135,7 @@ def _draw_step_times(
     strong = (rows["scaling"] == "strong").any()
     ideal = [(n, first.step_s * (first.workers / n if strong else 1)) for n in counts]
     series.append(ChartSeries("perfect scaling", "muted", dashed=ideal))
-    return log_chart(
+    return render_log_chart(
         series, f"{noun}s" if noun == "GPU" else "CPU processes", "time per global batch", counts,
         lambda n: f"{n:g}", format_short_time,
         f"Time per global batch of {model} over workers, measured and projected, by strategy",

@@ -166,7 +166,7 @@ class AsyncModifiedPolicy(SspPolicy):
             return self.pushes_per_batch
 
         @property
-        def synchronous_alone(self) -> bool:
+        def is_synchronous_on_one_worker(self) -> bool:
             """Whether a batch has only one push. Several pushes would be updates on smaller batches."""
             return self.pushes_per_batch == 1
 

@@ -43,9 +43,9 @@ class SyncPolicy(Policy):
     @dataclass(frozen=True)
     class Options(PolicyOptions):
         refuses_adamw: ClassVar[str | None] = None
-        tolerates_loss: ClassVar[bool] = False
+        survives_worker_loss: ClassVar[bool] = False
         averages_all: ClassVar[bool] = True
-        synchronous_alone: ClassVar[bool] = True
+        is_synchronous_on_one_worker: ClassVar[bool] = True
 
         def updates_per_step(self, workers: int) -> float:
             return 1.0
@@ -177,7 +177,9 @@ class BackupPolicy(SyncPolicy):
         refuses_adamw: ClassVar[str | None] = None
         backups: int = option(1, "workers a step does not wait for (at most workers - 1)", least=0)
 
-        synchronous_alone: ClassVar[bool] = True  # with one worker, each step waits for its push
+        is_synchronous_on_one_worker: ClassVar[bool] = (
+            True  # with one worker, each step waits for its push
+        )
 
         def waits_for_slowest(self, workers: int) -> bool:
             return self.quorum(workers) == workers
@@ -230,7 +232,7 @@ class BackupPolicy(SyncPolicy):
         return stepped
 
     def _find_sum_limit(self) -> float:
-        """Return infinity if the step is complete, and -1 otherwise.
+        """Return the slot below which gradients may be summed: infinity once the step is complete, else -1.
 
         No gradient can be summed before, because any of them may be part of the step.
         """
@@ -245,7 +247,7 @@ class BucketOptions(PolicyOptions):
     refuses_adamw: ClassVar[str | None] = None
 
     @property
-    def synchronous_alone(self) -> bool:
+    def is_synchronous_on_one_worker(self) -> bool:
         return self.pushes_per_update(1) == 1
 
     def waits_for_slowest(self, workers: int) -> bool:

@@ -29,7 +29,7 @@ class PolicyOptions(Options):
     #: Number of tensors of the weights' size per worker.
     buffers_per_worker: ClassVar[int] = 0
     #: Whether the run continues if a worker is lost.
-    tolerates_loss: ClassVar[bool] = True
+    survives_worker_loss: ClassVar[bool] = True
     #: Whether every update is the mean of one push of each worker, on the same weights.
     averages_all: ClassVar[bool] = False
     #: Why the policy does not support AdamW. None: it does.
@@ -40,7 +40,7 @@ class PolicyOptions(Options):
     refuses_sgd: ClassVar[str | None] = None
 
     @property
-    def synchronous_alone(self) -> bool:
+    def is_synchronous_on_one_worker(self) -> bool:
         """Whether training with one worker equals PyTorch's own optimizer."""
         return False
 
@@ -85,7 +85,7 @@ class PolicyOptions(Options):
 class EveryPushOptions(PolicyOptions):
     """Options of policies that update with every push, without waiting."""
 
-    synchronous_alone: ClassVar[bool] = True
+    is_synchronous_on_one_worker: ClassVar[bool] = True
 
     def waits_for_slowest(self, workers: int) -> bool:
         return False

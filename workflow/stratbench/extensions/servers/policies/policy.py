@@ -56,10 +56,10 @@ class Fields(dict[str, Any]):
 
 def copy_attributes(owner: object, leave_out: Collection[str] = ("hyper",)) -> Fields:
     """Return a copy of an object's attributes by name, without those in `leave_out`."""
-    return Fields({k: copied(v) for k, v in vars(owner).items() if k not in leave_out})
+    return Fields({k: copy_attribute(v) for k, v in vars(owner).items() if k not in leave_out})
 
 
-def copied(value: Any) -> Any:
+def copy_attribute(value: Any) -> Any:
     """Return a copy of one attribute of a policy.
 
     Raises:
@@ -72,9 +72,9 @@ def copied(value: Any) -> Any:
     if torch.is_tensor(value):
         return value.clone()
     if isinstance(value, (list, set)):
-        return type(value)(copied(each) for each in value)
+        return type(value)(copy_attribute(each) for each in value)
     if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
+        return {key: copy_attribute(each) for key, each in value.items()}
     if isinstance(value, (Momentum, AdamW)):
         return copy_attributes(value)
     raise TypeError(
@@ -260,9 +260,9 @@ class Policy(ABC):
         return self.lr * self.hyper.lr_scale
 
     @property
-    def tolerates_loss(self) -> bool:
+    def survives_worker_loss(self) -> bool:
         """Whether the run continues when a worker is lost."""
-        return self.options.tolerates_loss
+        return self.options.survives_worker_loss
 
     @abstractmethod
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:

@@ -211,7 +211,7 @@ class Channel:
         self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
         if self.flat.is_mirrored:
             pushes = self._push_buffers, self._push_shards, self._end_push
-            self._staging = Staging(self.flat, self._bounds, *pushes, self.scale, self._weigh)
+            self._staging = Staging(self.flat, self._bounds, *pushes, self.scale, self._set_weight)
             self._staging.fetch_initial()  # the warm-up copies these weights back to the device
         self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
         self._weight_bytes = as_bytes(self.flat.host.weights)
@@ -282,9 +282,9 @@ class Channel:
         if self._staging is not None:
             self._staging.weight = weight
         else:
-            self._weigh(weight)
+            self._set_weight(weight)
 
-    def _weigh(self, weight: torch.Tensor) -> None:
+    def _set_weight(self, weight: torch.Tensor) -> None:
         self._weight = float(weight)
 
     def push_pull(self) -> Ticket | Evaluation | None:

@@ -108,7 +108,7 @@ class Staging:
         """
         #: The weight of the next push, a scalar on the device. None: every push has the same weight.
         self.weight: torch.Tensor | None = None
-        self._weigh, self._own_weight = weigh, host_scalar(flat.device, torch.float64)
+        self._set_weight, self._own_weight = weigh, host_scalar(flat.device, torch.float64)
         self.armed = self.overflowed = False
         self._flat, self._push_shards, self._push_buffers = flat, push_shards, push_buffers
         self._end_push, self._scale = end_push, scale
@@ -160,7 +160,7 @@ class Staging:
         self._sender = threading.Thread(target=self._send_copied, daemon=True)
         self._sender.start()
         if self.weight is not None:
-            self._copy(self.weight, self._own_weight, lambda: self._weigh(self._own_weight))
+            self._copy(self.weight, self._own_weight, lambda: self._set_weight(self._own_weight))
         # Running statistics are final after the forward.
         self._copy(self._flat.buffers, self._flat.host.buffers, self._push_buffers)
 

@@ -10,7 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from stratbench.extensions.servers.wire.shm import FlatTensors, Layout, allocate, dtype_name
+from stratbench.extensions.servers.wire.shm import (
+    FlatTensors,
+    Layout,
+    allocate_flat_tensors,
+    dtype_name,
+)
 from stratbench.workload.flat import copied_into, offsets_of, strided
 
 
@@ -40,14 +45,14 @@ class FlatSpace:
     are: evaluation does not read the former, and nobody changes the latter.
 
     On a CUDA model `host` mirrors the three in pinned memory; on a CPU it is the same tensors.
-    `shared` puts `host` in memory that a server on this host can map. `allocate` makes `host`.
+    `shared` puts `host` in memory that a server on this host can map. `allocate_flat_tensors` makes `host`.
     """
 
     def __init__(
         self,
         model: nn.Module,
         shared: bool = True,
-        allocate: Callable[[Layout, bool], FlatTensors] = allocate,
+        allocate: Callable[[Layout, bool], FlatTensors] = allocate_flat_tensors,
     ) -> None:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         named_buffers = [(n, b) for n, b in model.named_buffers() if b.is_floating_point()]

@@ -169,13 +169,13 @@ class SharedLane:
             start, stop = self._bounds[shard]
             out = self._memory.weights[start:stop]
             versions[shard] = weights.view(slot, shard, out, alive)
-        for first, count in _runs(versions):
+        for first, count in _group_consecutive(versions):
             version = min(versions[k] for k in range(first, first + count))
             self._connection.send(Frame(Kind.OK, first, count, version=version))
         return sum(self.moved_bytes(shard) for shard in versions)
 
 
-def _runs(numbers: dict[int, int]) -> list[tuple[int, int]]:
+def _group_consecutive(numbers: dict[int, int]) -> list[tuple[int, int]]:
     """Return the first key and the length of each run of consecutive keys."""
     runs: list[tuple[int, int]] = []
     for number in sorted(numbers):

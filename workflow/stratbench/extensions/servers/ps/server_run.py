@@ -57,7 +57,7 @@ class ServerRun:
         self.config, self._secret = config, secret
         self.hyper = Hyper(**config.hyper, workers=config.workers)
         self._make = lambda weights: make(config.policy, weights, self.hyper, config.policy_options)
-        self._tolerates_loss = self._make(torch.zeros(1)).tolerates_loss
+        self._tolerates_loss = self._make(torch.zeros(1)).survives_worker_loss
         self.over = threading.Event()
         self.refusals = Refusals()
         self.error: str | None = None

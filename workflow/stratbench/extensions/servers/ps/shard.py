@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stratbench.extensions.servers.policies.policy import Outcome, Policy
-from stratbench.extensions.servers.ps.tickets import Once
+from stratbench.extensions.servers.ps.tickets import CompactIntSet
 
 
 def _always() -> bool:
@@ -51,7 +51,7 @@ class Shard:
         self._release = release
         self._lr_share = lr_share
         self._lock = threading.Lock()
-        self._taken = Once()
+        self._taken = CompactIntSet()
         self._waiting: set[int] = set()
         self._left: set[int] = set()
         self._read_version = [0] * workers
@@ -190,10 +190,10 @@ class Shard:
             self._release_ready()
 
     @property
-    def taken(self) -> Once:
+    def taken(self) -> CompactIntSet:
         """A copy of the set of tickets that were pushed to this shard."""
         with self._lock:
-            return Once(self._taken.floor, self._taken.above)
+            return CompactIntSet(self._taken.floor, self._taken.above)
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the shard's state for `load`, without workers that wait or read."""
@@ -211,7 +211,7 @@ class Shard:
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state, in which no worker is present."""
         self.policy.load(state["policy"])
-        self._taken = Once(state["floor"], state["above"])
+        self._taken = CompactIntSet(state["floor"], state["above"])
         self.staleness = Counter(state["staleness"])
         self.dropped, self.apply_s = state["dropped"], state["apply_s"]
         self._left = set(state["left"])

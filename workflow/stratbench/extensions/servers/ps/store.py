@@ -17,7 +17,7 @@ from stratbench.extensions.servers.ps.flat import cut
 from stratbench.extensions.servers.ps.member import Member, SharedLane, StreamLane
 from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
-from stratbench.extensions.servers.ps.tickets import Once, TicketPlan, common
+from stratbench.extensions.servers.ps.tickets import CompactIntSet, TicketPlan, intersect_sets
 from stratbench.extensions.servers.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
 from stratbench.extensions.servers.wire.shm import DTYPES, Layout
 
@@ -242,9 +242,9 @@ class Store:
         if self.buffers is not None and buffers is not None:
             self.buffers.load(buffers)
 
-    def taken(self) -> Once:
+    def taken(self) -> CompactIntSet:
         """Return the tickets that were pushed to all shards."""
-        return common(shard.taken for shard in self.shards.values())
+        return intersect_sets(shard.taken for shard in self.shards.values())
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of this server's shards. Lists have one element per shard."""
@@ -272,7 +272,7 @@ class EpochLog:
         self.ends: list[dict[str, float]] = []
         self.step_ends_s = array("d")
         self._plan, self._writer = plan, writer
-        self._seen = Once()
+        self._seen = CompactIntSet()
         #: Number of completed tickets at which the next epoch ends.
         self._next_end = 0
         self._set_next_end()

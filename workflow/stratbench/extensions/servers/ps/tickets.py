@@ -71,7 +71,7 @@ class TicketPlan:
         return number // self.slices
 
 
-class Once:
+class CompactIntSet:
     """A set of integers that grows mostly in order, stored compactly."""
 
     def __init__(self, floor: int = 0, above: Iterable[int] = ()) -> None:
@@ -111,12 +111,12 @@ class Once:
         return True
 
 
-def common(sets: Iterable[Once]) -> Once:
+def intersect_sets(sets: Iterable[CompactIntSet]) -> CompactIntSet:
     """Return the numbers that are in all of these sets. At least one set is required."""
     sets = list(sets)
     floor = min(one.floor for one in sets)
     further = [set(range(floor, one.floor)) | one.above for one in sets]
-    return Once(floor, set.intersection(*further))
+    return CompactIntSet(floor, set.intersection(*further))
 
 
 #: Values of `Tickets.settled_by` that are no worker: the ticket is not completed, or it was completed by a

@@ -99,7 +99,7 @@ def _view(memory: mmap.mmap, layout: Layout, descriptor: int | None) -> FlatTens
     )
 
 
-def allocate(layout: Layout, shared: bool) -> FlatTensors:
+def allocate_flat_tensors(layout: Layout, shared: bool) -> FlatTensors:
     """Allocate flat tensors of zeros.
 
     Each tensor begins on a page of its own, so that pinning one does not affect the others.
@@ -125,7 +125,7 @@ def attach(descriptor: int, layout: Layout) -> FlatTensors:
         layout: Sizes and dtypes of the worker's flat tensors.
 
     Raises:
-        ValueError: If the file is not one that `allocate` has created for this layout.
+        ValueError: If the file is not one that `allocate_flat_tensors` has created for this layout.
     """
     try:
         try:

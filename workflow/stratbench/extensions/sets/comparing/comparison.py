@@ -20,7 +20,7 @@ from stratbench.analysis.tables.summary import (
     format_outcome_kinds,
     group_findings,
 )
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 from stratbench.extensions.sets.comparing.matching import (
     WORK,
     Difference,
@@ -101,7 +101,7 @@ class ComparedCell:
         return tuple(dict.fromkeys((*self.first.doubts, *self.other.doubts)))
 
     @cached_property
-    def why_not(self) -> str:
+    def no_ratio_reason(self) -> str:
         """The reason why there is no time ratio; empty if there is one."""
         if self.work_differences or (self.first.times and self.other.times):
             return describe_differences(self.work_differences)
@@ -113,7 +113,9 @@ class ComparedCell:
 
         The ratio is None if the two are not comparable.
         """
-        return None if self.why_not else compute_time_ratio(self.other.times, self.first.times)
+        return (
+            None if self.no_ratio_reason else compute_time_ratio(self.other.times, self.first.times)
+        )
 
     @property
     def memory_ratio(self) -> float | None:
@@ -126,7 +128,7 @@ class ComparedCell:
         known = self.first.memory_bytes and self.other.memory_bytes and same_method
         return (
             self.other.memory_bytes / self.first.memory_bytes
-            if known and not self.why_not
+            if known and not self.no_ratio_reason
             else None
         )
 
@@ -136,7 +138,7 @@ class ComparedCell:
 
         The change is None if the two are not comparable, or without scores.
         """
-        if self.why_not or not self.first.scores or not self.other.scores:
+        if self.no_ratio_reason or not self.first.scores or not self.other.scores:
             return None
         return compute_score_difference(self.other.scores, self.first.scores)
 
@@ -216,12 +218,12 @@ class Comparison:
     @cached_property
     def with_ratio(self) -> list[ComparedCell]:
         """Cells with a time ratio."""
-        return [cell for cell in self.cells if not cell.why_not]
+        return [cell for cell in self.cells if not cell.no_ratio_reason]
 
     @cached_property
     def without_ratio(self) -> list[ComparedCell]:
         """Cells without a time ratio."""
-        return [cell for cell in self.cells if cell.why_not]
+        return [cell for cell in self.cells if cell.no_ratio_reason]
 
 
 class Measurements:
@@ -276,7 +278,7 @@ def compare(first: ResultSet, other: ResultSet) -> Comparison:
                 place_differences=[d for d in differing if d.kind not in WORK.values()],
             )
         )
-    with_ratio = [cell for cell in cells if not cell.why_not]
+    with_ratio = [cell for cell in cells if not cell.no_ratio_reason]
     in_first, in_other = (one.repeats.ok for one in measured)
     alone = [group for group in in_first if group not in {match.first for match in matched}]
     return Comparison(
@@ -386,9 +388,11 @@ def iter_main_results(comparison: Comparison) -> Iterator[str]:
     text = f"Training in {b} takes {least.time_ratio.value:.2f} times as long as in {a} with {least.strategy}"
     if most is not least:
         text += f", {most.time_ratio.value:.2f} times with {most.strategy}"
-        text += f"; {counted(len(means) - 2, 'other')} are between these" if len(means) > 2 else ""
+        text += (
+            f"; {format_count(len(means) - 2, 'other')} are between these" if len(means) > 2 else ""
+        )
     if similar:
-        text += f"; the ratio of {counted(similar, 'other strategy')} does not differ from 1"
+        text += f"; the ratio of {format_count(similar, 'other strategy')} does not differ from 1"
     yield f"{text}."
 
 
@@ -429,7 +433,7 @@ def make_headline(comparison: Comparison) -> str:
         text += f" by these rules: {rules}."
     for name, alone in ((a, comparison.cells_only_in_first), (b, comparison.cells_only_in_other)):
         if alone:
-            text += f" {counted(alone, 'cell')} finished only in {name}."
+            text += f" {format_count(alone, 'cell')} finished only in {name}."
     if comparison.without_ratio:
         names = ", ".join(dict.fromkeys(cell.group.strategy for cell in comparison.without_ratio))
         text += (

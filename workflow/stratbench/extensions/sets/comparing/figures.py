@@ -11,7 +11,7 @@ import pandas as pd
 
 from stratbench.analysis.figures.figure_data import assign_marks
 from stratbench.analysis.figures.marks import Mark
-from stratbench.analysis.figures.rows import FigureRow, Point, Rows, draw_rows
+from stratbench.analysis.figures.rows import FigureRow, Point, RowChart, draw_rows
 from stratbench.analysis.figures.sheet import RC, save_figure
 from stratbench.analysis.report.shown import build_data_uri
 from stratbench.extensions.sets.comparing.comparison import ComparedCell, Comparison
@@ -48,7 +48,7 @@ def draw_ratio_figures(
 
 def make_ratio_rows(
     cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin: float
-) -> Rows:
+) -> RowChart:
     """Return the figure's rows: one per strategy, with a point per number of workers.
 
     A point is full if the interval excludes 1.
@@ -69,7 +69,7 @@ def make_ratio_rows(
         text = f"{own[-1].time_ratio.value:.2f}×"
         rows.append(FigureRow(strategy, points, told=text, chosen=any(p.chosen for p in points)))
     head = f"on {max(c.group.gpus for c in cells)}" if several else ""
-    return Rows.of_ratios(rows, marks, margin, head)
+    return RowChart.of_ratios(rows, marks, margin, head)
 
 
 def iter_caption_sentences(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stratbench.analysis.records.groups import Group
-from stratbench.cell.text.words import counted, format_names
+from stratbench.cell.text.words import format_count, format_names
 from stratbench.extensions.sets.comparing.comparison import ComparedCell, Comparison
 from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.unpaired import ALPHA, compute_mean_slowdown
@@ -115,7 +115,7 @@ def iter_no_longer_judged(comparison: Comparison) -> Iterator[WatchedCells]:
         places[GONE, group.strategy, "without a record"].append(group)
     for (outcome, strategy, reason), groups in places.items():
         named = format_names([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MAX_NAMED)
-        what = f"{strategy}, {counted(len(groups), 'cell')} {reason}: {named}"
+        what = f"{strategy}, {format_count(len(groups), 'cell')} {reason}: {named}"
         yield WatchedCells(comparison.other.name, what, False, len(groups), None, outcome)
 
 
@@ -206,9 +206,13 @@ def describe_watch(watched: Sequence[WatchedCells], allowed: float) -> Iterator[
     text += f", {len(lost)} no longer finishing" if lost else ""
     less = sum(w.outcome == LESS for w in watched)
     text += f", {less} finishing less often" if less else ""
-    text += f", {counted(sum(w.cell_count for w in gone), 'cell')} no longer judged" if gone else ""
+    text += (
+        f", {format_count(sum(w.cell_count for w in gone), 'cell')} no longer judged"
+        if gone
+        else ""
+    )
     if unknown:
-        text += f"; unknown for {counted(len(unknown), 'strategy')} by too few repeats"
+        text += f"; unknown for {format_count(len(unknown), 'strategy')} by too few repeats"
     yield f"Regression watch ({allowed:.1%} allowed): {text}."
     for w in watched:
         if w.shown:

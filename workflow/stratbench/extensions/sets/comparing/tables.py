@@ -12,9 +12,9 @@ import pandas as pd
 from stratbench.analysis.records.measures import NO_CELL
 from stratbench.analysis.tables.tables import (
     build_table_by_count,
+    format_markdown,
     group_lines_by_model,
     latex,
-    markdown,
 )
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import shortened
@@ -77,7 +77,7 @@ def iter_cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
             **make_interval_columns("score_change", cell.score_change),
             "outcome_first": cell.first.outcome or "ok",
             "outcome_other": cell.other.outcome or "ok",
-            "no_ratio_because": cell.why_not,
+            "no_ratio_because": cell.no_ratio_reason,
             "doubted_by": "; ".join(cell.doubts),
             "not_known_to_be_equal": describe_differences(cell.unstated_differences),
         }
@@ -91,7 +91,8 @@ def make_ratio_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
     cells = [c for c in comparison.cells if c.group.experiment == experiment]
     counts = sorted({c.group.gpus for c in cells})
     texts = (
-        (c.group, ratio_text(c.time_ratio) if c.time_ratio else f"n/a ({c.why_not})") for c in cells
+        (c.group, ratio_text(c.time_ratio) if c.time_ratio else f"n/a ({c.no_ratio_reason})")
+        for c in cells
     )
     return build_table_by_count(counts, group_lines_by_model(texts), "worker")
 
@@ -155,7 +156,7 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
     """
     write_safe_csv(table, stem.with_suffix(".csv"))
     shown = table.map(lambda value: html.escape(str(value), quote=False))
-    write_atomic(stem.with_suffix(".md"), markdown(shown, title))
+    write_atomic(stem.with_suffix(".md"), format_markdown(shown, title))
     write_atomic(stem.with_suffix(".tex"), latex(table, title))
 
 

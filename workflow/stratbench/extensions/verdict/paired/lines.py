@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 
 
 def iter_verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
@@ -77,13 +77,13 @@ def iter_next_round_lines(verdict: dict[str, Any]) -> Iterator[str]:
     after, expected = verdict["next"], verdict["expected_gpu_hours"]
     parts = []
     if after["blocks"]:
-        parts.append(counted(after["blocks"], "block"))
+        parts.append(format_count(after["blocks"], "block"))
     if after["full_runs"]:
         parts.append(
-            f"{counted(len(after['full_runs']), 'full run')} ({'; '.join(after['full_runs'])})"
+            f"{format_count(len(after['full_runs']), 'full run')} ({'; '.join(after['full_runs'])})"
         )
     cost = "its cost is unknown before the first block"
     if expected is not None:
         cost = f"about {expected:.3g} {verdict['hours']}"
-    more = f"at most {counted(after['may_follow'], 'round')} of blocks may follow"
+    more = f"at most {format_count(after['may_follow'], 'round')} of blocks may follow"
     yield f"Next round: {' and '.join(parts)}; {cost}; {more}."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import counted
+from stratbench.cell.text.words import format_count
 from stratbench.extensions.verdict.block_rules import count_discarded_steps
 from stratbench.extensions.verdict.paired import judging
 from stratbench.extensions.verdict.paired.costs import Costs
@@ -41,8 +41,8 @@ class NextRound:
         if self.expected_gpu_hours is not None:
             cost = f"This round takes about {self.expected_gpu_hours:.3g} GPU-hours (worker-hours on CPUs)"
         return (
-            f"{cost}; at most {counted(self.max_following_rounds, 'round')} of blocks may follow, and rounds "
-            "of full runs if these may change the answer."
+            f"{cost}; at most {format_count(self.max_following_rounds, 'round')} of blocks may follow, and "
+            "rounds of full runs if these may change the answer."
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from stratbench.cell.files import finite
-from stratbench.cell.text.words import counted, plural, worker_noun
+from stratbench.cell.text.words import format_count, pluralize, worker_noun
 from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS, MAX_OFF
 from stratbench.extensions.verdict.blocks import VERDICT_VERSION, PairedBlock, add_digest
 from stratbench.extensions.verdict.paired import checks, dependence, judging
@@ -96,7 +96,7 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
         "model": comparison.place.model,
         "dataset": comparison.dataset,
         "gpus": comparison.place.gpus,
-        "workers": counted(
+        "workers": format_count(
             comparison.place.gpus, worker_noun({block.device for block in blocks[:1]})
         ),
         "strategies": list(comparison.strategies),
@@ -155,8 +155,8 @@ def iter_doubts(
                 f"{math.expm1(log):+.1%}" for log in dict.fromkeys(logs_apart[:1] + logs_apart[-1:])
             )
             yield (
-                f"{counted(len(logs_apart), 'full run')} of {strategy} took {ends} relative to their number "
-                "of steps times the blocks' step time"
+                f"{format_count(len(logs_apart), 'full run')} of {strategy} took {ends} relative to their "
+                "number of steps times the blocks' step time"
             )
     if (correction := analysis.correct_conclusion(state)) and (
         before := convert_log_to_share(state.last.max_log_advantage)
@@ -193,7 +193,7 @@ def describe_noise(noise: Noise, margin: float, rivals: int) -> str:
     needed = noise.count_blocks_for_margin(margin, rivals)
     takes = "takes more blocks than a verdict runs"
     if needed is not None:
-        takes = f"takes about {counted(needed, 'block')}"
+        takes = f"takes about {format_count(needed, 'block')}"
     return (
         f"the time ratio of two strategies has a standard deviation of {noise.ratio:.1%} between blocks; a "
         f"conclusion within {100 * margin:.3g} % among {rivals + 1} equally fast strategies {takes}"
@@ -242,7 +242,7 @@ def make_claim(
         return "none", f"{out.strategy} is excluded ({out.reason}); the others are evaluated next."
     if few:
         return "none", (
-            f"{last.leader} is fastest after {counted(last.common_blocks, 'block')}; a conclusion takes "
+            f"{last.leader} is fastest after {format_count(last.common_blocks, 'block')}; a conclusion takes "
             f"at least {judging.MIN_BLOCKS}."
         )
     if last.fastest:
@@ -255,8 +255,8 @@ def make_claim(
         )
     if shown > MUCH:
         return "none", (
-            f"{last.leader} is fastest after {counted(last.common_blocks, 'block')}{where}, but nothing is "
-            "claimed: another strategy may still be more than twice as fast."
+            f"{last.leader} is fastest after {format_count(last.common_blocks, 'block')}{where}, but "
+            "nothing is claimed: another strategy may still be more than twice as fast."
         )
     return "at most", f"{last.leader} is at most {shown:.1%} slower than the fastest{where} {sure}."
 
@@ -289,7 +289,7 @@ def count_node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
     return (
         f"{count} sets of nodes"
         if any(len(hosts) > 1 for hosts in sets)
-        else counted(count, "node")
+        else format_count(count, "node")
     )
 
 
@@ -330,7 +330,7 @@ def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
 def describe_standing(ratio: dict[str, Any]) -> str:
     """Describe how a strategy compares with the leader, such as `not told apart`."""
     if ratio["reason"]:
-        return f"dropped after {counted(ratio['blocks'], 'block')}"
+        return f"dropped after {format_count(ratio['blocks'], 'block')}"
     words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
     return words.get(ratio["state"], ratio["state"])
 
@@ -440,7 +440,7 @@ def assess_confidence(
         )
     if any(block.device == "cpu" for block in blocks):
         sure = False
-        reasons.append(f"It holds for {plural(worker_noun(['cpu']))} and says nothing of GPUs.")
+        reasons.append(f"It holds for {pluralize(worker_noun(['cpu']))} and says nothing of GPUs.")
     if open_score := find_score_doubt(analysis, state):
         sure = False
         reasons.append(open_score)
@@ -462,7 +462,9 @@ def assess_confidence(
         reasons.insert(0, f"Another strategy may be {by} faster.")
     near = last.fastest or at_most <= ROUGH
     level = "high" if sure and narrow else "medium" if near else "low"
-    over = f"Over {counted(last.common_blocks, 'block')} on {counted(len(hosts), 'host')}."
+    over = (
+        f"Over {format_count(last.common_blocks, 'block')} on {format_count(len(hosts), 'host')}."
+    )
     return level, " ".join([over, *reasons])
 
 
@@ -482,9 +484,7 @@ def find_score_doubt(analysis: Course, state: ComparisonState) -> str | None:
     if loss.settled:
         return None
     differs = f"{abs(loss.lost):.2g} {'worse' if loss.lost > 0 else 'better'}"
-    text = (
-        f"Over {counted(loss.seeds, 'seed')} its {loss.score_name} is {differs} than the reference"
-    )
+    text = f"Over {format_count(loss.seeds, 'seed')} its {loss.score_name} is {differs} than the reference"
     if not math.isfinite(loss.max_loss):
         return f"{text}; with one seed no bound on the difference is known ({loss.tolerance:g} allowed)."
     return f"{text} and may be {loss.max_loss:.2g} worse (95 %, {loss.tolerance:g} allowed)."
