@@ -94,6 +94,11 @@ class LaunchedCell:
         return invariants.broken(self.read_record()) if self.record.exists() else []
 
 
+def select_installed(*strategies: str) -> list[str]:
+    """Those of the strategies that are installed: a core without extensions has fewer."""
+    return [name for name in strategies if name in REGISTRY]
+
+
 def settings(strategy: str = "ddp", **changes: Any) -> Settings:
     """Settings of a short cell on 2 CPU workers; `options` are the strategy's defaults."""
     base = Settings(

@@ -20,7 +20,7 @@ from stage import Stage, in_child
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan.against_records import measured_peak_bytes
 from stratbench.extensions.plan.device_rates import CONTEXT_SHARE
-from stratbench.extensions.plan.footprint.fake import replaced
+from stratbench.extensions.plan.footprint.fake import replacing_attribute
 from stratbench.extensions.plan.footprint.footprint import Footprint, make_footprint
 from stratbench.extensions.plan.footprint.request import Request, data_bytes
 from stratbench.study.config.schema import schema
@@ -123,9 +123,9 @@ def measured(job: Job, case: Case) -> dict[str, Any]:
         torch.backends.cudnn.benchmark = case.search
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(worker_process, "configure_torch", configure_torch))
+        stack.enter_context(replacing_attribute(worker_process, "configure_torch", configure_torch))
         if case.world > 1:
-            stack.enter_context(replaced(worker_process, "join_group", join_fake_group))
+            stack.enter_context(replacing_attribute(worker_process, "join_group", join_fake_group))
         result = worker_process.train_as_worker(job, 0, 0)
     found = {key: result[key] for key in ("memory", "model_states", "status", "steps")}
     if not job.use_cuda:

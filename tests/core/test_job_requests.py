@@ -65,7 +65,7 @@ def test_a_job_runs_in_the_partition_named_or_in_the_default_one(partition, expe
 
 def study_of(device: str = "cpu", cluster: dict | None = None, **changes):
     block = {
-        "dataset": "digits", "strategies": ["single", "ddp", "ps-async"], "models": ["vgg-compact"],
+        "dataset": "digits", "strategies": ["single", "ddp"], "models": ["vgg-compact"],
         "gpus": [1, 2, 4, 8], "epochs": 1, "global_batch": 64, "lr": 0.1, "device": device,
         "time_limit_s": 3000,
     }  # fmt: skip
@@ -96,13 +96,11 @@ def test_a_cell_on_cpus_asks_for_its_threads_and_the_plans_memory():
 
     assert asked("single", 1) == (1, 0, 1, 2048)
     assert asked("ddp", 4, threads=2) == (1, 0, 8, 4 * 2048)
-    assert asked("ps-async", 4) == (1, 0, 5, 5 * 2048)  # its server is one more process
     assert asked("ddp", 8, threads=2) == (2, 0, 8, 4 * 2048)
     assert asked("ddp", 4, planned_mib=4000) == (1, 0, 4, 4400 + resources.JOB_MIB)
     assert asked("ddp", 4, cluster={"mem_mib_per_cpu_worker": 500}) == (1, 0, 4, 2000)
     # On GPUs it asks for their shares; a plan can only ask for more.
     assert asked("ddp", 4, device="auto") == (1, 4, 32, 4 * 32768)
-    assert asked("ps-async", 4, device="auto") == (1, 4, 36, 4 * 32768 + 16384)
     assert asked("ddp", 4, device="auto", planned_mib=4000) == (1, 4, 32, 4 * 32768)
     assert asked("ddp", 4, device="auto", cluster={"request_gpus": False}) == (1, 0, 4, 8192)
 
@@ -167,8 +165,6 @@ SMALL = {"cpus_per_gpu": 2, "mem_mib_per_gpu": 1024}
         ("ddp", 4, {"device": "auto"},
          ["a node with 4 GPUs, 32 CPU cores, 131,072 MiB", "has 4 GPUs, 16 CPU cores, 24,000 MiB",
           "lower cluster.cpus_per_gpu; lower cluster.mem_mib_per_gpu"]),
-        ("ps-async", 4, {"device": "auto", "cluster": {"cpus_per_gpu": 4, "mem_mib_per_gpu": 1024}},
-         ["20 CPU cores", "lower cluster.cpus_per_gpu or cluster.server_cpus"]),
         ("ddp", 8, {"device": "auto", "cluster": {"gpus_per_node": 8, "cpus_per_gpu": 1,
                                                 "mem_mib_per_gpu": 1024}},
          ["8 GPUs, 8 CPU cores", "has 4 GPUs, 16 CPU cores", "set cluster.gpus_per_node to 4"]),

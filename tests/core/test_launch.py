@@ -44,6 +44,7 @@ from launching import (
     WORKFLOW,
     LaunchedCell,
     assert_gone,
+    select_installed,
     settings,
     train_one_epoch,
     trains_one_epoch,
@@ -768,7 +769,7 @@ def stood(steps: int, hangs: bool, exit_code: int | None = None) -> dict:
         ([stood(3, False, exit_code=0), stood(3, False, exit_code=0)], "timeout"),
     ],
 )
-@pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
+@pytest.mark.parametrize("strategy", select_installed("ddp", "ps-async"))
 def test_a_slow_cell_is_told_from_one_that_hangs(tmp_path, strategy, standings, status):
     job = replace(job_with(tmp_path, [None, None]), settings=settings(strategy))
     job = replace(job, workers_per_node=1)
@@ -843,7 +844,7 @@ def test_nccls_watchdog_waits_for_no_dump(tmp_path, monkeypatch):
     assert seen == ["1000", "90000"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ps-sync"])
+@pytest.mark.parametrize("strategy", select_installed("ddp", "ps-sync"))
 def test_out_of_memory_beside_a_stranger_is_an_error(tmp_path, strategy):
     others = {"processes": [{"pid": 4711, "bytes": int(79.5 * 2**30)}], "others_bytes": 1}
     crowded = OOM | {"others": others}

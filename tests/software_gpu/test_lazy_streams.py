@@ -32,10 +32,10 @@ _evaluate = evaluate
 
 
 def evaluate(strategy, *rest, **more):
-    from stratbench.telemetry.provenance import sha256_of_state
+    from stratbench.telemetry.provenance import hash_state
 
     with strategy.evaluating() as model:
-        print("weights", sha256_of_state(model.state_dict()), flush=True)
+        print("weights", hash_state(model.state_dict()), flush=True)
     return _evaluate(strategy, *rest, **more)
 """
 WAIT = "                arrived.synchronize()\n"

@@ -119,7 +119,7 @@ def write_page(
     if figures:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                plots, "usable_cores", lambda: {0}
+                plots, "list_usable_cores", lambda: {0}
             )  # no processes, whose start takes seconds
             patch.setattr(plots, "save_figure", saving(complete))
             if figures is not True:
@@ -308,7 +308,9 @@ def test_the_audit_is_in_the_report_and_leads_to_the_figures_it_doubts(tmp_path)
     assert "Rule score-below-floor; affects score." in said
     assert "main, ddp, resnet50, 2 workers, repeat 0 11.0%; single on 1 reaches" in said
     assert text.count('<sup><a href="#audit" title="warning: score-below-floor">') == 1
-    assert "No rule was tripped" in write_page(tmp_path / "sound", cells, figures=False).read_text()
+    assert (
+        "No rule has findings" in write_page(tmp_path / "sound", cells, figures=False).read_text()
+    )
 
 
 def test_the_audit_says_which_findings_touch_a_choice():
@@ -347,7 +349,7 @@ def test_the_audit_says_which_findings_touch_a_choice():
     )
     assert [r["severity"] for r in listed] == ["unusable", *["warning"] * 4, "note"]
     assert audit_section.make_audit_lead(listed, answers) == (
-        "What touches a choice or the rival nearest to it: next, of another, on all."
+        "These rules concern a choice or its nearest rival: next, of another, on all."
     )
     untouched = [rule for rule in listed if not rule["touches"]]
     assert audit_section.make_audit_lead(untouched, answers).startswith("None of the doubts")
@@ -375,7 +377,9 @@ def test_hosts_are_a_notice_only_where_a_strategy_is_known_by_its_host(tmp_path,
 
     cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",), gpus=(2,), repeats=2)
     text = write_page(tmp_path, cells, change=change, figures=False).read_text()
-    notice = "Strategies ran on hosts of their own: ddp, fsdp. What differs may be the hosts"
+    notice = (
+        "These strategies ran on other hosts than the rest: ddp, fsdp. Differences may come from"
+    )
     assert (notice in text) == alone
     assert ("Compare with care" in text) == alone
     assert ("†: the audit reports warning (confounded-host)" in text) == alone

@@ -95,7 +95,7 @@ def test_the_simulator_stays_as_near_to_slurm_as_it_was(monkeypatch):
     runs = [benchmark.read_run(p) for p in sorted((benchmark.OUT / "slurm").glob("load-0.6-*"))]
     assert len(runs) == 4
     for i, bound in enumerate(benchmark.BOUNDS):
-        assert abs(benchmark.pooled_variance(runs, i)) <= bound
+        assert abs(benchmark.pooled(runs, i)) <= bound
         assert all(abs(run.deviation(i)) <= 3 for run in runs)
     for gang, split in (runs[:2], runs[2:]):
         ours = split.simulated(2)[0] / gang.simulated(2)[0]

@@ -258,7 +258,7 @@ job.time = SimpleNamespace(monotonic=lambda: 100.0)
 assemble.datetime = SimpleNamespace(
     now=lambda zone: datetime.fromtimestamp(100, zone), fromtimestamp=datetime.fromtimestamp
 )
-assemble.git_state = lambda root: {}
+assemble.read_git_state = lambda root: {}
 print(json.dumps(assemble.make_record(job.Job.from_json(sys.argv[1]), Ending("ok", None))))
 """
 

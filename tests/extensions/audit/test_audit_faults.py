@@ -444,7 +444,11 @@ FAULTS = [
     Fault("one repeat out of memory", DDP, ended("oom"), "repeats-end-differently", "1 oom"),
     Fault("one repeat too slow", DDP, ended("timeout"), "repeats-end-differently", "1 timeout"),
     Fault(
-        "a shorter limit", TIMEOUT, put("time.time_limit_s", 600.0), "mixed-limits", "others 3000"
+        "a shorter limit",
+        TIMEOUT,
+        put("time.time_limit_s", 600.0),
+        "mixed-limits",
+        "other cells had 3000",
     ),
     Fault(
         "a foreign process who came later",
@@ -477,7 +481,7 @@ FAULTS = [
         DDP,
         put("strategy.details.moved_by_zeros", ["spare.weight"]),
         "traits-unlike-strategy",
-        "equals_ddp is True, but that of ddp is False",
+        "equals_ddp is True, but ddp declares False",
     ),
     # CPU processes.
     Fault(

@@ -361,7 +361,8 @@ def test_lightning_gets_no_key_twice():
 def results(tmp_path, monkeypatch) -> Path:
     """Results of two studies, one of which has a decision."""
     monkeypatch.setattr(
-        "stratbench.extensions.emit.find.record.read", lambda path: json.loads(path.read_text())
+        "stratbench.extensions.emit.find.record.read_record",
+        lambda path: json.loads(path.read_text()),
     )
     for study, strategies in (("one", ("ddp", "fsdp")), ("two", ("ddp",))):
         for strategy in strategies:
@@ -439,7 +440,7 @@ def test_it_needs_no_torch(results):
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import json, stratbench.cell.record as record\n"
-        "record.read = lambda path: json.loads(path.read_text())\n"
+        "record.read_record = lambda path: json.loads(path.read_text())\n"
         "from stratbench.command.__main__ import main\n"
         "codes = [main(['emit', 'first/fsdp/vgg-compact/2gpu', '--results', sys.argv[1], '--to', t])\n"
         "         for t in ('accelerate', 'trainer', 'lightning', 'pytorch', 'variant')]\n"

@@ -80,7 +80,7 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
     best = answer.choices[0]
     assert f"{best.strategy} fits with {best.micro_batch} texts at once" in text.replace("\n ", "")
     hours = 1e9 / (64 * best.samples_per_s[2]) / 3600
-    assert f"{2 * hours:.2g} GPU-hours, which cost {4 * hours:.2g}" in " ".join(text.split())
+    assert f"{2 * hours:.2g} GPU-hours, at a cost of {4 * hours:.2g}" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= COLUMNS
     assert text.count("variants: {fsdp-zero3: {strategy: fsdp, mixed_precision: policy}") == 1
     assert (
@@ -139,7 +139,7 @@ def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monk
                             [choices["fsdp-zero3"], choices["ddp"]], given["variants"], [], "all else")
     )  # fmt: skip
     assert f"from {known.source})." in " ".join(text.split())
-    assert f"and the range, with * from {known.source};" in " ".join(text.split())
+    assert f"and its range, with * from {known.source}." in " ".join(text.split())
     rows = {line.split()[0]: line for line in text.splitlines() if "fits" in line.split()[:4]}
     assert ")*" in rows["fsdp-zero3"]
     assert ")*" not in rows["ddp"]

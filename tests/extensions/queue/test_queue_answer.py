@@ -297,7 +297,7 @@ def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):
     queue = json.loads((tmp_path / "out/answers.json").read_text())["further"]["queue"]
     assert queue["headline"] in " ".join(text.split())
     assert "  The simulation does not model fair-share" in text
-    with pytest.raises(CommandError, match="give either load or history"):
+    with pytest.raises(CommandError, match="give exactly one of the two"):
         from_set.decide(
             "paper:v2", ["decide={queue: {num_gpus: 8, training_hours: 1}}"], tmp_path / "out"
         )
@@ -325,4 +325,4 @@ def test_a_worth_that_may_not_break_even_recommends_no_asynchronous_workers(more
     )
     found = answer(request, 8, 0.03)
     assert found["headline"].startswith("With the queue: split synchronous")
-    assert "leaves it open" in found["lines"][1]
+    assert "leaves open which are faster" in found["lines"][1]

@@ -337,7 +337,7 @@ def refused(**values: Any) -> list[str]:
 def test_what_cannot_be_divided_is_refused_before_any_job():
     assert refused() == []
     (said,) = refused(models=["vgg-compact", "gpt-compact"])
-    assert "'vgg-compact': it states no plan" in said
+    assert "'vgg-compact': it has no plan" in said
     assert "gpt-compact" in said
     assert refused(models=["vit-compact", "vit_b_16"], gpus=[1, 2, 4]) == []
     (said,) = refused(models=["vit-compact"], options={"sequence_parallel": True})
@@ -395,7 +395,7 @@ def test_texts_that_cannot_be_divided_by_positions_are_refused(start_cell, warm,
 
 def test_a_collective_that_is_not_known_ends_no_training(monkeypatch):
     """What is sent is not known then, and no figure takes its place."""
-    monkeypatch.setattr(collective_count, "collective_of", raising)
+    monkeypatch.setattr(collective_count, "detect_collective", raising)
     with CollectiveCount() as count:
         assert float(torch.ones(2).sum()) == 2
     assert math.isnan(count.wire_bytes(2))

@@ -80,7 +80,7 @@ def get_traits(
         options: All of its options.
         gpus: Number of workers.
         moves_by_zeros: Whether it moves the model's parameters in steps without a gradient for them
-            (`acceptance.moves_by_zeros`), which one process and DDP leave unchanged.
+            (`acceptance.changes_without_gradient`), which one process and DDP leave unchanged.
         replaced: Whether workers that end are replaced.
         adds_up: Whether the loss of a batch is the mean over its parts; if not, parts of other sizes
             train something else.

@@ -76,7 +76,7 @@ def hash_state(state_dict: Mapping[str, torch.Tensor]) -> str:
         tensor = bare[name]
         if not torch.is_tensor(tensor):
             raise TypeError(
-                f"sha256_of_state: the entry {name!r} is of type {type(tensor).__name__}; give tensors only"
+                f"hash_state: the entry {name!r} is of type {type(tensor).__name__}; give tensors only"
             )
         tensor = gather_full_tensor(tensor)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())

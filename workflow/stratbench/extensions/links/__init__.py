@@ -19,7 +19,7 @@ def add_subcommands(add: Any) -> None:
     """Add `links` to the command line.
 
     Args:
-        add: Adds a subcommand (`Adder`).
+        add: Adds a subcommand (`SubcommandAdder`).
     """
     from stratbench.command.subcommands import add_training
 

@@ -20,7 +20,7 @@ def add_subcommands(add: Any) -> None:
     """Add `project` to the command line.
 
     Args:
-        add: Adds a subcommand (`Adder`).
+        add: Adds a subcommand (`SubcommandAdder`).
     """
     from stratbench.command.subcommands import answer_with_torch
 

@@ -27,7 +27,7 @@ function digits(number) {
   return number >= 99.95 ? countText(number) : number >= 1 ? number.toFixed(decimals) : number.toPrecision(2);
 }
 
-/** An amount of memory, as `bytes_text` has it. */
+/** An amount of memory, as `format_bytes` has it. */
 function bytesText(bytes) {
   if (bytes >= 2 ** 30) return `${digits(bytes / 2 ** 30)} GiB`;
   if (bytes >= 2 ** 20) return `${countText(bytes / 2 ** 20)} MiB`;
