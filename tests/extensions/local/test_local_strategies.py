@@ -348,7 +348,7 @@ def drift(rank: int, world: int) -> float:
     """By how much the mean of all workers moves in gossip's exchanges, at most."""
     model, x, y = transformer()
     strategy = set_up(Gossip, {}, SGD, rank, world, model)
-    exchange, most = strategy.exchange, 0.0
+    exchange, most = strategy.exchange_weights, 0.0
 
     def watched() -> None:
         nonlocal most
@@ -356,7 +356,7 @@ def drift(rank: int, world: int) -> float:
         exchange()
         most = max(most, float((gathered(flat(model), world).mean(0) - before).abs().max()))
 
-    strategy.exchange = watched
+    strategy.exchange_weights = watched
     train(strategy, x, y)
     return most
 

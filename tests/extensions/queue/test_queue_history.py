@@ -256,7 +256,7 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     )
     found = answer(asked, 8, 0.03)
     assert found["mode"] is None
-    assert re.search(r"the work that waits grew by [\d,]+ GPU-hours", found["refused"])
+    assert re.search(r"the waiting work grew by [\d,]+ GPU-hours", found["refused"])
     assert read_history(path, 8).mean_gpus < 0.9 * 64
     monkeypatch.undo()
     path = recorded(tmp_path, monkeypatch, background.make_poisson_arrivals(600, 0.7, 64, 3))
@@ -279,7 +279,7 @@ def test_trainings_come_to_a_queue_as_full_as_it_was(tmp_path, monkeypatch):
     ]
     truth = TrainingQueue(*shape, [(arrivals, block) for block in moments])
     told, true = (
-        simulate_modes(q, QueuedTraining(16, 2.0), modes=[GANG]).mean(GANG).value
+        simulate_modes(q, QueuedTraining(16, 2.0), modes=[GANG]).average_hours(GANG).value
         for q in (queue, truth)
     )
     assert told == pytest.approx(true, rel=0.2)

@@ -236,13 +236,13 @@ WRONG = {
     "a piece that is not there": ("pipeline", {"pipeline_modules": ["embed", "layer.*", "last", "head"]},
                                   "its pieces name 'layer.*', but the model has no module"),
     "a word that is none": ("tensor", {"tensor_plan": PLAN | {"head": "last"}},
-                            "its tensor_plan says 'last' of 'head'; the words are embedding"),
+                            "its tensor_plan has the word 'last' for 'head'; use one of embedding"),
     "a path that is none": ("tensor", {"tensor_plan": PLAN | {"layers.*.gate": "colwise"}},
-                            "its tensor_plan names 'layers.*.gate', and the network has no module"),
+                            "its tensor_plan names 'layers.*.gate', but the model has no module"),
     "no begin of the stream": ("tensor", {"tensor_plan": PLAN, "sequence_parallel": True},
                                "it has no first; name them, or set sequence_parallel to false"),
     "heads of what has none": ("tensor", {"tensor_plan": PLAN | {"layers.*": "heads"}},
-                               "says 'heads' of 'layers.0', which is no nn.MultiheadAttention"),
+                               "has 'heads' for 'layers.0', which is not an nn.MultiheadAttention"),
 }  # fmt: skip
 
 
