@@ -17,7 +17,7 @@ MAXIMUM = {
     "cell": 9,
     "extensions/audit": 31,
     "extensions/checkpoints": 3,
-    "extensions/commands": 6,
+    "extensions/commands": 7,
     "extensions/deepspeed": 24,
     "extensions/elastic": 30,
     "extensions/emit": 2,

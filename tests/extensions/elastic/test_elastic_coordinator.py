@@ -14,7 +14,7 @@ from launching import LIMIT_S, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.elastic import member
 from stratbench.extensions.elastic.coordinator import Coordinator
-from stratbench.extensions.elastic.member import Membership, Over, join_as_member
+from stratbench.extensions.elastic.member import Over, WorkerMembership, join_as_member
 from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
 
@@ -43,11 +43,11 @@ class Cell:
         listeners.publish(self.folder.rendezvous, 0)
         self.broken: list[int] = []
 
-    def seat(self, number: int, leaving: threading.Event | None = None) -> Membership:
+    def seat(self, number: int, leaving: threading.Event | None = None) -> WorkerMembership:
         broken = lambda: self.broken.append(number)  # noqa: E731
         return join_as_member(self.folder, number, broken, leaving or threading.Event())
 
-    def member(self, number: int) -> Membership:
+    def member(self, number: int) -> WorkerMembership:
         seat = self.seat(number)
         seat.send_message("ready")
         return seat
@@ -60,7 +60,7 @@ def cell(tmp_path: Path) -> Iterator[Cell]:
     found.coordinator.close()
 
 
-def stop(seat: Membership, step: int, **more: Any) -> None:
+def stop(seat: WorkerMembership, step: int, **more: Any) -> None:
     told = {"failed": False, "leaving": False, "holds": step, "epochs": {}}
     seat.send_message("stopped", step=step, **told | more)
 
@@ -195,7 +195,7 @@ def test_strangers_and_surplus_workers_are_sent_away(
     monkeypatch.setattr(member, "AGAIN_S", 0.01)
     cell.member(0)
     second = cell.member(1)
-    got: list[Membership] = []
+    got: list[WorkerMembership] = []
     surplus = threading.Thread(target=lambda: got.append(cell.seat(2)))
     surplus.start()
     until(lambda: cell.coordinator.refusals.count >= 2)

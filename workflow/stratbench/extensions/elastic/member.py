@@ -37,7 +37,7 @@ class CoordinatorLost(Over):
     """The coordinator no longer answers, but the training is not over."""
 
 
-class Membership:
+class WorkerMembership:
     """A worker's membership in its cell, over one connection to the coordinator.
 
     `change` is set when the generation must stop after a step. The receiving thread calls `break_up` when the
@@ -98,7 +98,7 @@ class Membership:
 
 def join_as_member(
     folder: RunFolder, number: int, break_up: Callable[[], None], leaving: threading.Event
-) -> Membership:
+) -> WorkerMembership:
     """Join the cell as worker `number`, after a wait while all places are taken.
 
     Raises Over if the worker is not admitted.
@@ -116,7 +116,7 @@ def join_as_member(
             connection.deadline = time.monotonic() + 15.0
             welcome = join_handshake(connection, load_secret(folder.secret), {"number": number})
             connection.deadline = None
-            return Membership(connection, int(welcome["place"]), break_up)
+            return WorkerMembership(connection, int(welcome["place"]), break_up)
         except JoinRefused as refused:
             if ALL_PLACES_TAKEN not in str(refused):
                 raise Over(str(refused)) from None

@@ -25,7 +25,7 @@ from stratbench.extensions.checkpoints import checkpoints
 from stratbench.extensions.elastic.coordinator import reaches_target
 from stratbench.extensions.elastic.group import ElasticGroup, broadcast_from_first
 from stratbench.extensions.elastic.keys import Elastic
-from stratbench.extensions.elastic.member import CoordinatorLost, Membership, Over
+from stratbench.extensions.elastic.member import CoordinatorLost, Over, WorkerMembership
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.clock import Phases, StepClock
@@ -89,7 +89,7 @@ class ElasticSynchronous:
         worker: Worker,
         phases: Phases,
         group: ElasticGroup,
-        seat: Membership,
+        seat: WorkerMembership,
         leaving: threading.Event,
         number: int,
     ) -> None:

@@ -27,7 +27,7 @@ from stratbench.statistics.intervals import IntervalEstimate
 
 GANG, HALF = "gang", "gang N/2"
 SYNCHRONOUS, ASYNCHRONOUS = "split synchronous", "split asynchronous"
-#: Modes from the simplest to run to the most complex. The last one is simulated per sample efficiency.
+#: Modes from the simplest to run to the most complex. The last one is simulated once per sample efficiency.
 MODES = (GANG, HALF, SYNCHRONOUS, ASYNCHRONOUS)
 #: Simulated sample efficiencies of asynchronous workers; times between them are interpolated linearly in 1 /
 #: w.

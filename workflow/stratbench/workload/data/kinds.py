@@ -29,7 +29,7 @@ class Generator:
     defaults: Mapping[str, int]
     #: The values that are the shape of a sample.
     shape: tuple[str, ...]
-    #: The value that is the number of classes or tokens.
+    #: Name of the value that has the number of classes or tokens.
     classes: str = "classes"
     #: The value that is the number of tokens of texts with labels.
     vocabulary: str | None = None

@@ -100,7 +100,7 @@ class ReturningChannel:
                 self._joined_incarnation = incarnation
                 if not self._leaving.is_set():
                     return True
-                # the leaving thread may have left an earlier channel instead of this one
+                # another thread has asked to leave, perhaps on the channel before this one
                 self._channel.leave()
             except JoinLater as later:
                 print(f"no free place at present: {later}", flush=True)

@@ -111,7 +111,7 @@ def save_state(
     return held_up_s
 
 
-class SavedState(NamedTuple):
+class SavedServerState(NamedTuple):
     """The saved state of one server."""
 
     layout: Layout
@@ -120,13 +120,13 @@ class SavedState(NamedTuple):
     buffers: dict[str, Any] | None  # `BufferMean.state`
 
 
-def load_state(folder: Path, server: int) -> SavedState:
+def load_state(folder: Path, server: int) -> SavedServerState:
     """Load the last saved state of a server."""
     manifest = _read_manifest(folder, server)
     with (folder / manifest["file"]).open("rb") as file:
         shards = {k: unpack(packed, file) for k, packed in manifest["shards"]}
         buffers = unpack(manifest["buffers"], file)
-    return SavedState(Layout(**manifest["layout"]), manifest["facts"], shards, buffers)
+    return SavedServerState(Layout(**manifest["layout"]), manifest["facts"], shards, buffers)
 
 
 def find_common_tickets(folder: Path, n_servers: int) -> CompactIntSet:

@@ -34,8 +34,8 @@ PART_NAMES = {
 STATES = ("parameters", "gradients", "optimizer", "buckets", "gathered")
 #: Maximum relative difference of two predicted times that count as equal.
 ALIKE = 0.03
-#: Relative distance to the shortest planned time within which the fastest strategy was, in each of 36
-#: published sweeps of PyTorch (benchmarks/results/public-sweeps.md).
+#: A planned time up to this share above the shortest one counts as near. In each of 36 published sweeps of
+#: PyTorch, the fastest strategy was among the near ones (benchmarks/results/public-sweeps.md).
 NEAR = 0.1
 
 

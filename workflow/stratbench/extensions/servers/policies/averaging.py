@@ -232,9 +232,9 @@ class BackupPolicy(SyncPolicy):
         return stepped
 
     def _find_sum_limit(self) -> float:
-        """Return the slot below which gradients may be summed: infinity once the step is complete, else -1.
+        """Return the slot below which gradients may be summed.
 
-        No gradient can be summed before, because any of them may be part of the step.
+        That is infinity once the step is complete, and -1 before: any gradient may yet belong to the step.
         """
         enough = len(self._arrived) + self._arrived_and_left >= self._quorum
         return math.inf if enough or self._live <= self._arrived | self._late else -1

@@ -195,7 +195,7 @@ class Channel:
         try:
             welcome = join_handshake(connection, secret, hello)
             if used == "shm":
-                with contextlib.suppress(Closed):  # the next frame has the reason
+                with contextlib.suppress(Closed):  # the next frame says why the server closed
                     connection.send_descriptor(Frame(Kind.MEMORY), self.flat.host.descriptor)
         except Closed:
             connection.close()
@@ -538,7 +538,7 @@ class Channel:
         elif kind is Kind.WAIT:
             self._go_idle(link)
         elif kind is Kind.INIT:
-            with contextlib.suppress(Closed):  # the next frame has the reason
+            with contextlib.suppress(Closed):  # the next frame says why the server closed
                 self._send_initial(link)
         elif kind is Kind.EVAL:
             self._go_idle(link)

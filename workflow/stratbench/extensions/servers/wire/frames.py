@@ -33,7 +33,7 @@ class Kind(IntEnum):
 
     CHALLENGE = 1  # S: the server's nonce, the first frame of a connection
     HELLO = 2  # C: description of the worker and its model, with a proof of the secret
-    WELCOME = 3  # S: how shards are cut, with a proof of the secret
+    WELCOME = 3  # S: the bounds of all shards, with a proof of the secret
     MEMORY = 4  # C: the file descriptor of shared memory, sent together with this frame
     INIT = 5  # S: request for the worker's initial weights; C: one shard of them
     PULL = 6  # C: the worker is ready to start, and asks for weights and its first ticket

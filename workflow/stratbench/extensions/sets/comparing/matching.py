@@ -19,7 +19,7 @@ from stratbench.extensions.audit.across_cells.mixed import (
 )
 from stratbench.extensions.sets.reading import ResultSet
 
-#: Kinds of differences in what is trained, which forbid a ratio, by the audit's rule on the same field.
+#: Differences in what is trained, which forbid a ratio: the name of each, by the audit rule.
 WORK = {
     "mixed-precision": "precision",
     "mixed-tasks": "task",
@@ -29,7 +29,7 @@ WORK = {
     "mixed-settings": "setting",
     "mixed-batches": "batch",
 }
-#: Kinds of differences in where and how is trained, which may explain a ratio, by the audit's rule.
+#: Differences in where and how is trained, which may explain a ratio: the name of each, by the audit rule.
 PLACE = {
     "mixed-devices": "hardware",
     "mixed-clocks": "clocks and links of GPUs",
