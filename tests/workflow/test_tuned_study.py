@@ -64,7 +64,7 @@ def test_the_known_best_is_found_and_said_on_one_screen_and_a_page(tuning):
     told = " ".join(done.stdout.split())
     for choice in ("gradient_accumulation_steps 2", "activation_checkpointing true"):
         assert float(re.search(rf"{choice}: (\d+\.\d+)", told)[1]) > 1.1
-    assert "has it all." in told
+    assert "shows all results." in told
     page = (tuning.folder / "results/tiny/tune/index.html").read_text()
     assert "data:image/svg+xml" in page
     assert "accumulate-2" in page

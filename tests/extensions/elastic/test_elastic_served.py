@@ -117,7 +117,7 @@ PLANTED: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "the servers had one incarnation": lambda e, r: e.update(incarnations=1),
     "it never went on": lambda e, r: e.update(restarts=0),
     "tickets were done twice": lambda e, r: e["servers"].update(tickets_done_twice=4),
-    "more were there than may be": lambda e, r: e["servers"].update(count_most_workers=3),
+    "more were there than may be": lambda e, r: e["servers"].update(most_at_a_time=3),
     "an epoch was not evaluated": lambda e, r: e["servers"].update(evaluations=2),
     "incarnation 2 began before incarnation 1": lambda e, r: e["servers"]["incarnations"][1].update(
         began_s=-9.0
