@@ -352,7 +352,7 @@ def test_the_audit_says_which_findings_touch_a_choice():
         "These rules concern a choice or its nearest rival: next, of another, on all."
     )
     untouched = [rule for rule in listed if not rule["touches"]]
-    assert audit_section.make_audit_lead(untouched, answers).startswith("None of the doubts")
+    assert audit_section.make_audit_lead(untouched, answers).startswith("No doubtful finding")
 
 
 def test_mixed_machines_are_pointed_out(tmp_path):
