@@ -85,10 +85,10 @@ def train_as_worker(job, *ranks):
 """
 IN_RECORD = """
 from stratbench import witness
-_write = write
+_write_record = write_record
 
-def write(path, record):
-    _write(path, record)
+def write_record(path, record):
+    _write_record(path, record)
     witness.finished(Path(path))
 """
 
