@@ -22,7 +22,11 @@ from stratbench.workload.tasks import IGNORED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PAGE = (ROOT / "docs/your-data.md").read_text(encoding="utf-8").partition("## An example of")[2]
+PAGE = (
+    (ROOT / "docs/your-data.md")
+    .read_text(encoding="utf-8")
+    .partition("## An example with all three")[2]
+)
 AUDIT = "results/three/audit.csv"
 #: Experiment -> its data set, the class of its network.
 NETWORKS = {

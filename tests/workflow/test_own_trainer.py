@@ -148,7 +148,7 @@ def test_ten_lines_take_a_trainer_to_a_row_of_the_table(tmp_path, warm):
     # What its trainer alone builds is neither checked nor planned, and refused for other strategies.
     checked = workflow.run("check")
     assert checked.returncode == 0, checked.stdout
-    assert "not checked: it has a name alone" in " ".join(checked.stdout.split())
+    assert "not checked: config.yaml only names it" in " ".join(checked.stdout.split())
     planned = workflow.run("plan")
     assert planned.returncode == 0, planned.stdout
     # What is not there is told before any job.

@@ -128,7 +128,7 @@ def test_records_travel_as_one_file_and_are_compared(finished):
     result = finished.run("compare", "--config", sets, "compare={fail_above: 0.05}")
     assert result.returncode == 0, result.stdout
     assert "ddp: 1.000 times the training time" in result.stdout
-    assert "folder and paper share no cell" in result.stdout
+    assert "folder and paper have no cell with the same strategy" in result.stdout
     assert "cannot tell" in result.stdout
     assert (
         finished.folder / "results/compare/folder+file+paper/index.html"
