@@ -156,7 +156,7 @@ def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed,
         "from stratbench.study.config.schema import schema;"
         "from stratbench.extensions.paper import published;"
         "assert record.load_schema() and schema() and len(published.read_published_tables());"
-        "print(places.INSTALLED, places.built_from())"
+        "print(places.INSTALLED, places.read_build_revision())"
     )
     done = subprocess.run(
         [installed.python, "-c", code],

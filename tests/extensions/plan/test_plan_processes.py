@@ -60,7 +60,7 @@ def test_two_pools_share_one_import_and_see_no_gpu(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_pool_of_a_test_has_what_processes_of_all_tests_import():
-    with processes.pool_of(1) as pool:
+    with processes.make_pool(1) as pool:
         imported = pool.submit(eval, "set(__import__('sys').modules)").result()
     assert imported >= set(IMPORTED)
 

@@ -45,7 +45,7 @@ class LinkLayout:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """MeasuredLinks seconds of a collective over a tensor of `n_bytes`, on the slowest rank."""
+    """Return the measured seconds of a collective over a tensor of `n_bytes`, on the slowest rank."""
 
     library: str
     kind: str

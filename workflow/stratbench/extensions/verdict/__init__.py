@@ -19,7 +19,7 @@ EXTENSION = Extension(
 
 
 def add_subcommands(add: Any) -> None:
-    """Add the command `stratbench verdict`. `add` is an `SubcommandAdder`."""
+    """Add the command `stratbench verdict`. `add` is a `SubcommandAdder`."""
     from stratbench.command.subcommands import add_training
 
     text = "which strategy is fastest, from short blocks instead of whole trainings"

@@ -179,7 +179,7 @@ _measured: dict[Any, Any] = {}
 
 def cache_unit_costs(strategy: Any) -> None:
     """Make a pipeline measure the units of a model once for all of its stages."""
-    measure = strategy.measure
+    measure = strategy.measure_model_units
 
     def look_up(*args: Any) -> Any:
         key = strategy.worker.settings, strategy.worker.input_shape
@@ -188,7 +188,7 @@ def cache_unit_costs(strategy: Any) -> None:
             _measured[key] = measure(*args)
         return _measured[key]
 
-    strategy.measure = look_up
+    strategy.measure_model_units = look_up
 
 
 def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[list[Any]]]:
@@ -207,7 +207,7 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
             worker.trial = trial
             acceptance.check_model(strategy, request.network, model, worker)
         strategy.worker = worker
-        return strategy, [units for _, units in strategy.cut(model, worker)]
+        return strategy, [units for _, units in strategy.cut_into_stages(model, worker)]
 
 
 def limit_microbatches(strategy: Any, turns: Turns) -> None:

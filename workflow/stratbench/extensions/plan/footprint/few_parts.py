@@ -115,7 +115,7 @@ def extrapolate_stages(request: Request, stages: int, trial: Trial | None = None
     many, steps = request.options["microbatches"], request.gradient_accumulation_steps
     found = [
         extrapolate_microbatches(partial(followed, kind), many, waits, steps)
-        for kind, waits in zip(kinds, strategy.waiting(stages), strict=True)
+        for kind, waits in zip(kinds, strategy.count_pending_microbatches(stages), strict=True)
     ]
     return replace(found[0], stages=found)
 
