@@ -121,7 +121,7 @@ SPLIT = {"tensor", "pipeline"}
 #: What cannot be divided, and a part of the sentence that says why.
 REFUSED = {
     **{(name, "tensor"): "has 'packed_colwise' for network.model.layers" for name in EXPERTS},
-    ("MixtralEager", "pipeline"): "and forward asks for values (aten.nonzero.default); experts of",
+    ("MixtralEager", "pipeline"): "but forward needs values of tensors (aten.nonzero.default); for experts",
     ("Adapted", "tensor"): "`tensor` does not divide layers with adapters; remove lora",
     ("GPT2LMHeadModel", "tensor"): "transformers has no plan by which the layers of GPT2LM",
     ("GPT2LMHeadModel", "pipeline"): "transformers has no plan by which GPT2LMHeadModel can",
@@ -613,7 +613,7 @@ def test_adapters_are_made_by_peft_whose_version_counts_and_whose_options_are_kn
     ],
 )
 def test_a_model_of_transformers_is_planned_on_texts_of_its_own_vocabulary(entry, vocabulary):
-    _, study, _ = one_network.study_of({"models": {"mine": entry}}, "mine", sequence=16)
+    _, study, _ = one_network.make_model_study({"models": {"mine": entry}}, "mine", sequence=16)
     (name,) = study.datasets
     assert study.dataset(name).shape == (16,)
     assert study.dataset(name).classes == vocabulary
