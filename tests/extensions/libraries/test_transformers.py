@@ -121,7 +121,10 @@ SPLIT = {"tensor", "pipeline"}
 #: What cannot be divided, and a part of the sentence that says why.
 REFUSED = {
     **{(name, "tensor"): "has 'packed_colwise' for network.model.layers" for name in EXPERTS},
-    ("MixtralEager", "pipeline"): "but forward needs values of tensors (aten.nonzero.default); for experts",
+    (
+        "MixtralEager",
+        "pipeline",
+    ): "but forward needs values of tensors (aten.nonzero.default); for experts",
     ("Adapted", "tensor"): "`tensor` does not divide layers with adapters; remove lora",
     ("GPT2LMHeadModel", "tensor"): "transformers has no plan by which the layers of GPT2LM",
     ("GPT2LMHeadModel", "pipeline"): "transformers has no plan by which GPT2LMHeadModel can",
