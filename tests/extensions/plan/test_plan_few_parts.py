@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from dataclasses import fields, replace
 
 import pytest
 from test_plan_footprint import ADAMW, changed, request_for
 
-from stratbench.extensions.plan.footprint import few_parts
+from stratbench.extensions.plan.footprint import fake, few_parts
 from stratbench.extensions.plan.footprint.drawn_out import UnlikeError
 from stratbench.extensions.plan.footprint.few_parts import (
     extrapolate_listed,
@@ -16,6 +18,7 @@ from stratbench.extensions.plan.footprint.few_parts import (
 )
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, make_footprint
 from stratbench.extensions.plan.footprint.request import Request
+from stratbench.strategies import strategy_class
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,6 +30,26 @@ FOUR_STAGES = {"pipeline_parallel_size": 4, "schedule": "1f1b"}
 def request_of(strategy: str, workers: int, options: dict, **changes) -> Request:
     request = request_for(strategy, "gpt-compact", workers, options=options, **ON_CUDA | changes)
     return replace(request, input_shape=(32,))
+
+
+def list_attributes(code: object, name: str) -> set[str]:
+    """The attributes that a module or class reads of a variable, or sets (of `self`)."""
+    found = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(code)))
+        if isinstance(node, ast.Attribute)
+    ]
+    return {
+        node.attr for node in found if isinstance(node.value, ast.Name) and node.value.id == name
+    }
+
+
+def test_a_pipeline_has_what_the_plan_calls_of_it():
+    """What it lacked would cost a full trace and no more, so that nobody would miss it."""
+    pipeline = strategy_class("pipeline")
+    own = set(dir(pipeline)).union(*(list_attributes(c, "self") for c in pipeline.__mro__[:-1]))
+    called = list_attributes(fake, "strategy") | list_attributes(few_parts, "strategy")
+    assert called <= own, called - own
 
 
 def assert_same(drawn: Footprint, full: Footprint, parts: int) -> None:

@@ -89,8 +89,8 @@ def refusing_changed_scores(
     if not error.item() <= bound:
         raise Refused(
             f"{models.describe_model(network)}: divided as the config states, it gives other scores than "
-            "the whole "
-            f"model (they differ by {error.item():.2g} times the largest score); correct {strategy.stated_by}"
+            f"the whole model (they differ by {error.item():.2g} times the largest score); correct "
+            f"{strategy.stated_by}"
         )
     if names := strategy.partly_trained(x, y):
         raise Refused(

@@ -967,8 +967,8 @@ def lost_hooks_reason(names: Sequence[str]) -> str:
     """Return a sentence on gradient hooks that are lost if shards replace parameters, with remedy."""
     return (
         f"{format_names(names)} has a gradient hook, which would stay on the whole parameter while its "
-        "shards "
-        "are trained; change the gradient in forward instead (torch.where, detach, an autograd function)"
+        "shards are trained; change the gradient in forward instead (torch.where, detach, an autograd "
+        "function)"
     )
 
 
@@ -976,9 +976,8 @@ def wrong_reference_reason(names: Sequence[str]) -> str:
     """Return a sentence on parameters that forward reads from elsewhere than their module's attribute."""
     return (
         f"forward reads {format_names(names)} from a list or dictionary instead of its module's attribute, "
-        "but "
-        "only the attribute gets the shards that are trained; read the attribute, or use nn.ParameterList or "
-        "nn.ParameterDict"
+        "but only the attribute gets the shards that are trained; read the attribute, or use "
+        "nn.ParameterList or nn.ParameterDict"
     )
 
 

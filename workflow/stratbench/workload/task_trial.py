@@ -35,10 +35,9 @@ TRIED_POSITIONS = 16
 
 #: Message on a loss that does not add up over the parts of a batch, with the remedy.
 NO_SUM = (
-    "its loss over a batch is not the mean over the batch's parts: the training depends on the size of each "
-    "worker's batch, of its parts (gradient_accumulation_steps) and of micro-batches; return (sum, weight), "
-    "or compare equal parts only "
-    f"{help_address('is not the mean over')}"
+    "its loss over a batch is not the mean over the batch's parts: the training depends on the size of "
+    "each worker's batch, of its parts (gradient_accumulation_steps) and of micro-batches; return (sum, "
+    f"weight), or compare equal parts only {help_address('is not the mean over')}"
 )
 
 

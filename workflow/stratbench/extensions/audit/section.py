@@ -30,8 +30,7 @@ def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
         listed = ", ".join(dict.fromkeys(alone))
         yield (
             f"These strategies ran on other hosts than the rest: {listed}. Differences may come from the "
-            "hosts. "
-            "Compare with care."
+            "hosts. Compare with care."
         )
 
 

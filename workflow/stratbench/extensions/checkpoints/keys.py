@@ -33,6 +33,5 @@ class Checkpoints(Keys):
             if (reason := strategy_class(base).restart_reason(options, block)) is not None:
                 yield (
                     f".checkpoint_every = {every}: {name}: {reason}; remove {name} from strategies, or "
-                    "move it "
-                    "to another experiment"
+                    "move it to another experiment"
                 )

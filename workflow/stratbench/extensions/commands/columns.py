@@ -8,8 +8,7 @@ from __future__ import annotations
 COLUMNS = (
     ("same_work", "text", "", None,
            "For a cell that a user's command trained: `yes` if its samples, batch, parameters and score "
-           "agree "
-           "with the cells that it is compared with, else the reason. Empty for all other cells."),
+           "agree with the cells that it is compared with, else the reason. Empty for all other cells."),
     ("command_workers", "number", "", "program.self_reported.workers"),
     ("command_batch", "number", "samples", "program.self_reported.batch"),
     ("command_cpu_time_s", "number", "s", "program.external.cpu_time_s"),

@@ -123,10 +123,8 @@ def iter_command_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterat
     same = (rows["same_work"] == YES).sum()
     yield (
         f"{names}: trained by users' commands, which report their times and scores themselves. The audit "
-        "checks "
-        f"these against external measurements. {same} of {format_count(len(rows), 'cell')} trained the "
-        "same as the "
-        "cells beside them; the rest is not ranked."
+        f"checks these against external measurements. {same} of {format_count(len(rows), 'cell')} trained "
+        "the same as the cells beside them; the rest is not ranked."
     )
     for reason, other in rows[rows["same_work"] != YES].groupby("same_work", sort=False):
         where = ", ".join(dict.fromkeys(f"{r.strategy} on {r.gpus}" for r in other.itertuples()))

@@ -109,8 +109,7 @@ class DeepSpeed(Counted):
         if mode := values["activation_checkpointing"]:
             yield (
                 f".activation_checkpointing = {format_wrong_value(mode)}: recomputing blocks is not tested "
-                "with DeepSpeed; "
-                "set it to false"
+                "with DeepSpeed; set it to false"
             )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:

@@ -39,10 +39,9 @@ MAX_WAIT_FACTOR = 2.0
 #: Wording for where synchronous workers get their state from when they resume.
 SOURCES = {"checkpoint": "state from the last checkpoint", "peer": "state from another worker"}
 NOT_MODELLED = (
-    "The simulation does not model fair-share and other priorities than the order of submission, limits of a "
-    "QOS (MaxJobs and MaxSubmit), maintenance, time limits of partitions, or reactions of users. The "
-    "servers' "
-    "CPU job is assumed to start at once and never to fail."
+    "The simulation does not model fair-share and other priorities than the order of submission, limits "
+    "of a QOS (MaxJobs and MaxSubmit), maintenance, time limits of partitions, or reactions of users. The "
+    "servers' CPU job is assumed to start at once and never to fail."
 )
 
 
@@ -129,11 +128,10 @@ def answer(
     report = _AnswerText(request, times, margin)
     basis = (
         f"Simulated at {BLOCKS * MOMENTS} submission times in "
-        f"{'synthetic' if history is None else 'recorded'} "
-        f"queues of {format_count(nodes, 'node')} of {format_count(gpus_per_node, 'GPU')}, with load "
-        f"{load:.2f} "
-        f"({times.busy:.0%} of the GPUs in use). At each submission time all modes have the same queue. "
-        "Intervals are 95 % intervals of means."
+        f"{'synthetic' if history is None else 'recorded'} queues of {format_count(nodes, 'node')} of "
+        f"{format_count(gpus_per_node, 'GPU')}, with load {load:.2f} ({times.busy:.0%} of the GPUs in "
+        "use). At each submission time all modes have the same queue. Intervals are 95 % intervals of "
+        "means."
     )
     return {
         "headline": report.make_headline(),
@@ -158,17 +156,15 @@ def _find_refusal_reason(
 ) -> str | None:
     if history is not None and history.has_one_user:
         return (
-            "The history has jobs of a single user, so that the load is unknown: run sacct with -a, or ask "
-            "an "
-            "administrator if PrivateData hides other users' jobs."
+            "The history has jobs of a single user, so that the load is unknown: run sacct with -a, or "
+            "ask an administrator if PrivateData hides other users' jobs."
         )
     if history is not None and history.growth_gpus > MAX_GROWTH * capacity:
         waits_h = history.growth_gpus * history.days * 24
         return (
             f"The history's queue is not steady: in {history.days:.1f} days the waiting work grew by "
             f"{waits_h:,.0f} GPU-hours ({history.mean_gpus:.1f} of {capacity} GPUs in use). A growing "
-            "queue has "
-            "no mean wait; give the accounting of steadier days."
+            "queue has no mean wait; give the accounting of steadier days."
         )
     if load > MAX_STEADY_LOAD:
         return (
@@ -214,8 +210,8 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
     capacity = nodes * gpus_per_node
     lines = [
         f"The history has {format_count(len(history.entries), 'job')} with GPUs in {history.days:.1f} "
-        "days. Of "
-        f"{capacity} GPUs, {history.mean_gpus:.1f} were in use on average, and at most {history.most_gpus}."
+        f"days. Of {capacity} GPUs, {history.mean_gpus:.1f} were in use on average, and at most "
+        f"{history.most_gpus}."
     ]
     if history.gpus_by_nodes:
         lines.append(
@@ -326,8 +322,7 @@ class _AnswerText:
         text = (
             "Asynchronous workers break even with split synchronous workers "
             f"({_describe_pause(self.request)}) at a sample efficiency of {_format_break_even(sync)}, and "
-            "with "
-            f"a gang at {_format_break_even(gang)}"
+            f"with a gang at {_format_break_even(gang)}"
         )
         worth = self.request.sample_efficiency
         if worth is None:

@@ -310,8 +310,7 @@ def make_recorded_queue(
     if whole_s <= 0 or end_s < settled_s + 0.5 * whole_s:
         raise ValueError(
             f"the history has jobs of {whole_s / 3600:.3g} h, which is too short for a training of "
-            f"{hours:.3g} h; "
-            f"give the accounting of {6 * hours:.3g} h or more"
+            f"{hours:.3g} h; give the accounting of {6 * hours:.3g} h or more"
         )
     first = max(0.2, settled_s / last_s)
     every = list(iter_moments(last_s, blocks * moments, first=first, end=end_s / last_s))

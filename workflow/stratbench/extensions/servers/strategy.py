@@ -189,8 +189,7 @@ class ParameterServer(base.Strategy):
         if options["server_placement"] == "colocated" and options["servers"] != 1:
             raise ValueError(
                 f"servers = {options['servers']} with server_placement = 'colocated', which runs a server "
-                "for each "
-                "worker; leave servers out, or set server_placement to 'central'"
+                "for each worker; leave servers out, or set server_placement to 'central'"
             )
         pushes = cls.Options(**options).pushes_per_ticket
         if per_worker_batch % pushes:
@@ -223,8 +222,7 @@ class ParameterServer(base.Strategy):
         if values["max_grad_norm"] is not None:
             yield (
                 f".max_grad_norm = {values['max_grad_norm']}: each server takes its part of one worker's "
-                "gradient, "
-                "so that the norm of the whole is unknown"
+                "gradient, so that the norm of the whole is unknown"
             )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
@@ -246,8 +244,8 @@ class ParameterServer(base.Strategy):
         elif trial.counts:
             yield (
                 f"forward changes {format_names(trial.counts)}, and training depends on it, but servers "
-                "hand a "
-                "batch to whichever worker is free, so that no worker knows how many there were; use ddp"
+                "hand a batch to whichever worker is free, so that no worker knows how many there were; "
+                "use ddp"
             )
 
     @classmethod

@@ -56,9 +56,8 @@ class Pipeline(ModelSplit):
     )
     breakdown_note: ClassVar[str] = (
         "bubble is the time within a step in which a worker waits for other stages, for gradients of "
-        "replicas "
-        "and for gradients of weights that two stages share; forward and backward are sums over a step's "
-        "micro-batches for the worker's own stages"
+        "replicas and for gradients of weights that two stages share; forward and backward are sums over "
+        "a step's micro-batches for the worker's own stages"
     )
     collectives = ("send", "all_reduce", "broadcast")
     evaluated_on = "the stages' weights"
@@ -114,8 +113,7 @@ class Pipeline(ModelSplit):
         if o.microbatches < workers:
             raise ValueError(
                 f"microbatches = {o.microbatches}: are fewer than the {workers} workers of a pipeline, so "
-                "that "
-                f"some would always wait; set at least {workers}"
+                f"that some would always wait; set at least {workers}"
             )
         if STAGES_PER_WORKER[o.schedule] > 1 and o.microbatches % workers:
             raise ValueError(

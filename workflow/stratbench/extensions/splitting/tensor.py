@@ -139,9 +139,8 @@ class TensorParallel(ModelSplit, Sharded):
             if self.options.sequence_parallel and missing:
                 yield (
                     "sequence_parallel: true divides the stream from the module that tensor_plan calls "
-                    "`first` to the "
-                    f"one that it calls `scores`, and it has no {format_names(sorted(missing))}; name "
-                    "them, or set sequence_parallel to false"
+                    "`first` to the one that it calls `scores`, and it has no "
+                    f"{format_names(sorted(missing))}; name them, or set sequence_parallel to false"
                 )
 
     def divides(self, gpus: int) -> bool:

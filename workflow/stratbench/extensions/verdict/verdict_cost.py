@@ -118,6 +118,6 @@ def iter_cost_sentences(plan: Plan) -> Iterator[str]:
     if len(dear) > len(short):
         yield (
             f"{len(dear) - len(short)} of {len(by_comparison)} models and worker counts cost more than a "
-            "tenth "
-            "because few strategies compete: the full run for scores is a large part of so small a matrix."
+            "tenth because few strategies compete: the full run for scores is a large part of so small a "
+            "matrix."
         )

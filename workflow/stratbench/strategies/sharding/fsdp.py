@@ -147,9 +147,8 @@ class FSDP(Sharded):
         if early:
             yield (
                 f"forward reads {format_names(early)} outside of a call of its shard group, and FSDP "
-                "gathers a "
-                "group only for a call; call the module itself (neither its parts nor .forward), or name in "
-                "`wrap_classes` only classes whose instances are called"
+                "gathers a group only for a call; call the module itself (neither its parts nor "
+                ".forward), or name in `wrap_classes` only classes whose instances are called"
             )
         if trial.written_views and self.options.reshard_after_forward == "always":
             yield (
@@ -166,9 +165,8 @@ class FSDP(Sharded):
         elif worker.world_size > 1 and trial.reads_values and trial.unopened:
             yield (
                 f"forward reads values of tensors and did not call {format_names(trial.unopened)}: it "
-                "seems to "
-                "choose modules by its data. Workers have different data, so they would gather different "
-                "groups; call all modules, and choose with torch.where or a factor of 0 or 1"
+                "seems to choose modules by its data. Workers have different data, so they would gather "
+                "different groups; call all modules, and choose with torch.where or a factor of 0 or 1"
             )
 
     def _accumulation_refusals(self, names: list[str], worker: base.Worker) -> Iterator[str]:

@@ -255,8 +255,7 @@ class WorkerJobSupervisor:
         if self._failures[slot] >= MAX_FAILURES:
             self._failure_reason = (
                 f"{MAX_FAILURES} worker jobs of one place failed; the last one, worker {entry.number}, "
-                "failed "
-                f"with: {seen.reason}; see its log"
+                f"failed with: {seen.reason}; see its log"
             )
         if started is None or ended - started < SOON_S:
             wait_s = min(FIRST_PAUSE_S * 2 ** (self._failures[slot] - 1), MAX_PAUSE_S)

@@ -410,9 +410,8 @@ def follow(
     if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
         raise ModelError(
             f"{models.describe_model(request.network)}: two training steps differ in more than their "
-            "batch, for "
-            "example because forward keeps a tensor for the next step; memory for other batches cannot be "
-            "predicted"
+            "batch, for example because forward keeps a tensor for the next step; memory for other "
+            "batches cannot be predicted"
         )
     collectives = []
     for call, other in zip(*each, strict=True):

@@ -134,8 +134,8 @@ def _find_training_data(
     if model not in known and model not in list_torchvision_names():
         raise ConfigError(
             f"--model {model}: is not a model.{suggest_closest_name(model, known)} Allowed: "
-            f"{', '.join(known)}, "
-            "every classification network of torchvision, and those that you add to `models` of config.yaml"
+            f"{', '.join(known)}, every classification network of torchvision, and those that you add to "
+            "`models` of config.yaml"
         )
     if model in own:
         for study in (config.get("studies") or {}).values():

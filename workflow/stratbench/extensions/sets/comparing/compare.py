@@ -50,8 +50,7 @@ def compare_sets(
         if not NAME.fullmatch(name) or name.lower() in PAGES:
             raise SetError(
                 f"{quote_untrusted(name)} cannot be the name of a set; use letters, digits, '.', '_' and "
-                "'-', "
-                f"but not {' or '.join(PAGES)}"
+                f"'-', but not {' or '.join(PAGES)}"
             )
     prices, limits = prices or {}, limits or Constraints()
     sets = [read_set_with_message(source, name) for name, source in named.items()]

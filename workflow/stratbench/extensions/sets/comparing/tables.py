@@ -140,8 +140,8 @@ def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
         write_table(
             make_ratio_table(comparison, experiment),
             f"Training time in {b} divided by that in {a}, experiment {experiment}: ratio of geometric "
-            "means. "
-            "Brackets: unpaired 95 % interval by Welch's t on logarithms; it takes two repeats in both sets.",
+            "means. Brackets: unpaired 95 % interval by Welch's t on logarithms; it takes two repeats in "
+            "both sets.",
             folder / experiment / "time_ratio",
         )
 
