@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from stratbench.analysis.decision.short import KINDS, ShortAnswer, format_lead
+from stratbench.analysis.report.brief import iter_answer_lines
 from tutorial import ROOT, Follower, expected_output, read_steps
 
 
@@ -35,6 +38,30 @@ def test_what_a_command_prints_otherwise_is_a_failure(tmp_path: Path):
     [step] = read_steps("```console\n$ echo one\ntwo\n```\n")
     with pytest.raises(AssertionError, match="one"):
         follower.follow(step)
+
+
+@pytest.mark.parametrize("page", ["tutorials/demo.md", "tutorials/transformers.md"])
+@pytest.mark.parametrize("notes", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["sure", *KINDS])
+def test_pages_hold_for_every_outcome_of_a_study(tmp_path: Path, page: str, kind: str, notes: int):
+    """Two short repeats may be significant or not, and may have any number of findings."""
+    short = ShortAnswer("ddp", 2, "Fastest.", kind, "1.75 s")
+    decided = {"lead": format_lead([("small", short)]), "answers": []}
+    (tmp_path / "answers.json").write_text(json.dumps(decided), encoding="utf-8")
+    findings = ["warning"] * notes + ["note"] * notes
+    (tmp_path / "audit.csv").write_text("\n".join(["severity", *findings]) + "\n", encoding="utf-8")
+    (tmp_path / "cells.csv").write_text("start_skew_ms\n", encoding="utf-8")
+    printed = list(iter_answer_lines(tmp_path))
+    [step] = [
+        step
+        for step in read_steps((ROOT / "docs" / page).read_text(encoding="utf-8"))
+        if step.command == "stratbench run"
+    ]
+    lead, findings_line = (
+        [line for line in step.printed if line.startswith(start)]
+        for start in ("One ", "Audit findings: ")
+    )
+    assert expected_output([*lead, *findings_line]).search("\n".join(printed) + "\n"), printed
 
 
 with_transformers = pytest.mark.skipif(
