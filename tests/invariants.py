@@ -68,6 +68,8 @@ class Told(Facts):
             kind != "own", kind == "server", kind == "collective"
         )  # fmt: skip
         #: Whether no worker was lost, and every worker states its totals.
+        #: Whether the number of workers varied.
+        self.elastic = self("elastic") is not None
         self.whole = self.finished and not self.elastic and not self.lost
         self.whole = self.whole and len(self.workers) == self.gpus
         #: Whether workers of servers trained on while the epoch was evaluated that ended the cell.

@@ -12,6 +12,7 @@ from cluster_workflow import NEVER_S, ClusterWorkflow, study
 
 from launching import until
 from stratbench.cell.run_folder import RunFolder
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.elastic.servers.journal import read_journal
 
 #: A cell of two workers.
@@ -55,7 +56,7 @@ class Elastic:
 
     def entries(self) -> list[dict[str, Any]]:
         """What the keeper has noted of worker jobs: at their submission, and at their end."""
-        return list(map(json.loads, self.run.worker_jobs.read_text().split("\n")[:-1]))
+        return list(map(json.loads, RunFiles(self.run).worker_jobs.read_text().split("\n")[:-1]))
 
     def job_of(self, number: int) -> str:
         """The id of the SLURM job of a worker."""
@@ -73,7 +74,7 @@ class Elastic:
 
     def incarnation(self) -> dict[str, Any]:
         """What the last launcher has kept of its members."""
-        incarnations = self.run.incarnations()
+        incarnations = RunFiles(self.run).list_launcher_files()
         return json.loads(incarnations[-1].read_text()) if incarnations else {"generations": []}
 
     def came(self) -> set[int]:
@@ -102,7 +103,7 @@ class Served(Elastic):
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What the servers noted of this kind."""
-        return [e for e in read_journal(self.run.servers) if e["event"] == kind]
+        return [e for e in read_journal(RunFiles(self.run).servers) if e["event"] == kind]
 
     def wait_for(self, kind: str, count: int) -> list[dict[str, Any]]:
         """Wait until the servers have noted so many events of a kind; these."""
@@ -110,7 +111,7 @@ class Served(Elastic):
 
     def present(self) -> set[int]:
         here: set[int] = set()
-        for event in read_journal(self.run.servers):
+        for event in read_journal(RunFiles(self.run).servers):
             if event["event"] == "incarnation":
                 here.clear()
             elif event["event"] == "begin":

@@ -15,6 +15,7 @@ from launching import until
 from stratbench.cell.settings import Settings
 from stratbench.extensions.elastic import launch
 from stratbench.extensions.elastic.accounts import accounts
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.train.job import Job
 
 
@@ -33,7 +34,7 @@ def job_of(tmp_path: Path, *incarnations: dict[str, Any]) -> Job:
     s = replace(job.settings, more={"elastic": {"elastic": True}}, epochs=2, global_batch=16)
     job = replace(job, settings=s, data={"train_samples": 64})
     for number, incarnation in enumerate(incarnations):
-        job.folder.write_incarnation(number, incarnation)
+        RunFiles(job.folder).write_launcher_facts(number, incarnation)
     return job
 
 

@@ -25,6 +25,7 @@ from stratbench.extensions.elastic.jobs.keeper import (
 )
 from stratbench.extensions.elastic.jobs.slurm_jobs import SlurmJobs
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import submission
 from stratbench.study.slurm.submission import Kind
@@ -250,8 +251,10 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     assert "SLURM_CONF=/etc/here.conf" in seen
     script = (tmp_path / "script").read_text()
     assert f"'{folder.job}' 3" in script
-    folder.ended.parent.mkdir(parents=True)
-    folder.ended.touch()  # it waited in the queue beyond the end of the training: not even srun is needed
+    # It waited in the queue beyond the end of the training: not even srun is needed.
+    end_mark = RunFiles(folder).end_mark
+    end_mark.parent.mkdir(parents=True)
+    end_mark.touch()
     assert (
         subprocess.run(["/bin/sh"], input=script, text=True, env={"PATH": "/bin"}).returncode == 0
     )

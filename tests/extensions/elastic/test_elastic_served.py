@@ -21,6 +21,7 @@ from stratbench.analysis.records.columns import COLUMNS, build_record_row
 from stratbench.cell import record
 from stratbench.extensions.audit.audit import RULES
 from stratbench.extensions.audit.rule import AuditData
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.elastic.servers.journal import read_journal, write_end_mark
 from stratbench.strategies import get_option_defaults
 
@@ -33,7 +34,7 @@ SLOW |= {"slowdown": {"workers": [0, 1], "factor": 6}}
 
 def events(launched: LaunchedCell, kind: str) -> list[dict[str, Any]]:
     """What the servers noted of this kind, once the cell runs."""
-    return [e for e in read_journal(launched.folder.servers) if e["event"] == kind]
+    return [e for e in read_journal(RunFiles(launched.folder).servers) if e["event"] == kind]
 
 
 def wait_for(launched: LaunchedCell, kind: str, count: int) -> list[dict[str, Any]]:
@@ -83,7 +84,7 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     first.process.send_signal(signal.SIGTERM)
     assert first.finish()[0] == 128 + signal.SIGTERM
     # As servers say that end with an error. It was theirs, and is mended.
-    write_end_mark(first.folder.servers, "No space left on device")
+    write_end_mark(RunFiles(first.folder).servers, "No space left on device")
     again = start_cell(s, env=warm)
     code, output = again.finish()
     assert code == 0, output
@@ -97,7 +98,7 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     assert [told[k] for k in ("incarnations", "restarts", "leaves")] == [2, 1, 1]
     assert 4 <= told["joins"] <= len(told["jobs"])
     assert not again.folder.secret.exists()
-    assert not list(again.folder.servers.glob("state*"))
+    assert not list(RunFiles(again.folder).servers.glob("state*"))
     assert found_in(found) == set(), said_of(found)
     for name, plant in PLANTED.items():
         copy = json.loads(json.dumps(found))

@@ -28,6 +28,7 @@ from stratbench.extensions.audit.rule import AuditData
 from stratbench.extensions.checkpoints import checkpoints
 from stratbench.extensions.elastic.group import ElasticGroup
 from stratbench.extensions.elastic.member import CoordinatorLost, Over
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.elastic.split import ElasticSynchronous
 from stratbench.strategies.ddp import DDP
 from stratbench.telemetry.clock import Phases
@@ -44,7 +45,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def jobs(launched: LaunchedCell) -> dict[int, dict[str, Any]]:
     """The worker jobs by number, each as it was last seen."""
     with contextlib.suppress(FileNotFoundError):
-        lines = launched.folder.worker_jobs.read_text().split("\n")[:-1]
+        lines = RunFiles(launched.folder).worker_jobs.read_text().split("\n")[:-1]
         return {entry["number"]: entry for entry in map(json.loads, lines)}
     return {}
 
@@ -282,7 +283,7 @@ def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
     assert max(checkpoints.list_steps(folder.path)) == step
     evaluated = checkpoints.read_facts(folder.path, step)["epochs"]
     assert [e["epoch"] for e in evaluated] == list(range(1, step // 4 + (unheard_of != "trained")))
-    told = folder.read_unheard(0)
+    told = RunFiles(folder).read_unreported_result(0)
     assert (told["step"], told["generation"]) == (step, 0)
     (_, steps, world, seconds) = told["epochs"].get(str(step // 4 - 1), [0, 4, 1, 1.0])
     assert (steps, world) == (4, 1)
@@ -294,7 +295,7 @@ def test_a_member_of_a_cell_that_has_ended_leaves_no_checkpoint_behind(
 ) -> None:
     split, heard = alone
     folder = split.worker.folder
-    folder.ended.touch()
+    RunFiles(folder).end_mark.touch()
     gone = CoordinatorLost("the coordinator is gone")
     monkeypatch.setattr(heard, "send_message", mock.Mock(side_effect=[None, gone]))  # ready, begun
     monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE | {"step": 4})
@@ -378,7 +379,7 @@ def generations(launched: LaunchedCell) -> list[dict[str, Any]]:
     """Who has trained together so far."""
     return [
         g
-        for path in launched.folder.incarnations()
+        for path in RunFiles(launched.folder).list_launcher_files()
         for g in json.loads(path.read_text())["generations"]
     ]
 
@@ -405,7 +406,7 @@ def test_a_member_that_falls_silent_is_parted_from_and_the_others_go_on(
     began = len(generations(launched))
     until(lambda: any(silent not in g["members"] for g in generations(launched)[began:]))
     until(lambda: together(launched, 2))  # another has come in its place
-    lost = json.loads(launched.folder.incarnations()[-1].read_text())["lost"]
+    lost = json.loads(RunFiles(launched.folder).list_launcher_files()[-1].read_text())["lost"]
     assert silent in lost
     # All are asked to leave at once, as where all are preempted: the state is kept, and gone on with.
     here = generations(launched)[-1]["members"]

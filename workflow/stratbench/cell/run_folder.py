@@ -153,43 +153,6 @@ class RunFolder:
         """The path of the file that `write_job` writes."""
         return self.path / "job.json"
 
-    @property
-    def worker_jobs(self) -> Path:
-        """The path of the list of an elastic cell's submitted worker jobs."""
-        return self.path / "worker_jobs.jsonl"
-
-    @property
-    def ended(self) -> Path:
-        """The path of the file that marks the end of an elastic cell.
-
-        The file is for late workers.
-        """
-        return self.path / "ended"
-
-    @property
-    def servers(self) -> Path:
-        """The path of the folder that all launches of an elastic cell's parameter servers share."""
-        return self.path / "servers"
-
-    def write_unheard(self, number: int, last: dict[str, Any]) -> None:
-        """Store the result of an elastic cell's worker whose launcher has ended."""
-        write_atomic(self.path / f"unheard{number}.json", json.dumps(last))
-
-    def read_unheard(self, number: int) -> dict[str, Any] | None:
-        """Return the result that `write_unheard` stored, or None if the launcher received the result."""
-        return read_json_or_none(self.path / f"unheard{number}.json")
-
-    def incarnations(self) -> list[Path]:
-        """Return the paths of the files on an elastic cell's members, one per launcher."""
-        return sorted(
-            self.path.glob("incarnation*.json"),
-            key=lambda p: int(p.stem.removeprefix("incarnation")),
-        )
-
-    def write_incarnation(self, number: int, facts: dict[str, Any]) -> None:
-        """Store facts on the members of an elastic cell under launcher number `number`, from 0."""
-        write_atomic(self.path / f"incarnation{number}.json", json.dumps(facts))
-
     def write_endpoint(self, host: str, port: int) -> None:
         """Write the address of rank 0's store or of a command's node 0."""
         write_atomic(self._endpoint, json.dumps({"host": host, "port": port}))

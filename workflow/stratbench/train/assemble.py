@@ -241,7 +241,7 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
 def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | None:
     """Return the seconds for process start, imports, rendezvous, and building and wrapping the model.
 
-    Process start and imports do not count for an elastic worker, which may start at any time.
+    Process start and imports do not count for workers that may start at any time.
 
     Args:
         worker: Results of the worker.

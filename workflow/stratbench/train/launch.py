@@ -62,8 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     settings = Settings.from_json(args.settings)
 
     def train(held: ExitStack) -> None:
-        # For an elastic cell, a second launcher does not wait, since it would occupy a job for the whole
-        # training.
+        # If workers are jobs of their own, a second launcher does not wait: it would occupy a job for the
+        # whole training.
         waited = held.enter_context(hold_cell(args.logs, wait=runner_of(settings).is_gang))
         # Snakemake has deleted the old record, so that an existing one is from another launcher.
         foreign = waited or args.parent is not None
@@ -203,7 +203,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--worker-job",
         default="",
-        help="of an elastic cell: what each worker job asks SLURM for, as JSON; empty: this machine",
+        help="SLURM request of each worker that is a job of its own, as JSON; empty: no such workers",
     )
     parser.add_argument("--repeats", type=int, help="repeats of the cell that the config asks for")
     return parser.parse_args(insert_values(sys.argv[1:] if argv is None else argv))

@@ -182,7 +182,7 @@ def iter_alternative_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list
 def describe_unequal_worker_counts(ranking: Ranking, margin: float) -> str:
     """Return a sentence on the mean numbers of workers if they clearly differ.
 
-    They differ for elastic cells, whose workers are separate jobs that start at different times.
+    They differ if workers are separate jobs, which start at different times.
     """
     with_presence = [
         c for c in (ranking.first, *(c.rival for c in ranking.nearest_alternatives)) if c.present

@@ -64,7 +64,7 @@ class Column:
 
 # One or two lines per column keep this readable as a table.
 # fmt: off
-CELL_COLUMNS: tuple[Column, ...] = (
+_ALL_COLUMNS: tuple[Column, ...] = (
     Column("study", "text", "", None, "Name of the study."),
     Column("experiment", "text", "", None, "Name of the experiment."),
     Column("strategy", "text", "", None, "Name of the strategy, or of the variant."),
@@ -137,7 +137,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("queue_wait_s", "number", "s", "time.queue_wait_s"),
     Column("time_to_result_s", "number", "s", derived.time_to_result_s,
            "Time from the submission of the cell's job to its end, including the wait in the queue, for "
-           "cells in SLURM. For elastic cells it also includes the queue waits of their workers."),
+           "cells in SLURM."),
     Column("time_limit_s", "number", "s", "time.time_limit_s"),
     Column("achieved_flops_per_s", "number", "FLOP/s", "compute.achieved_flops_per_s",
            "Floating-point operations of all workers divided by the training time. A sample counts three "
@@ -247,7 +247,9 @@ CELL_COLUMNS: tuple[Column, ...] = (
 )
 # fmt: on
 
-BY_NAME = {column.name: column for column in CELL_COLUMNS}
+#: The columns of cells.csv by name, in order. An extension's column replaces a core column of its name.
+BY_NAME = {column.name: column for column in _ALL_COLUMNS}
+CELL_COLUMNS = tuple(BY_NAME.values())
 #: The names of the columns of cells.csv.
 COLUMNS = tuple(BY_NAME)
 #: The columns with the coordinates of a cell, which identify it.

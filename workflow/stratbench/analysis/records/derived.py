@@ -27,15 +27,11 @@ def get_by_path(value: Any, path: str) -> Any:
 
 
 def time_to_result_s(record: Record) -> float | None:
-    """Return the time from the submission of a cell's job to its end.
-
-    None outside of SLURM, unless the cell is elastic.
-    """
+    """Return the time from the submission of a cell's job to its end, or None outside of SLURM."""
     wait_s, total_s = get_by_path(record, "time.queue_wait_s"), get_by_path(record, "time.total_s")
-    if wait_s is None and get_by_path(record, "elastic") is None:
+    if wait_s is None or total_s is None:
         return None
-    between_s = get_by_path(record, "restarts.between_s") or 0.0
-    return None if total_s is None else (wait_s or 0.0) + total_s + between_s
+    return wait_s + total_s + (get_by_path(record, "restarts.between_s") or 0.0)
 
 
 def score_error(record: Record) -> float | None:

@@ -29,8 +29,6 @@ class Facts:
         #: How the workers are divided into groups.
         self.mesh = Mesh(**self("strategy.mesh"))
         self.status: str = self("status")
-        #: Whether the number of workers varied.
-        self.elastic = self("elastic") is not None
         #: Whether the workers finished training, so that their totals are known.
         self.finished = self.status in ("ok", "diverged") and bool(self.workers)
         #: Numbers of the workers that disconnected from a server before they finished.

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from stratbench.analysis.records.derived import get_by_path
 from stratbench.analysis.records.facts import Facts, iter_excess, iter_inequality
-from stratbench.extensions.audit.rule import record_rule
+from stratbench.extensions.audit.rule import is_elastic, record_rule
 
 #: Values that every cell has that ended well.
 RESULTS = ("time.train_time_s", "batch.samples_seen", "memory.peak_bytes", "score.final")
@@ -28,7 +28,7 @@ def find_contradictory_values(facts: Facts) -> Iterator[str]:
     if facts.finished:
         yield from iter_faults_of_times(facts)
     if facts("strategy.kind") != "own":  # the processes of a user's command have one entry
-        if facts.finished and not facts.elastic:
+        if facts.finished and not is_elastic(facts):
             yield from iter_faults_of_steps(facts)
         yield from iter_faults_of_devices(facts)
 
@@ -64,13 +64,13 @@ def iter_faults_of_times(facts: Facts) -> Iterator[str]:
         "samples_applied / train_time_s", None if applied is None else applied / train_s,
     )  # fmt: skip
     # With servers and a number of steps, the last two epochs may end at the same time.
-    if not facts.elastic and not (facts.servers and facts("settings.steps")):
+    if not is_elastic(facts) and not (facts.servers and facts("settings.steps")):
         spans = sum(facts("time.epoch_times_s"))
         yield from iter_inequality(
             "the sum of time.epoch_times_s", spans, "time.train_time_s", train_s, 0.02, CLOCKS_S
         )
     own = [w["train_time_s"] for w in facts.workers if w["train_time_s"]]
-    if own and not facts.elastic:
+    if own and not is_elastic(facts):
         yield from iter_inequality(
             "time.train_time_s", train_s, "the slowest worker's", max(own), CLOCKS, CLOCKS_S
         )

@@ -208,6 +208,11 @@ def iter_faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts)
         yield f"a field has a form that no cell writes ({type(e).__name__}: {e})"
 
 
+def is_elastic(facts: Facts) -> bool:
+    """Return whether the number of workers varied during the training."""
+    return facts("elastic") is not None
+
+
 def get_coordinates(cells: Any) -> Row:
     """Return the coordinates of a finding from a Group, a row, or a mapping.
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from stratbench.analysis.records.derived import cpu_cores, get_by_path
 from stratbench.analysis.records.facts import Facts
-from stratbench.extensions.audit.rule import record_rule
+from stratbench.extensions.audit.rule import is_elastic, record_rule
 from stratbench.strategies import REGISTRY, get_mesh, get_traits
 
 #: Largest tolerated share of its training time for which a worker waits for a core. Three processes on two
@@ -26,7 +26,7 @@ def find_traits_unlike_strategy(facts: Facts) -> Iterator[str]:
     by_zeros = bool(facts("strategy.details.moved_by_zeros"))
     strategy = (name, facts("strategy.options"), facts.gpus)
     adds_up = facts("task.loss_adds_up") is not False
-    traits = asdict(get_traits(*strategy, by_zeros, facts.elastic, adds_up))
+    traits = asdict(get_traits(*strategy, by_zeros, is_elastic(facts), adds_up))
     for trait, recorded in (facts("strategy.traits") or {}).items():
         if recorded != traits.get(trait):
             yield f"strategy.traits.{trait} is {recorded}, but {name} declares {traits.get(trait)}"
@@ -41,13 +41,13 @@ def find_lost_workers(facts: Facts) -> Iterator[str]:
     """
     if facts.status != "ok":
         return
-    if facts.lost and not facts.elastic:
+    if facts.lost and not is_elastic(facts):
         entries = (w for server in facts.servers for w in server.get("lost") or ())
         reasons = {get_by_path(w, "own_reason") for w in entries} - {None}
         reason = f": {'; '.join(sorted(reasons))}" if reasons else ""
         yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{reason}"
     missing = sorted(set(range(facts.gpus)) - {worker["rank"] for worker in facts.workers})
-    if facts.elastic:
+    if is_elastic(facts):
         return  # in an elastic cell, lost workers are replaced
     if missing:
         yield f"ranks {', '.join(map(str, missing))} of {facts.gpus} workers left no result"

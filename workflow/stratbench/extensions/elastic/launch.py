@@ -22,6 +22,7 @@ from stratbench.extensions.elastic.jobs.local_jobs import LocalJobs
 from stratbench.extensions.elastic.jobs.slurm_jobs import SlurmJobs
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.elastic.keys import Elastic
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
 from stratbench.telemetry.machine.busy import measure_other_load
@@ -57,7 +58,7 @@ def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, A
         kept = None
     wanted = {"cell": asdict(cell), "settings": asdict(settings), "data": data}
     same = kept and {key: kept[key] for key in wanted} == wanted
-    if not same or folder.ended.exists():
+    if not same or RunFiles(folder).end_mark.exists():
         folder.create()
         return
     print(f"resuming the unfinished training in {folder.path}", flush=True)
@@ -81,28 +82,28 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
         worker_job: SLURM request of each worker job, or None for processes of this machine.
         watch: Detects pauses, which count towards no limit.
     """
-    folder = job.folder
+    folder, files = job.folder, RunFiles(job.folder)
     write_worker_files(job)
-    incarnation = len(folder.incarnations())
+    incarnation = len(files.list_launcher_files())
     with (
         open_backend(job, worker_job) as backend,
         _run_coordinator(job, worker_job is not None) as coordinator,
     ):
         try:
-            with WorkerJobSupervisor(backend, job.cell.gpus, folder.worker_jobs) as keeper:
+            with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs) as keeper:
                 coordinator.on_change, coordinator.on_lost = (
                     keeper.poll_soon,
                     keeper.cancel_lost_worker,
                 )
-                keep = partial(folder.write_incarnation, incarnation)
+                keep = partial(files.write_launcher_facts, incarnation)
                 ending = _wait_for_end(job, coordinator, keeper, keep, watch)
                 if ending.status != "error":
-                    folder.ended.touch()
+                    files.end_mark.touch()
                     keeper.finish()
                     _wait_for_last_files(coordinator)
         finally:
-            folder.write_incarnation(incarnation, coordinator.get_history_values())
-            if folder.ended.exists():  # no later launcher resumes this training
+            files.write_launcher_facts(incarnation, coordinator.get_history_values())
+            if files.end_mark.exists():  # no later launcher resumes this training
                 folder.secret.unlink(missing_ok=True)
                 checkpoints.delete_checkpoints(folder.path)
     return ending

@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.elastic.jobs.keeper import WorkerJobSupervisor
@@ -21,6 +20,7 @@ from stratbench.extensions.elastic.launch import (
     open_backend,
     write_worker_files,
 )
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.elastic.servers.config import ElasticConfig, ElasticServerConfig
 from stratbench.extensions.elastic.servers.journal import (
     NewEvents,
@@ -53,25 +53,25 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
         worker_job: SLURM request of each worker job, or None for processes of this machine.
         watch: Detects pauses, which count towards no limit.
     """
-    folder = job.folder
+    folder, files = job.folder, RunFiles(job.folder)
     write_worker_files(job)
     # No server or worker may read the mark of an earlier incarnation.
-    delete_end_mark(folder.servers)
+    delete_end_mark(files.servers)
     configs = make_server_configs(job, across_nodes=worker_job is not None)
     with fork_server(may_share=True) as path, open_backend(job, worker_job) as backend:
         servers = server_processes(path, folder, configs, SERVER)
         try:
             for process in servers:
                 process.start()
-            with WorkerJobSupervisor(backend, job.cell.gpus, folder.worker_jobs) as keeper:
+            with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs) as keeper:
                 ending = _wait_for_end(job, configs[0].elastic.incarnation, servers, keeper, watch)
                 if ending.status != "error":
-                    folder.ended.touch()
+                    files.end_mark.touch()
                     keeper.finish()
                     _wait_for_last_files(job, keeper)
         finally:
             _stop_servers(servers)
-            if folder.ended.exists():
+            if files.end_mark.exists():
                 _clean_up(folder)
     return ending
 
@@ -81,7 +81,7 @@ def make_server_configs(job: Job, across_nodes: bool) -> list[ElasticServerConfi
 
     The servers resume from a saved state if there is one.
     """
-    own, s = job.folder.servers, job.settings
+    own, s = RunFiles(job.folder).servers, job.settings
     elastic = ElasticConfig(
         str(own),
         incarnation=1 + read_last_incarnation(own),
@@ -119,7 +119,7 @@ def _wait_for_end(
     servers' present incarnation.
     """
     limit_s, deadline = job.time_limit_s, None
-    journal, has_begun = NewEvents(job.folder.servers), False
+    journal, has_begun = NewEvents(RunFiles(job.folder).servers), False
     while any(process.is_alive() for process in servers):
         if ending := find_ending_by_workers(job.folder, keeper):
             return ending
@@ -163,7 +163,9 @@ def _make_ending(job: Job, servers: list[Process]) -> Ending:
 
 def _wait_for_last_files(job: Job, keeper: WorkerJobSupervisor) -> None:
     """Wait until the workers that are still present have written their measurements."""
-    joined = {e["worker"] for e in read_journal(job.folder.servers) if e["event"] == "join"}
+    joined = {
+        e["worker"] for e in read_journal(RunFiles(job.folder).servers) if e["event"] == "join"
+    }
     ends = time.monotonic() + LAST_FILES_S
     while time.monotonic() < ends:
         if not any(e.ended_unix_s is None and e.number in joined for e in keeper.list_jobs()):
@@ -188,7 +190,7 @@ def _stop_servers(servers: list[Process]) -> None:
 def _clean_up(folder: RunFolder) -> None:
     """Remove the secret, saved states and snapshots of a cell that will not be resumed."""
     folder.secret.unlink(missing_ok=True)
-    for path in [*Path(folder.servers).glob("state*"), *folder.path.glob("server.*")]:
+    for path in [*RunFiles(folder).servers.glob("state*"), *folder.path.glob("server.*")]:
         if path.suffix != ".log":
             path.unlink(missing_ok=True)
     shutil.rmtree(folder.snapshots(shared=True), ignore_errors=True)

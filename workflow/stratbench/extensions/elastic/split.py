@@ -26,6 +26,7 @@ from stratbench.extensions.elastic.coordinator import reaches_target
 from stratbench.extensions.elastic.group import ElasticGroup, broadcast_from_first
 from stratbench.extensions.elastic.keys import Elastic
 from stratbench.extensions.elastic.member import CoordinatorLost, Over, WorkerMembership
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.clock import Phases, StepClock
@@ -196,7 +197,7 @@ class ElasticSynchronous:
             self._stop_clock(done)
             last = {"generation": self._generation, "ended_unix_s": time.time(), "step": self._step}
             # The coordinator is lost, so that the process that makes the record reads this file instead.
-            self.worker.folder.write_unheard(
+            RunFiles(self.worker.folder).write_unreported_result(
                 self._number, last | {"epochs": self._summarize_unreported_steps(done)}
             )
             raise
@@ -392,7 +393,7 @@ class ElasticSynchronous:
 
     def _save_for_later_members(self) -> None:
         """Save the state for later members, unless the cell has ended."""
-        if self._step and not self.worker.folder.ended.exists():
+        if self._step and not RunFiles(self.worker.folder).end_mark.exists():
             self._save_checkpoint(wait=True)
 
     # ------------------------------------------------------------ evaluation

@@ -27,6 +27,7 @@ from typing import Any
 from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.extensions.elastic.group import ElasticGroup
 from stratbench.extensions.elastic.member import Over, join_as_member
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.elastic.servers.channel import ATTEMPT_S, ReturningChannel, RunOverError
 from stratbench.extensions.elastic.servers.config import ElasticServerConfig
 from stratbench.extensions.elastic.servers.run import make_run
@@ -57,7 +58,7 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
     job = Job.from_json(Path(job_file).read_text(encoding="utf-8"))
     agent.set_environment(job, on_one_host=False)
     folder = job.folder
-    if folder.ended.exists():
+    if RunFiles(folder).end_mark.exists():
         worker.leave(0)
     worker.log_to(folder.log(format_worker_name(number)))
     origin_s = time.monotonic() - (began_unix_s - job.origin_unix_s)
@@ -197,7 +198,7 @@ def make_returning_channel(
     return ReturningChannel(
         lambda incarnation: connect(incarnation, ATTEMPT_S),
         folder.rendezvous,
-        folder.servers,
+        RunFiles(folder).servers,
         leaving,
     )
 

@@ -16,7 +16,7 @@ REMOVED_KEYS: dict[str, str] = {
         "all workers draw from the whole training set, which each epoch shuffles; remove the key"
     ),
     "experiment.scattered": (
-        "a cell has equal nodes (cluster.gpus_per_node); with elastic: true each worker is a job, on any node"
+        "a cell has equal nodes (cluster.gpus_per_node); workers that are jobs of their own run on any node"
     ),
 }
 

@@ -17,6 +17,7 @@ from stratbench.extensions.audit.rule import (
     AuditData,
     Case,
     describe_cells,
+    is_elastic,
     iter_rows,
     record_rule,
     rule,
@@ -90,7 +91,7 @@ def find_ranks_that_share_cores(facts: Facts) -> Iterator[str]:
     """
     by_host: dict[str | None, list[set[int]]] = defaultdict(list)
     for worker in (
-        facts.workers if facts("provenance.device") == "cuda" and not facts.elastic else ()
+        facts.workers if facts("provenance.device") == "cuda" and not is_elastic(facts) else ()
     ):
         cores = get_by_path(worker["provenance"], "host.affinity")
         by_host[get_host_name(worker)].append(set(cores or ()))

@@ -19,6 +19,7 @@ from stratbench.extensions.elastic.accounts.history import (
     MemberHistory,
     TrainingGeneration,
 )
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.train.job import Job
 
 
@@ -130,13 +131,16 @@ def sum_job_totals(jobs: list[dict[str, Any]], training_s: float) -> dict[str, A
 
 def read_worker_jobs(job: Job) -> list[dict[str, Any]]:
     """Read the last known state of each worker job, sorted by number."""
-    entries = read_json_lines(job.folder.worker_jobs)
+    entries = read_json_lines(RunFiles(job.folder).worker_jobs)
     return sorted({e["number"]: e for e in entries}.values(), key=lambda e: e["number"])
 
 
 def _read_histories(job: Job) -> list[MemberHistory]:
     """Read each launcher's history of members, and add the work that members could not report."""
-    kept = [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.incarnations()]
+    kept = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in RunFiles(job.folder).list_launcher_files()
+    ]
     incarnations = [MemberHistory.from_dict(values) for values in kept]
     for incarnation in incarnations:
         for g in incarnation.generations:
@@ -166,7 +170,7 @@ def _add_unreported_work(incarnation: MemberHistory, g: TrainingGeneration, job:
     The members of such a generation could not report their end, and write the work to files. The time since
     their last message counts for the epoch in progress if there is no file.
     """
-    files = [job.folder.read_unheard(number) for number in g.members]
+    files = [RunFiles(job.folder).read_unreported_result(number) for number in g.members]
     unheard = [file for file in files if file and file["generation"] == g.number]
     for file in unheard:
         g.ended_unix_s = max(file["ended_unix_s"], g.ended_unix_s or 0.0)

@@ -13,6 +13,7 @@ from stratbench.extensions.elastic.accounts.accounts import (
     read_worker_jobs,
     sum_job_totals,
 )
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.elastic.servers.journal import collect_scores, read_journal
 from stratbench.extensions.servers.cells import read_servers
 from stratbench.strategies import strategy_class
@@ -21,7 +22,7 @@ from stratbench.train.job import Job
 
 def make_elastic_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `elastic`, for a cell with parameter servers."""
-    journal, origin = read_journal(job.folder.servers), job.origin_unix_s
+    journal, origin = read_journal(RunFiles(job.folder).servers), job.origin_unix_s
     jobs = [
         make_job_entry(e, find_first_dates(journal, e["number"]), origin)
         for e in read_worker_jobs(job)
@@ -141,7 +142,7 @@ def cut_after_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, 
 
 def list_evaluated_epochs(job: Job) -> list[dict[str, Any]]:
     """Return the entries of the evaluated epochs, up to one whose score ended the run."""
-    scores = collect_scores(read_journal(job.folder.servers))
+    scores = collect_scores(read_journal(RunFiles(job.folder).servers))
     server = job.folder.read_server(0)
     last = server["elastic"]["finished_at_epoch"] if server else None
     epochs: list[dict[str, Any]] = []

@@ -12,6 +12,7 @@ from datetime import datetime
 from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.extensions.elastic.jobs.keeper import Backend, JobStatus, SubmissionRefused
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
+from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.study.slurm import submission
 from stratbench.study.slurm.commands import TIMEOUT_S, ask_slurm, read_command_output
 from stratbench.study.slurm.job_states import QUEUED
@@ -107,7 +108,7 @@ class SlurmJobs(Backend):
             "--quiet",
             *worker,
         ]
-        over = shlex.join(["test", "-e", str(self._folder.ended)])
+        over = shlex.join(["test", "-e", str(RunFiles(self._folder).end_mark)])
         return f"#!/bin/sh\n{over} && exit 0\nexec {shlex.join(map(str, step))}\n"
 
     def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
