@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import fixture_records as fixture
@@ -22,7 +22,14 @@ from test_marks import EYES, THEMES, contrast, linear, oklab
 from stratbench.analysis.decision import decide
 from stratbench.analysis.figures import axes, curves, marks, measured, plots, rows, sheet
 from stratbench.analysis.figures.figure_list import INDEX, PLOTS
-from stratbench.analysis.figures.tradeoffs import ABOVE, NAME, PARTS, REST, find_free_box
+from stratbench.analysis.figures.tradeoffs import (
+    ABOVE,
+    NAME,
+    PARTS,
+    REST,
+    draw_tradeoff,
+    find_free_box,
+)
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
@@ -258,6 +265,28 @@ def test_a_name_lies_over_no_point_and_no_other_name():
     assert find_free_box((295, 120), 60, [], page).x1 == page.x1
     found = find_free_box((200, 120), 60, [page], page)
     assert Bbox.intersection(found, page).bounds == pytest.approx(found.bounds)
+
+
+def test_a_name_lies_over_no_number_of_an_axis(tmp_path):
+    """The choice lies beside the highest number of the axis, with many points to its right."""
+    cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
+    data, _ = analysed(tmp_path, cells)
+    times = {("ddp", 2): (0.93, 94.0, True), ("fsdp", 2): (1.3, 96.0, True)}
+    times |= {("ddp", n): (0.93 + n / 10, 93.0, False) for n in range(3, 9)}
+    times |= {("fsdp", 4): (3.9, 97.0, True), ("fsdp", 8): (12.0, 17.0, False)}
+    columns = ["training_time", "score", "unbeaten"]
+    points = pd.DataFrame.from_dict(times, orient="index", columns=columns)
+    with plt.rc_context(sheet.RC):
+        figure = draw_tradeoff(replace(data, choice=("ddp", 2)), points, {})
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        numbers = [t for t in (*axes.get_xticklabels(), *axes.get_yticklabels()) if t.get_text()]
+        names = [t for t in axes.texts if " × " in t.get_text()]
+        assert len(names) == 3
+        for name, number in product(names, numbers):
+            over = name.get_window_extent().overlaps(number.get_window_extent())
+            assert not over, (name.get_text(), number.get_text())
+    plt.close(figure)
 
 
 def test_points_without_a_result_are_named_below_the_lines(tmp_path, draw):

@@ -186,6 +186,8 @@ def draw_tradeoff(
     at = axes.transData.transform(points[["training_time", "score"]].to_numpy(float))
     places = dict(zip(points.index, at, strict=True))
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in at]
+    labels = (axes.xaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels())
+    taken += [label.get_window_extent() for label in labels if label.get_text()]
     rivals = [key for key in front.index if key != data.choice][:MAX_NAMED]
     for key in [*([data.choice] if data.choice in places else []), *rivals]:
         chosen, doubt = key == data.choice, DOUBT if flags.get(key) else ""
