@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -67,7 +68,8 @@ def group_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -
                 f"{who}: wrap_classes names {name!r}, but the model has no such module; its classes are "
                 f"{', '.join(sorted(classes))}"
             )
-    return [(label, modules) for label, modules in groups if _shares_no_parameter(modules, model)]
+    owners = _find_owners(model)
+    return [(label, modules) for label, modules in groups if _shares_no_parameter(modules, owners)]
 
 
 def group_by_size(model: nn.Module) -> Groups:
@@ -79,6 +81,7 @@ def group_by_size(model: nn.Module) -> Groups:
     sharded with the root. So is a module whose weights its parent's code reads (`self.head.weight`).
     """
     limit = _count_parameters([model]) / GROUPS
+    owners = _find_owners(model)
     groups: Groups = []
 
     def flush(waiting: list[tuple[str, nn.Module]]) -> None:
@@ -105,7 +108,7 @@ def group_by_size(model: nn.Module) -> Groups:
             ):
                 flush(waiting)
                 divide(f"{label}.", module)
-            elif _shares_no_parameter([module], model):
+            elif _shares_no_parameter([module], owners):
                 waiting.append((label, module))
                 if _count_parameters([m for _, m in waiting]) >= limit:
                     flush(waiting)
@@ -143,14 +146,24 @@ def _count_parameters(modules: list[nn.Module]) -> int:
     return sum(p.numel() for p in {p for m in modules for p in m.parameters()})
 
 
-def _shares_no_parameter(modules: list[nn.Module], model: nn.Module) -> bool:
-    """Return whether some modules have parameters, and share none of them with modules outside."""
+def _find_owners(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
+    """Return the modules that each parameter of a model is registered in."""
+    owners: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            owners[p].add(module)
+    return owners
+
+
+def _shares_no_parameter(
+    modules: list[nn.Module], owners: Mapping[nn.Parameter, set[nn.Module]]
+) -> bool:
+    """Return whether some modules have parameters, and share none of them with modules outside.
+
+    Args:
+        modules: The modules.
+        owners: Modules that each parameter of the model is registered in.
+    """
     inside = {m for module in modules for m in module.modules()}
     own = {p for module in modules for p in module.parameters()}
-    return bool(own) and own.isdisjoint(_iter_parameters_outside(inside, model))
-
-
-def _iter_parameters_outside(inside: set[nn.Module], model: nn.Module) -> Iterator[nn.Parameter]:
-    for module in model.modules():
-        if module not in inside:
-            yield from module.parameters(recurse=False)
+    return bool(own) and all(owners[p] <= inside for p in own)

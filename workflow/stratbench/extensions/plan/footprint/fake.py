@@ -213,6 +213,8 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
 def limit_microbatches(strategy: Any, turns: Turns) -> None:
     """Make a pipeline's stage take few micro-batches of the same size in place of all.
 
+    The model's units are not measured again.
+
     Args:
         strategy: The pipeline.
         turns: Turns of these micro-batches.
@@ -221,10 +223,11 @@ def limit_microbatches(strategy: Any, turns: Turns) -> None:
 
     def make_few(samples: int) -> Any:
         schedule = make_schedule(samples // turns.microbatches * strategy.options.microbatches)
-        shorten_schedule(schedule, *turns)
+        shorten_schedule(schedule, turns.microbatches, turns.waiting)
         return schedule
 
     strategy.make_schedule = make_few
+    strategy.measure_model_units = lambda *_: list(turns.units)
 
 
 def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:

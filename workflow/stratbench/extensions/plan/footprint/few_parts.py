@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from stratbench.extensions.plan.footprint.drawn_out import (
@@ -106,10 +107,11 @@ def extrapolate_stages(request: Request, stages: int, trial: Trial | None = None
     strategy, units = fake.cut_into_stages(request, trial)
     # A kind is the work of a stage, and whether the stage takes samples or returns a loss.
     kinds = [(tuple(each), i == 0, i == stages - 1) for i, each in enumerate(units)]
+    all_units = tuple(chain(*units))
 
     @cache
     def followed(kind: Any, microbatches: int, waiting: int) -> Footprint:
-        turns = Turns(microbatches, waiting)
+        turns = Turns(microbatches, waiting, all_units)
         return follow(request, kinds.index(kind), trial, turns=turns).footprint()
 
     many, steps = request.options["microbatches"], request.gradient_accumulation_steps

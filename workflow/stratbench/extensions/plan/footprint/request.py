@@ -190,10 +190,14 @@ class Request:
 
 
 class Turns(NamedTuple):
-    """Number of micro-batches that a pipeline stage computes, and how many of them wait for backward."""
+    """Number of micro-batches that a pipeline stage computes, and how many of them wait for backward.
+
+    `units` are the measured units (`splitting.stages.MeasuredUnit`) of the whole model, in order.
+    """
 
     microbatches: int
     waiting: int
+    units: tuple[Any, ...]
 
 
 def planned_settings(s: Settings) -> dict[str, Any]:
