@@ -7,9 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tutorial import ROOT, Follower, expected_output, read_steps
+
 from stratbench.analysis.decision.short import KINDS, ShortAnswer, format_lead
 from stratbench.analysis.report.brief import iter_answer_lines
-from tutorial import ROOT, Follower, expected_output, read_steps
 
 
 @pytest.mark.parametrize(
