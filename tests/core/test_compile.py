@@ -111,8 +111,7 @@ def test_code_that_computes_other_gradients_is_refused(
     if reason := missing_compiler(cuda=False):
         pytest.skip(reason)
     wrong = code | {"call": "small_net.Miscompiled"}
-    workers = ALONE if strategy == "ps-sync" else {}
-    s = settings(strategy, model="net", own_model=wrong, compile=True, **workers)
+    s = settings(strategy, model="net", own_model=wrong, compile=True, **ALONE)
     cell = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     exit_code, output = cell.finish(timeout_s=300)
     assert exit_code == 0, output

@@ -17,7 +17,7 @@ from stratbench.telemetry.pauses import SHORTEST_S
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 #: Trains for some seconds, most of which its workers sleep.
-LONG = {"epochs": 20, "slowdown": {"workers": [0], "factor": 20}, "lr": 1e-4}
+LONG = {"epochs": 10, "slowdown": {"workers": [0], "factor": 20}, "lr": 1e-4}
 
 
 @pytest.mark.parametrize("gpus", [1, 2], ids=["one node", "two nodes"])

@@ -18,7 +18,10 @@ FILES = ("--configfile", "config.yaml", "results/tiny/tune/config.yaml")
 
 @pytest.fixture(scope="module")
 def tuning(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
-    """A GPT on two processes, on whose batch of two samples accumulating can only lose."""
+    """A GPT on two processes, on whose batch of two samples accumulating can only lose.
+
+    Values to try are few: each block trains every combination twice.
+    """
     config = tiny_config()
     experiments = config["studies"]["tiny"]["experiments"]
     del experiments["second"]
@@ -33,6 +36,9 @@ def tuning(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
     }
     config["tune"] = {"include": ["ddp"], "keep_within": 100}
     workflow = Workflow(tmp_path_factory.mktemp("tuning"), config)
+    space = "workflow/stratbench/extensions/tune/space.py"
+    workflow.change_code(space, '(False, "selective", True)', "(False, True)")
+    workflow.change_code("workflow/stratbench/strategies/ddp.py", "tried=[100]", "tried=[]")
     rules = "workflow/stratbench/extensions/verdict/block_rules.py"
     workflow.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 8, 12")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
@@ -49,7 +55,7 @@ def fates(workflow: Workflow) -> dict[str, str]:
 def test_the_known_best_is_found_and_said_on_one_screen_and_a_page(tuning):
     done = tuning.run("tune")
     assert done.returncode == 0, done.stdout
-    assert "12 combinations: 0 unsupported, 0 do not fit" in done.stdout
+    assert "4 combinations: 0 unsupported, 0 do not fit" in done.stdout
     assert set(fates(tuning).values()) == {"measured"}
     done = tuning.run("verdict", *FILES, "--config", "verdict={rounds: all}")
     assert done.returncode == 0, done.stdout
@@ -58,7 +64,7 @@ def test_the_known_best_is_found_and_said_on_one_screen_and_a_page(tuning):
     (comparison,) = read_json(tuning.folder / "results/tiny-tune/verdict/verdict.json")[
         "comparisons"
     ]
-    assert comparison["leader"] in ("ddp", "ddp_bucket-cap-mb-100")
+    assert comparison["leader"] == "ddp"
     slower = {r["strategy"]: r["ratio"] for r in comparison["ratios"] if r["ratio"] is not None}
     assert min(slower["ddp_accumulate-2"], slower["ddp_accumulate-2_checkpointing"]) > 1.1
     told = " ".join(done.stdout.split())
@@ -74,6 +80,6 @@ def test_a_budget_leaves_the_slowest_for_later(tuning):
     config = yaml.safe_load(Path(tuning.folder, "config.yaml").read_text())
     tuning.write_config(config | {"tune": config["tune"] | {"budget_gpu_hours": 1e-6}})
     assert tuning.run("tune").returncode == 0
-    assert sorted(fates(tuning).values()) == ["beyond the budget"] * 10 + ["measured"] * 2
+    assert sorted(fates(tuning).values()) == ["beyond the budget"] * 2 + ["measured"] * 2
     tuned = yaml.safe_load((tuning.folder / "results/tiny/tune/config.yaml").read_text())
     assert tuned["verdict"] == {"budget_gpu_hours": 1e-6}

@@ -68,7 +68,6 @@ CELLS = {
     "zero1-torch": ("zero1-torch", {}, ADAMW),
     "single": ("single", {}, {"gpus": 1, "per_worker_batch": 16}),
 }  # fmt: skip
-BY_TORCHRUN = "fsdp-harder"
 #: A script for Accelerate, as its users write them, with what the file's comments ask of it.
 TRAIN = """
 import sys
@@ -220,21 +219,19 @@ def losses_of_cell(launched: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_the_plain_script_reaches_the_cells_losses(start_cell, warm, tiny_data, tmp_path, name):
-    """One by torchrun itself, which has each process import PyTorch: most of the time of a test."""
     launched = trained(start_cell, *CELLS[name], env=warm)
     script = emit(launched, "pytorch", tmp_path)
     arguments = [str(launched.record), str(tiny_data)]
     gpus = launched.read_record()["settings"]["gpus"]
-    if name == BY_TORCHRUN:
-        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
-        output = run(*torchrun, script, *arguments, folder=tmp_path)
-    else:
-        output = run_forked(script, arguments, gpus)
+    output = run_forked(script, arguments, gpus)
     assert losses_of(output) == pytest.approx(losses_of_cell(launched), rel=2e-5)
 
 
-def test_the_plain_script_takes_the_cells_memory(start_cell, warm, tiny_data, tmp_path):
-    """A network of 24 million parameters, of which a further copy would be a tenth of the memory."""
+def test_torchrun_runs_the_plain_script_in_the_cells_memory(start_cell, warm, tiny_data, tmp_path):
+    """A network of 24 million parameters, of which a further copy would be a tenth of the memory.
+
+    The one script by torchrun itself, which has each process import PyTorch.
+    """
     two_steps = {"epochs": 1, "global_batch": 32, "per_worker_batch": 16}
     changes = {**ADAMW, **two_steps, "model": "resnet50"}
     launched = trained(start_cell, "ddp", {}, changes, env=warm)
@@ -242,10 +239,15 @@ def test_the_plain_script_takes_the_cells_memory(start_cell, warm, tiny_data, tm
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     command = [sys.executable, "-m", *torchrun, script, launched.record, tiny_data]
     environment = os.environ | {"PYTHONPATH": str(WORKFLOW), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=environment)
-    _, status, used = os.wait4(process.pid, 0)
-    assert status == 0
+    printed = tmp_path / "printed"
+    with printed.open("w") as file:
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=tmp_path, env=environment, stdout=file, stderr=file
+        )
+        _, status, used = os.wait4(process.pid, 0)
     process.returncode = status
+    assert status == 0, printed.read_text()
+    assert losses_of(printed.read_text()) == pytest.approx(losses_of_cell(launched), rel=2e-5)
     memory = launched.read_record()["memory"]
     assert memory["method"] == "vmhwm"
     # The most of all processes that torchrun started; the record's peak is that of the largest rank.

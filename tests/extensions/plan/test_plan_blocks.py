@@ -22,7 +22,7 @@ from stratbench.extensions.plan.footprint.request import Request
 
 pytestmark = pytest.mark.timeout(300)
 
-LAYERS = 9
+LAYERS = equal_blocks.MIN_BLOCKS
 WIDE = "wide text"
 OWN = {
     WIDE: f'{{"call": "stratbench.workload.network.gpt.GPT", "kwargs": {{"layers": {LAYERS}, "heads": 4, '
@@ -105,21 +105,25 @@ AGAIN = [
     ("fsdp", {"gradient_accumulation_steps": 2}, True),
 ]
 
+#: Without more, and in parts: that is in all others, too.
+PLAIN = [
+    (strategy, changes)
+    for strategy in ("single", "fsdp")
+    for changes in ({}, {"gradient_accumulation_steps": 2})
+]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "changes", "checkpointing"),
     [
         *AGAIN,
-        ("single", {}, False),
-        ("single", {"gradient_accumulation_steps": 2}, False),
+        *(pytest.param(*case, False, marks=pytest.mark.product) for case in PLAIN),
         ("ddp", {}, False),
         ("zero1", {}, False),
-        ("fsdp", {}, False),
         ("fsdp", POLICY, False),
         ("fsdp", {"options": {"reshard_after_forward": "never"}}, False),
         ("fsdp", {"options": {"offload": "cpu"}}, False),
-        ("fsdp", {"gradient_accumulation_steps": 2}, False),
         ("single", {"loss_chunks": 4}, False),
         ("fsdp", {"precision": "bf16-true"}, False),
         ("ps-sync", {"precision": "fp32"}, False),

@@ -78,7 +78,7 @@ def assert_same(drawn: Footprint, full: Footprint, parts: int) -> None:
         ("pipeline", FOUR_STAGES | {"microbatches": 6}, {"precision": "fp16"}),
         ("pipeline", {"schedule": "gpipe", "microbatches": 6, "pipeline_parallel_size": 2}, {}),
         ("fsdp", {"mixed_precision": "policy"}, {"gradient_accumulation_steps": 9}),
-        ("tensor", {"tensor_parallel_size": 2}, {"gradient_accumulation_steps": 9}),
+        ("tensor", {"tensor_parallel_size": 2}, {"gradient_accumulation_steps": 5}),
     ],
 )
 def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(

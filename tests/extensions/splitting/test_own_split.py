@@ -266,9 +266,6 @@ def test_the_stream_between_layers_is_divided_by_positions(cell, trained):
     for s in (
         cell("tensor", 2, stated, sequence_parallel=True),
         cell("tensor", 4, stated, sequence_parallel=True, tensor_parallel_size=2),
-        cell(
-            "tensor", 4, stated, sequence_parallel=True, tensor_parallel_size=2, data_parallel="ddp"
-        ),
     ):
         found = trained(s)
         assert losses(found) == pytest.approx(expected, abs=1e-12)
