@@ -73,7 +73,8 @@ def block_page(block: str, rule: Mapping[str, Any]) -> str:
     """Return the page of a block of config.yaml: an example with every key, then its tables."""
     parts = [
         f"# Configuration: `{block}`\n",
-        f"This reference lists the keys of `{block}` in [config.yaml](../../configuration.md). "
+        f"This reference lists the keys of the block `{block}` in [config.yaml](../../configuration.md). "
+        "Content of the block: "
         f"{rule['description']}\n",
         f"```yaml\n{example_of(block)}```\n",
     ]

@@ -24,4 +24,4 @@ def add_subcommands(add: Any) -> None:
     """
     from stratbench.command.subcommands import answer_with_torch
 
-    add("project", answer_with_torch, "step times on more workers than were measured")
+    add("project", answer_with_torch, "project step times to more workers than were measured")

@@ -31,7 +31,7 @@ def add_subcommands(add: SubcommandAdder) -> None:
     )
     add_set_argument(check, check_set, SET)
     add_compare(add)
-    export = add("export", run_export, "the records for other tools")
+    export = add("export", run_export, "write the records for other tools")
     export.add_argument(
         "--to",
         nargs="+",
@@ -40,7 +40,7 @@ def add_subcommands(add: SubcommandAdder) -> None:
         help="formats to write; default: parquet",
     )
     add_set_argument(export, export_set, SET, "export")
-    bundle = add("bundle", run_bundle, "the results of a study as one file")
+    bundle = add("bundle", run_bundle, "write the results of a study as one file")
     bundle.add_argument(
         "--replace-hosts",
         action="store_true",
@@ -75,7 +75,7 @@ def add_set_argument(
 
 def add_compare(add: SubcommandAdder) -> None:
     """Add the subcommand `compare`, for named sets or those of the config."""
-    compare = add("compare", run_compare, "two result sets or more, side by side")
+    compare = add("compare", run_compare, "compare two or more result sets, side by side")
     compare.add_argument(
         "set",
         nargs="*",

@@ -22,5 +22,5 @@ def add_subcommands(add: Any) -> None:
     """Add the command `stratbench verdict`. `add` is a `SubcommandAdder`."""
     from stratbench.command.subcommands import add_training
 
-    text = "which strategy is fastest, from short blocks instead of whole trainings"
+    text = "find the fastest strategy by short blocks instead of whole trainings"
     add_training(add, "verdict", text)
