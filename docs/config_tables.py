@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from stratbench.cell.options import describe_type, iter_limits
 from stratbench.extensions.servers.policies.policies import POLICIES, policy_class
 from stratbench.strategies import REGISTRY, get_strategy_class
-from stratbench.study.config.schema import TYPE_NAMES, resolve_schema_reference, build_config_schema
+from stratbench.study.config.schema import TYPE_NAMES, build_config_schema, resolve_schema_reference
 
 DOCS = Path(__file__).parent
 #: A config that sets every key, from which the pages take their examples.
@@ -49,12 +49,17 @@ def generated_pages() -> dict[Path, str]:
 
 def block_rules() -> dict[str, Mapping[str, Any]]:
     """Return the rules of the top level's keys that have keys of their own."""
-    rules = {key: resolve_schema_reference(rule) for key, rule in build_config_schema()["properties"].items()}
+    rules = {
+        key: resolve_schema_reference(rule)
+        for key, rule in build_config_schema()["properties"].items()
+    }
     return {key: rule for key, rule in rules.items() if _has_keys(rule)}
 
 
 def _has_keys(rule: Mapping[str, Any]) -> bool:
-    return "properties" in rule or "properties" in resolve_schema_reference(rule.get("additionalProperties") or {})
+    return "properties" in rule or "properties" in resolve_schema_reference(
+        rule.get("additionalProperties") or {}
+    )
 
 
 def top_level_table() -> str:
@@ -115,7 +120,9 @@ def strategy_tables(family: str) -> str:
 
 def _refused_optimizers() -> Iterator[str]:
     """A sentence for each optimizer that some servers refuse."""
-    for optimizer in build_config_schema()["$defs"]["experiment"]["properties"]["optimizer"]["enum"]:
+    for optimizer in build_config_schema()["$defs"]["experiment"]["properties"]["optimizer"][
+        "enum"
+    ]:
         names = [f"`{n}`" for n in POLICIES if policy_class(n).Options.refusal(optimizer)]
         yield f"Servers that refuse `optimizer: {optimizer}`: {', '.join(names)}.\n"
 
