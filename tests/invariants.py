@@ -21,7 +21,7 @@ from typing import Any
 
 from stratbench.analysis.records.derived import get_by_path
 from stratbench.analysis.records.facts import Facts, sum_longest_pauses_s
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.telemetry.flops import TRAINING_FLOPS
 from stratbench.telemetry.machine.hardware import find_datasheet
 
@@ -267,7 +267,7 @@ def settings(told: Told) -> None:
     if told("cell.strategy") in REGISTRY:  # and no variant
         told.alike("cell.strategy and strategy.name", told("cell.strategy"), name)
     if name in REGISTRY:
-        cls = strategy_class(name)
+        cls = get_strategy_class(name)
         told.alike("strategy.kind and the class's", told("strategy.kind"), cls.kind)
         rings = told("strategy.traits.ring_copies") is not None
         method = "measured" if cls.kind == "server" else "ring" if rings else None
@@ -809,7 +809,7 @@ def servers(told: Told) -> None:
         return
     asked, name = told("strategy.options.servers"), told("strategy.name")
     told.same("the number of servers and asked for", len(told.servers), asked)
-    policy = strategy_class(name).policy if name in REGISTRY else None
+    policy = get_strategy_class(name).policy if name in REGISTRY else None
     shards = [(s.get("shard_numel"), len(s.get("updates") or ())) for s in told.servers]
     trained, total = told("model.trainable_parameters"), sum(n for _, n in shards)
     if trained and all(numel is not None for numel, _ in shards):

@@ -19,7 +19,7 @@ import invariants
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class
 from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.train import forkserver
 
@@ -52,13 +52,13 @@ TINY = {
 
 
 #: The strategies that train in our loop; others are a program of the user's.
-IN_OUR_LOOP = [name for name in REGISTRY if strategy_class(name).kind != "own"]
+IN_OUR_LOOP = [name for name in REGISTRY if get_strategy_class(name).kind != "own"]
 
 
 def each_strategy(names: Iterable[str] = IN_OUR_LOOP) -> list[Any]:
     """A test's parameters: names of strategies, skipped where what they need is not installed."""
     lacking = {
-        name: " ".join(iter_missing_requirements([(name, strategy_class(name), {})]))
+        name: " ".join(iter_missing_requirements([(name, get_strategy_class(name), {})]))
         for name in names
     }
     return [
@@ -109,7 +109,7 @@ def settings(strategy: str = "ddp", **changes: Any) -> Settings:
     )  # fmt: skip
     if "options" not in changes:
         changes["options"] = get_option_defaults(strategy)
-    cls = strategy_class(strategy)
+    cls = get_strategy_class(strategy)
     if cls.policy and cls.Options(**changes["options"]).refusal("sgd"):
         changes = ADAMW | changes
     return replace(base, **changes)
@@ -178,6 +178,6 @@ def sharing(workflow: Path = WORKFLOW) -> Iterator[psutil.Process]:
     with ExitStack() as shared:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(workflow))
-            shared.enter_context(forkserver.shared_server())
+            shared.enter_context(forkserver.run_shared_fork_server())
         (server,) = set(me.children()) - set(before)
         yield server

@@ -11,8 +11,8 @@ from stage import Stage, median
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.machine.hardware import find_datasheet
-from stratbench.train.forkserver import shared_server
-from stratbench.workload.data.prepare import prepare
+from stratbench.train.forkserver import run_shared_fork_server
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
 from subject import launch_command, prepared, settings
 
@@ -33,7 +33,7 @@ def run(stage: Stage) -> None:
         stage.skip("records are valid", "fastjsonschema is not installed")
     cells = ON_GPU if stage.on_cuda else SMALL if stage.small else ON_CPU
     # On CPUs the cells share one import of PyTorch, as those of a workflow do.
-    with nullcontext() if stage.on_cuda else shared_server():
+    with nullcontext() if stage.on_cuda else run_shared_fork_server():
         for variant, precision in cells:
             s = settings(
                 variant, stage.device, precision=precision, dataset=dataset, per_worker_batch=32,
@@ -52,7 +52,7 @@ def digits(stage: Stage) -> tuple[Path, str]:
     """Digits where scikit-learn is, which holds them; else images made up."""
     try:
         folder = stage.scratch / "digits"
-        prepare("digits", folder)
+        prepare_data_set("digits", folder)
         return folder, "digits"
     except (ImportError, DataError) as e:
         stage.skip("cells on digits", f"made-up images instead: {e}")

@@ -163,8 +163,8 @@ def starved(job: Job, until_s: float) -> list[dict[str, Any]]:
             t.strategy.step(x[:n], y[:n])
             torch.cuda.synchronize()
         except Exception as e:
-            known = worker_process.is_out_of_memory(e)
-            found.append({"message": worker_process.first_line(e)[:200], "known": known})
+            known = worker_process.is_out_of_memory_error(e)
+            found.append({"message": worker_process.format_error_line(e)[:200], "known": known})
         t.strategy.optimizer.zero_grad(set_to_none=True)
     return found
 

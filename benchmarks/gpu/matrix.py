@@ -14,7 +14,7 @@ import torch
 from stage import Stage
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
-from stratbench.train.beside.profile import record_profile
+from stratbench.train.beside.profile import record_profiler_trace
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import draw_epoch_order
 from subject import (
@@ -66,7 +66,7 @@ def run(stage: Stage) -> None:
     first = job_of(settings("ddp", stage.device), data_dir, stage.folder("group"))
     device = torch.device(stage.device, 0) if stage.on_cuda else torch.device("cpu")
     worker_process.configure_torch(first.settings, device, 1)
-    worker_process.join_group(first, 0, device)
+    worker_process.join_process_group(first, 0, device)
     tensor_float(stage, device)
     missed = []
     for precision in precisions:
@@ -120,7 +120,7 @@ def train(t: Trainee, job: Job, profiled: bool) -> Trained:
     kernels = None
     if profiled:
         trace = job.folder.profile_trace
-        record_profile(strategy, data, worker, trace)
+        record_profiler_trace(strategy, data, worker, trace)
         kernels = sum(bool(TRANSPOSES.search(k["name"])) for k in trace_events(trace, "kernel"))
     strategy.close()
     return Trained([float(x) for x in losses], before, after, counted, kernels)

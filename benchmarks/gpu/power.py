@@ -66,9 +66,9 @@ def achieved(job: Job) -> dict[str, Any]:
     result = worker_process.train_as_worker(job, 0, 0)
     run = {"samples_seen": result["samples"], "samples_applied": result["samples"]}
     run["train_time_s"] = result["train_time_s"]
-    found = efficiency.compute_figures(job, [result], run) or {}
-    shape = models.input_shape(job.settings.model, job.data_shape)
-    model = models.build(job.settings.model, result["model"]["classes"], shape).eval()
+    found = efficiency.compute_flops_and_mfu(job, [result], run) or {}
+    shape = models.compute_input_shape(job.settings.model, job.data_shape)
+    model = models.build_model(job.settings.model, result["model"]["classes"], shape).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, *shape))
     expected = 3 * counter.get_total_flops() * result["samples"] / result["train_time_s"]

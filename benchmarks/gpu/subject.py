@@ -24,17 +24,17 @@ from stratbench.extensions.servers.node import servers_of
 from stratbench.extensions.servers.process import serve_parameters
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
-from stratbench.strategies import get_option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.telemetry.shards import gather_full_tensor
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import DeviceData
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.prepared import read_meta
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import batch_format, weights_dtype
+from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
 
 #: The variants that are looked at, by name: a strategy and its options.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,7 +73,7 @@ def spec_of(train_samples: int) -> dict[str, Any]:
 def prepared(stage: Stage, train_samples: int) -> Path:
     """The folder of that data set."""
     folder = stage.scratch / f"synthetic-{train_samples}"
-    prepare("synthetic", folder, spec=spec_of(train_samples))
+    prepare_data_set("synthetic", folder, spec=spec_of(train_samples))
     return folder
 
 
@@ -113,23 +113,23 @@ def device_of(job: Job) -> torch.device:
 def set_up(
     job: Job,
     data: DeviceData | None = None,
-    build: Callable[..., torch.nn.Module] = models.build,
+    build: Callable[..., torch.nn.Module] = models.build_model,
 ) -> Trainee:
     """A worker's steps up to its warm-up, in this process: `worker.train_as_worker` without the training.
 
-    A strategy that needs a process group must find one (`worker.join_group`).
+    A strategy that needs a process group must find one (`worker.join_process_group`).
     """
     s, device = job.settings, device_of(job)
     worker_process.configure_torch(s, device, job.threads)
-    shape = models.input_shape(s.model, job.data_shape)
-    dtype = weights_dtype(s.precision)
-    memory_format = batch_format(s.precision, device.type)
+    shape = models.compute_input_shape(s.model, job.data_shape)
+    dtype = get_weights_dtype(s.precision)
+    memory_format = get_batch_memory_format(s.precision, device.type)
     data = data or DeviceData.load(job.data_dir, device, shape, dtype, memory_format)
     model = models.build_for_training(
         s.model, data.meta["classes"], shape, s.seed, device, dtype, build
     )
-    groups = models.wrap_groups(s.model, model)
-    cls = strategy_class(s.strategy)
+    groups = models.list_wrap_groups(s.model, model)
+    cls = get_strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
     worker = Worker(s, 0, job.world_size, job.workers_beside(0), device, job.folder, groups)
     strategy.setup(model, worker)

@@ -49,9 +49,9 @@ from stratbench.strategies.base import Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.sampler import Sampler
-from stratbench.train.loop import timed_steps
+from stratbench.train.loop import run_timed_steps
 from stratbench.workload.data.device_data import DeviceData, draw_epoch_order
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
 from stratbench.workload.tasks import Classification, NextToken
 
@@ -113,7 +113,7 @@ class Setting(NamedTuple):
         torch.manual_seed(0)
         name, shape, classes = self.workload.model, self.workload.input_shape, self.workload.classes
         if name != "mlp":
-            return models.build(name, classes, shape)
+            return models.build_model(name, classes, shape)
         inner = nn.Linear(math.prod(shape), 64), nn.ReLU(), nn.Linear(64, classes)
         return nn.Sequential(nn.Flatten(), *inner)
 
@@ -170,7 +170,7 @@ def ours(at: Setting) -> Block:
     )  # fmt: skip
     strategy = DDP(DDP.Options(**s.options))
     strategy.setup(at.model(), worker)
-    return lambda: void(timed_steps(strategy, at.data, clock, at.batches()))
+    return lambda: void(run_timed_steps(strategy, at.data, clock, at.batches()))
 
 
 def void(_: Any) -> None:
@@ -358,7 +358,7 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
         for name, workload in WORKLOADS.items():
             samples = workload.steps * world * workload.batch
             spec = workload.dataset | {"train_samples": samples, "test_samples": 1}
-            prepare("made", Path(folder, name), spec=spec)
+            prepare_data_set("made", Path(folder, name), spec=spec)
         port = free.getsockname()[1]
         free.close()
         run_folder = RunFolder(Path(folder))

@@ -200,7 +200,7 @@ def tune(
             if truth.planned_need[name] <= MEMORY_FACTOR
         }  # fmt: skip
         drop_slow(by_name, BASELINE, keep_within, margins)
-        names = [name for name, s in by_name.items() if s.fate in (MEASURED, OUT_OF_MEMORY)]
+        names = [name for name, s in by_name.items() if s.outcome in (MEASURED, OUT_OF_MEMORY)]
         if names == before:
             return Result(choice, spent_s, len(names))
         found = race(rng, truth, names, noise)

@@ -187,9 +187,9 @@ class World:
         """Nothing measured yet."""
         strategies = tuple(self.steps_s)
         comparison = PairedComparison(
-            place=self.place, dataset="d", strategies=strategies,
-            served=tuple(a not in self.equal for a in strategies),
-            equal=tuple(a in self.equal for a in strategies), arithmetic=("e", "m"),
+            comparison_key=self.place, dataset="d", strategies=strategies,
+            uses_servers=tuple(a not in self.equal for a in strategies),
+            equals_ddp=tuple(a in self.equal for a in strategies), arithmetic_keys=("e", "m"),
             full_steps=self.full_steps,
         )  # fmt: skip
         return PairedEvidence(study="s", seed=self.seed, comparisons=(comparison,))
@@ -247,7 +247,7 @@ class World:
     def verdict(self) -> tuple[dict[str, Any], int]:
         """The comparison's entry of verdict.json at the end of all rounds, and the number of full runs."""
         evidence = self.evidence()
-        while not (found := find_next_round(evidence)).done:
+        while not (found := find_next_round(evidence)).is_last:
             blocks = {(self.place, entry["block"]): self.block(entry) for entry in found.blocks}
             runs = {cell: self.full_run(cell) for cell in found.full_runs}
             evidence = replace(

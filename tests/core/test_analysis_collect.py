@@ -17,7 +17,7 @@ import pytest
 from launching import LIMIT_S
 from stratbench.analysis.records import collect, derived
 from stratbench.cell.installation import PACKAGE
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.study.config import config
 
 WORKFLOW = PACKAGE.parent
@@ -133,7 +133,7 @@ def worker(host, affinity, quota=None):
     ],
 )
 def test_cores_are_those_that_the_workers_may_use(workers, cores):
-    assert derived.cpu_cores({"workers": workers}) == cores
+    assert derived.count_usable_cpu_cores({"workers": workers}) == cores
 
 
 @pytest.mark.slow
@@ -232,7 +232,9 @@ def test_a_record_trained_with_other_settings_is_refused_and_told(tmp_path):
     rows = read(study_dir / "cells.csv")
     assert [r["status"] for r in rows] == ["ok", "ok", "ok", "error"]
     told = "record.json was trained with lr 0.5 (config: 0.01); delete it to train its cell again"
-    assert rows[-1]["reason"] == f"{told} {help_address('delete it to train its cell again')}"
+    assert (
+        rows[-1]["reason"] == f"{told} {format_help_address('delete it to train its cell again')}"
+    )
 
 
 def test_a_record_of_other_data_of_the_same_name_is_refused_and_told(tmp_path):

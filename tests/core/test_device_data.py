@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import DATASETS, describe
+from stratbench.workload.data.datasets import DATASETS, describe_data_set
 from stratbench.workload.data.device_data import (
     Augmentation,
     DeviceData,
@@ -18,7 +18,7 @@ from stratbench.workload.data.device_data import (
     draw_epoch_order,
     enlarge_images,
 )
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
 
 SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size": 12, "classes": 3}
@@ -27,7 +27,7 @@ SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size":
 @pytest.fixture(scope="module")
 def digits_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "digits"
-    prepare("digits", folder)
+    prepare_data_set("digits", folder)
     return folder
 
 
@@ -35,7 +35,7 @@ def digits_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def coloured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as if of CIFAR-10: three channels, cropped with 4 pixels of padding, flipped."""
     folder = tmp_path_factory.mktemp("data") / "coloured"
-    prepare("mine", folder, spec=SPEC)
+    prepare_data_set("mine", folder, spec=SPEC)
     [path] = folder.glob("meta*.json")
     meta = json.loads(path.read_text())
     path.write_text(json.dumps(meta | {"crop_padding": 4, "flip": True}))
@@ -157,7 +157,7 @@ def test_test_batches_are_normalised_in_order_and_end_with_the_test_set(digits_d
 
 
 def test_a_data_set_without_augmentation_has_no_tables(tmp_path: Path) -> None:
-    prepare("mine", tmp_path / "a", spec=SPEC)
+    prepare_data_set("mine", tmp_path / "a", spec=SPEC)
     assert drawn(DeviceData.load(tmp_path / "a"), 0, 0) is None
 
 
@@ -188,7 +188,7 @@ def test_packed_tables_are_the_same_tables(digits_dir):
     tables = data.tables(seed=1, epoch=2, augment=True)
     assert torch.equal(tables.order, draw_epoch_order(data.train_samples, 1, 2))
     packed = tables.packed()
-    facts = describe("digits")
+    facts = describe_data_set("digits")
     kept_bytes = sum(t.nbytes for t in (packed.order, *packed.augmentation))
     assert kept_bytes == compute_packed_bytes(facts, augment=True) == 7 * data.train_samples
     plain = data.tables(seed=1, epoch=2, augment=False).packed()

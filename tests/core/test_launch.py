@@ -64,9 +64,9 @@ from stratbench.train.beside.profile import RECORDED_STEPS
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.train.nodes import srun as srun_module
-from stratbench.train.running.runner import Runner, runner_of
+from stratbench.train.running.runner import Runner, create_runner
 from stratbench.train.standing import Standing
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.prepared import read_verified_meta
 from stratbench.workload.data.sources import DataError
 
@@ -294,14 +294,14 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     s = settings(strategy, epochs=100, lr=1e-6)  # a server's worker draws them all at first
     RunFolder.of_logs(tmp_path / "logs").create()
     with job_for(s, tiny_data, tmp_path / "logs", 9_000) as job:
-        exits, ended = runner_of(s).launch(job, 1)
+        exits, ended = create_runner(s).launch(job, 1)
     assert exits.timed_out
     assert ended.status == "error", ended
     assert "it hangs: no worker got on for" in ended.reason
     assert "rank 1: 3 steps, in phase train, in step_and_sleep (sitecustomize.py:" in ended.reason
     waits = r"rank 0: \d steps, in phase train, in \w+ \(\w+\.py:\d+\)"
     assert re.search(waits, ended.reason), ended.reason
-    assert launch.fail(tmp_path / "logs", job.cell, ended.reason, []) == 1
+    assert launch.store_failure(tmp_path / "logs", job.cell, ended.reason, []) == 1
     evidence = json.loads((tmp_path / "logs/failure.json").read_text())
     assert "sitecustomize.py" in evidence["stacks"]["rank1.stack"][0]
 
@@ -438,7 +438,7 @@ def test_other_data_of_the_same_name_are_refused(tiny_data, tmp_path, changes, t
     """Another config with the same results, or an earlier state of this one, has prepared them."""
     s = settings(**changes)
     for check in (
-        partial(launch.check_inputs, tiny_data, s),
+        partial(launch.check_code_and_data, tiny_data, s),
         partial(enter, job_for(s, tiny_data, tmp_path)),
     ):
         with pytest.raises(DataError, match="holds other data than the cell is to be trained") as e:
@@ -454,7 +454,7 @@ def job_for(s: Settings, data: Path, logs: Path, limit_s: float = 0) -> Abstract
     ]
     given = ["--data", str(data), "--logs", str(logs), "--time-limit-s", str(limit_s)]
     args = launch.parse_arguments([*unused, *given])
-    return launch.job_of(cell, s, False, args)
+    return launch.create_job(cell, s, False, args)
 
 
 def enter(job: AbstractContextManager[Job]) -> None:
@@ -467,7 +467,7 @@ def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data
     """Another config's preparation comes between the launcher's look and the worker's."""
     folder, other = tmp_path / "tiny", tmp_path / "other"
     shutil.copytree(tiny_data, folder)
-    prepare("tiny", other, spec=TINY | {"seed": 1})
+    prepare_data_set("tiny", other, spec=TINY | {"seed": 1})
     code = (
         "import shutil\nfrom stratbench.train import launch\n"
         "from stratbench.train.running.runner import Runner\nlater = Runner.launch\n"
@@ -489,7 +489,7 @@ def test_data_that_are_replaced_while_a_cell_trains_make_no_record(tmp_path, tin
     folder = tmp_path / "tiny"
     shutil.copytree(tiny_data, folder)
     with job_for(settings(), folder, tmp_path / "logs") as job:
-        prepare("tiny", folder, spec=TINY | {"seed": 1})
+        prepare_data_set("tiny", folder, spec=TINY | {"seed": 1})
         with pytest.raises(DataError, match="was prepared again while the cell trained"):
             assemble.make_record(job, Ending("timeout", "the cell's limit was reached"))
 
@@ -528,8 +528,8 @@ def test_whatever_happens_is_told_and_kept(tmp_path, monkeypatch, capsys, error,
     def fails(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr(launch, "train_held", fails)
-    monkeypatch.setattr(agent, "on_signals", lambda action: None)
+    monkeypatch.setattr(launch, "train_locked_cell", fails)
+    monkeypatch.setattr(agent, "handle_stop_signals", lambda action: None)
     cell = Cell("tests", "tiny", "ddp", "vgg-compact", "tiny", 2, 0)
     paths = [f"--{name}={tmp_path / name}" for name in ("data", "record", "timeline", "logs")]
     given = [f"--cell={json.dumps(cell.as_dict())}", f"--settings={settings('ddp').as_json()}"]
@@ -744,7 +744,7 @@ DIVERGED = {"status": "diverged", "reason": "the training loss became nan"}
 def test_classification(tmp_path, workers, codes, timed_out, expected):
     job = job_with(tmp_path, workers)
     processes = [ProcessExit(f"rank{rank}", code) for rank, code in enumerate(codes)]
-    found = ending.classify(job, Exits(processes, timed_out))
+    found = ending.classify_ending(job, Exits(processes, timed_out))
     assert found.status == expected
     assert (found.reason is None) == (expected == "ok")
     if codes[0] == -9:
@@ -776,7 +776,7 @@ def test_a_slow_cell_is_told_from_one_that_hangs(tmp_path, strategy, standings, 
     for rank, standing_of in enumerate(standings):
         job.folder.write_standing(rank, {f"rank{rank}": standing_of})
     exits = Exits([ProcessExit(f"rank{rank}", None) for rank in (0, 1)], timed_out=True)
-    found = ending.classify(job, exits)
+    found = ending.classify_ending(job, exits)
     assert found.status == status
     assert found.reason.startswith(
         {
@@ -824,7 +824,7 @@ def test_what_nccls_watchdog_says_is_the_reason(tmp_path, log, reason):
     if log is not None:
         job.folder.log("rank1").write_text(log)
     exits = Exits([ProcessExit("rank0", None), ProcessExit("rank1", -6)], timed_out=False)
-    assert ending.classify(job, exits) == ending.Ending("error", reason)
+    assert ending.classify_ending(job, exits) == ending.Ending("error", reason)
 
 
 def test_nccls_watchdog_waits_for_no_dump(tmp_path, monkeypatch):
@@ -835,7 +835,7 @@ def test_nccls_watchdog_waits_for_no_dump(tmp_path, monkeypatch):
         seen.append(os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"])
         raise OSError("enough is seen")
 
-    monkeypatch.setattr(agent, "fork_server", fork_server)
+    monkeypatch.setattr(agent, "run_fork_server", fork_server)
     for given in (None, "90000"):
         if given:
             monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", given)
@@ -852,7 +852,7 @@ def test_out_of_memory_beside_a_stranger_is_an_error(tmp_path, strategy):
     gpu = {"index": 3, "uuid": "GPU-d8c5e28f"}
     job.folder.write_places(0, {"rank1": {"host": "node7", "gpu": gpu}})
     exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", 3)], timed_out=False)
-    found = ending.classify(job, exits)
+    found = ending.classify_ending(job, exits)
     assert found.status == "error"
     assert found.reason.startswith(
         "rank1 had no memory left on GPU 3 (GPU-d8c5e28f) of node7, of which others used a part: "
@@ -860,7 +860,7 @@ def test_out_of_memory_beside_a_stranger_is_an_error(tmp_path, strategy):
     )
     # One that has its GPU to itself says as much of the strategy as alone.
     job.folder.write_worker(0, OOM | {"others": None})
-    assert ending.classify(job, exits) == ending.Ending("oom", OOM["reason"])
+    assert ending.classify_ending(job, exits) == ending.Ending("oom", OOM["reason"])
 
 
 def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
@@ -873,15 +873,17 @@ def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
     # The limit was reached before the 15 s that the agents have to keep it themselves.
     job = replace(job_with(tmp_path, [OK, None], time.monotonic() - 30), workers_per_node=1)
     exits = Runner().launch_with_srun(job, cpus_per_node=1)
-    assert ending.classify(job, exits).status == "timeout"
+    assert ending.classify_ending(job, exits).status == "timeout"
 
 
 def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(tmp_path, monkeypatch):
     job = job_with(tmp_path, [None, LOST])
     exits = Exits([ProcessExit("rank0", -9), ProcessExit("rank1", 1)], timed_out=False)
-    monkeypatch.setattr(ending, "oom_kills", lambda: 5)
-    assert ending.classify(job, exits, kills_before=4).status == "oom"
-    assert ending.classify(job, exits, kills_before=5).status == "error"  # one of a cell before
+    monkeypatch.setattr(ending, "count_oom_kills", lambda: 5)
+    assert ending.classify_ending(job, exits, kills_before=4).status == "oom"
+    assert (
+        ending.classify_ending(job, exits, kills_before=5).status == "error"
+    )  # one of a cell before
 
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [192.0.2.2]:9944"
@@ -900,7 +902,7 @@ def test_the_loss_of_a_worker_is_no_cause_of_an_end(tmp_path, reasons, timed_out
     results = [r and {"status": "error", "reason": r} for r in reasons]
     job = job_with(tmp_path, results, time.monotonic() - 30)
     exits = Exits([ProcessExit(f"rank{i}", r and 1) for i, r in enumerate(reasons)], timed_out)
-    reason = ending.classify(job, exits).reason
+    reason = ending.classify_ending(job, exits).reason
     assert reason.startswith(cause or "no step within the cell's limit of 10 s")
 
 
@@ -920,13 +922,13 @@ def test_kills_for_memory_are_counted_in_control_groups_of_both_versions(
     tmp_path, groups, file, text
 ):
     proc = tmp_path / "cgroup"
-    assert ending.oom_kills(proc, tmp_path) == 0
+    assert ending.count_oom_kills(proc, tmp_path) == 0
     proc.write_text(groups)
-    assert ending.oom_kills(proc, tmp_path) == 0
+    assert ending.count_oom_kills(proc, tmp_path) == 0
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert ending.oom_kills(proc, tmp_path) == 3
+    assert ending.count_oom_kills(proc, tmp_path) == 3
 
 
 def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
@@ -970,7 +972,7 @@ def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch)
     job = job_with(tmp_path, [None], origin_s=begun, time_limit_s=0.3)
     dates = itertools.cycle([time.time() + 7200, time.time() - 7200])
     monkeypatch.setattr(time, "time", lambda: next(dates))  # somebody sets the clock
-    exits = agent.supervise(NodeProcesses(job, [FakeProcess("rank0")]), PauseWatch())
+    exits = agent.wait_for_exits(NodeProcesses(job, [FakeProcess("rank0")]), PauseWatch())
     assert 0.3 <= time.monotonic() - begun < LIMIT_S
     assert exits.timed_out
     assert exits.processes == [ProcessExit("rank0", None)]
@@ -995,18 +997,20 @@ def test_without_a_limit_a_cell_ends_when_no_worker_gets_on(
     monkeypatch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
     monkeypatch.setattr(agent, "LOOK_S", 0.01)
     workers = [FakeProcess("rank0"), FakeProcess("rank1")]
-    assert standing.hung_for_good(job, workers, 0.0) is hung
+    assert standing.are_all_workers_hung(job, workers, 0.0) is hung
     if hung:
-        exits = agent.supervise(NodeProcesses(job, workers), PauseWatch())
+        exits = agent.wait_for_exits(NodeProcesses(job, workers), PauseWatch())
         assert exits == Exits([ProcessExit(w.name, None) for w in workers], False, hung=True)
 
 
 def test_a_cell_that_was_ended_because_it_hung_is_an_error(tmp_path):
     job = job_with(tmp_path, [None, None], time_limit_s=None)
     exits = Exits([ProcessExit(f"rank{r}", None) for r in (0, 1)], timed_out=False, hung=True)
-    assert ending.classify(job, exits) == ending.Ending("error", "it hangs: no worker got on")
+    assert ending.classify_ending(job, exits) == ending.Ending(
+        "error", "it hangs: no worker got on"
+    )
     job.folder.write_standing(0, {"rank0": stood(3, True), "rank1": stood(2, True)})
-    assert ending.classify(job, exits).reason == (
+    assert ending.classify_ending(job, exits).reason == (
         "it hangs: no worker got on for 50.0 s, and no step before had taken longer than 0.2 s; "
         "rank 1: 2 steps, in phase train; rank 0: 3 steps, in phase train "
         "[docs/troubleshooting.md#no-worker-got-on]"
@@ -1018,9 +1022,9 @@ def test_who_did_not_come_to_a_collective_is_named(tmp_path):
     reason = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
     job = job_with(tmp_path, [{"status": "error", "reason": reason}, None])
     exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", None)], timed_out=False)
-    assert ending.classify(job, exits).reason == reason
+    assert ending.classify_ending(job, exits).reason == reason
     job.folder.write_standing(0, {"rank0": stood(4, True, exit_code=1), "rank1": stood(3, True)})
-    found = ending.classify(job, exits)
+    found = ending.classify_ending(job, exits)
     assert found.status == "error"
     assert found.reason.startswith(f"{reason}; it hangs: no worker got on for 50.0 s")
     assert "; rank 1: 3 steps, in phase train [docs/troubleshooting.md" in found.reason
@@ -1054,8 +1058,8 @@ Current thread 0x00007f352f3d4b80 (most recent call first):
 def test_where_a_process_is_by_its_stacks(tmp_path, text, call, length):
     if text is not None:
         (tmp_path / "stack").write_text(text)
-    assert standing.innermost_call(tmp_path / "stack") == call
-    assert len(standing.calls_in(tmp_path / "stack")) == length
+    assert standing.read_innermost_call(tmp_path / "stack") == call
+    assert len(standing.read_stack_calls(tmp_path / "stack")) == length
 
 
 @pytest.mark.parametrize("ahead_s", [0, 7200, -7200])

@@ -115,7 +115,7 @@ def evaluated_by_all(
     monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
     for rank in range(mesh.workers):
         calls.clear()
-        loop.evaluate(strategy, data, task, rank, mesh)
+        loop.evaluate_test_set(strategy, data, task, rank, mesh)
         rounds.append(len(calls))
     return compute_evaluation([sum(each) for each in zip(*told, strict=True)]), rounds
 
@@ -282,10 +282,10 @@ def test_only_workers_on_one_node_have_a_common_clock():
 
     a = [worker("a", 10.0, 20.0), worker("a", 10.002, 20.001)]
     b = [worker("b", 7.0, 17.0), worker("b", 7.001, 17.004)]
-    assert assemble.start_skew_ms(a) == pytest.approx([2.0, 1.0])
-    assert assemble.start_skew_ms(a + b) == pytest.approx([2.0, 4.0])
-    assert assemble.start_skew_ms([a[0], b[0]]) is None
-    assert assemble.start_skew_ms([]) is None
+    assert assemble.compute_start_skew_ms(a) == pytest.approx([2.0, 1.0])
+    assert assemble.compute_start_skew_ms(a + b) == pytest.approx([2.0, 4.0])
+    assert assemble.compute_start_skew_ms([a[0], b[0]]) is None
+    assert assemble.compute_start_skew_ms([]) is None
 
 
 def test_a_test_loss_that_is_not_finite_is_divergence(data, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from stratbench.analysis.figures import marks
 from stratbench.analysis.figures.marks import DARK_PAPER, FAMILIES, LIGHT_PAPER
 from stratbench.cell.extensions import load_extensions
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 
 THEMES = {"light": LIGHT_PAPER, "dark": DARK_PAPER}
 #: How eyes without one kind of cones see linear RGB (Machado, Oliveira and Fernandes 2009, severity 1).
@@ -86,7 +86,7 @@ def test_no_dash_is_needed_on_the_page_of_all_cells():
 
 
 def test_every_strategys_family_has_a_hue():
-    assert {strategy_class(name).family for name in REGISTRY} <= set(FAMILIES)
+    assert {get_strategy_class(name).family for name in REGISTRY} <= set(FAMILIES)
 
 
 def test_a_variant_is_a_further_member_of_its_family():
@@ -100,7 +100,7 @@ def test_a_variant_is_a_further_member_of_its_family():
 
 @pytest.mark.parametrize("shape", sorted({hue.shape for hue in FAMILIES.values()}))
 def test_a_shape_is_drawn_around_its_place(shape):
-    d = marks.svg_outline_path(shape, 50.0, 20.0, 5.0)
+    d = marks.build_svg_outline_path(shape, 50.0, 20.0, 5.0)
     assert d.startswith("M")
     assert d.endswith("Z")
     if shape != "circle":

@@ -9,7 +9,7 @@ import torch
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.strategies import REGISTRY, get_mesh, get_option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_mesh, get_option_defaults, get_strategy_class
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 
@@ -86,8 +86,8 @@ def test_replicas_divide_each_batch_and_their_workers_share_it(mesh):
     assert sorted(seen) == sorted(order[:24].tolist())
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if strategy_class(n).family != "splits"])
+@pytest.mark.parametrize("name", [n for n in REGISTRY if get_strategy_class(n).family != "splits"])
 def test_who_divides_no_layers_has_a_replica_a_worker(name):
     """Whether whole or sharded: each computes on samples of its own."""
-    for gpus in (1, 2, 4)[: strategy_class(name).max_workers]:
+    for gpus in (1, 2, 4)[: get_strategy_class(name).max_workers]:
         assert get_mesh(name, get_option_defaults(name), gpus) == Mesh(gpus)

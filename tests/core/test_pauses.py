@@ -30,7 +30,7 @@ from stratbench.train import agent, forkserver, standing
 from stratbench.train.agent import Exits
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import is_over, pauses_entry
+from stratbench.train.nodes.paused import build_pauses_entry, is_deadline_over
 from stratbench.train.running.runner import Runner
 
 pytestmark = pytest.mark.timeout(300)
@@ -204,10 +204,10 @@ def test_a_cell_that_is_stopped_while_it_trains_trains_again(
 
 def test_a_deadline_is_put_off_by_pauses():
     watch = pauses.PauseWatch()
-    assert is_over(time.monotonic() - 1, watch)
+    assert is_deadline_over(time.monotonic() - 1, watch)
     watch.pauses.append(Pause(time.monotonic() - 100, 90.0, 0.0))
-    assert not is_over(time.monotonic() - 80, watch)
-    assert is_over(time.monotonic() - 100, watch)
+    assert not is_deadline_over(time.monotonic() - 80, watch)
+    assert is_deadline_over(time.monotonic() - 100, watch)
     watch.stop()
 
 
@@ -246,7 +246,9 @@ def test_what_a_pause_has_spoiled_trains_once_more(tmp_path, monkeypatch, status
     assert ending is endings[-1]
     assert (job.origin_s > first.origin_s) is (launches == 2)
     entry = {"node": 0, "begin_s": 50.0, "length_s": 30.0, "asleep_s": 0.0} | pause
-    assert pauses_entry(job, Runner().trained) == [entry | {"in_training": entry["begin_s"] < 100}]
+    assert build_pauses_entry(job, Runner().trained) == [
+        entry | {"in_training": entry["begin_s"] < 100}
+    ]
 
 
 def job_with(folder: Path, **changes: Any) -> Job:
@@ -265,9 +267,11 @@ def job_with(folder: Path, **changes: Any) -> Job:
 def test_time_in_a_pause_counts_towards_no_limit(tmp_path):
     """200 s after its begin the cell, whose limit is 100 s, has trained for 50 s."""
     job, watch = job_with(tmp_path / "run"), pauses.PauseWatch()
-    assert agent.extended_deadline_s(job, watch) == job.deadline_s
+    assert agent.compute_extended_deadline_s(job, watch) == job.deadline_s
     watch.pauses.append(Pause(job.origin_s + 10, 150.0, 0.0))
-    assert agent.extended_deadline_s(job, watch) == pytest.approx(time.monotonic() + 50, abs=40)
+    assert agent.compute_extended_deadline_s(job, watch) == pytest.approx(
+        time.monotonic() + 50, abs=40
+    )
     watch.stop()
 
 
@@ -278,7 +282,7 @@ def test_a_pause_is_no_hang(tmp_path):
     later_s = time.monotonic() + 3600
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
-        assert standing.hung_for_good(job, [worker], 0.0)
-        assert not standing.hung_for_good(job, [worker], later_s - 1)
-        standing.note_standing(job, 0, [worker], at_limit=False, awake_since_s=later_s - 1)
+        assert standing.are_all_workers_hung(job, [worker], 0.0)
+        assert not standing.are_all_workers_hung(job, [worker], later_s - 1)
+        standing.write_worker_states(job, 0, [worker], at_limit=False, awake_since_s=later_s - 1)
     assert not job.folder.read_standing()["rank0"]["hangs"]

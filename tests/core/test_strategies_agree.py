@@ -19,7 +19,7 @@ import torch.distributed as dist
 from process_groups import found_by_groups
 from torch import Tensor, nn
 
-from stratbench.cell.learning_rate import share_of_lr
+from stratbench.cell.learning_rate import compute_lr_factor
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import get_option_defaults
@@ -420,7 +420,7 @@ def recomputed(name: str, rank: int, world: int) -> dict[str, Tensor]:
     ends = {}
     for way in (None, "recomputed"):
         torch.manual_seed(0)
-        model = models.build("resnet-compact", CLASSES, (3, 32, 32)).double()
+        model = models.build_model("resnet-compact", CLASSES, (3, 32, 32)).double()
         strategy = set_up(name, rank, world, model=model, way=way)
         train(strategy, x, y, torch.arange(len(x)), 3)
         tensors = [*full_weights(strategy), *(b.double() for b in strategy.model.buffers())]
@@ -934,8 +934,8 @@ def test_gradients_are_clipped_after_the_loss_scale_is_taken_off(monkeypatch, ma
     ],
 )
 def test_a_schedule_is_a_formula_of_the_step(schedule, warmup, expected):
-    assert [share_of_lr(schedule, i, 4, warmup) for i in range(4)] == pytest.approx(expected)
-    above = [share_of_lr(schedule, i, 4, warmup, final=0.2) for i in range(warmup, 4)]
+    assert [compute_lr_factor(schedule, i, 4, warmup) for i in range(4)] == pytest.approx(expected)
+    above = [compute_lr_factor(schedule, i, 4, warmup, final=0.2) for i in range(warmup, 4)]
     assert above == pytest.approx(
         expected[warmup:] if schedule == "constant" else [0.2 + 0.8 * e for e in expected[warmup:]]
     )

@@ -22,7 +22,7 @@ from stratbench.cell import record, software_gpu
 from stratbench.extensions.plan.against_records import prediction_rows
 from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.schedule import make_plan
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.study.config.config import load_config
 
 pytestmark = pytest.mark.timeout(1800)
@@ -34,7 +34,7 @@ def one_of_each_family() -> list[str]:
     for name in INSTALLED:
         if Planned(name, "bf16", 1, "vgg-compact", {}).refusal() is not None:
             continue
-        found.setdefault(strategy_class(name).family, name)
+        found.setdefault(get_strategy_class(name).family, name)
     return list(found.values())
 
 

@@ -36,7 +36,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.workload.data.device_data import DeviceData, Images, Texts
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import batch_format, weights_dtype
+from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
 
 warnings.simplefilter("ignore")  # of what a CPU build says of CUDA
 
@@ -177,7 +177,11 @@ def data_on_device(shape: tuple[int, ...], precision: str) -> DeviceData:
     if is_text:
         return Texts(meta, arrays)
     return Images(
-        meta, arrays, shape, weights_dtype(precision), batch_format(precision, DEVICE.type)
+        meta,
+        arrays,
+        shape,
+        get_weights_dtype(precision),
+        get_batch_memory_format(precision, DEVICE.type),
     )
 
 
@@ -190,19 +194,21 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         weight_decay=1e-4, warmup_steps=1, device="cuda",
     )  # fmt: skip
     shape = (
-        (LENGTH,) if models.MODELS[model].reads_text else models.input_shape(model, (3, SIDE, SIDE))
+        (LENGTH,)
+        if models.MODELS[model].reads_text
+        else models.compute_input_shape(model, (3, SIDE, SIDE))
     )
     request = fake.Request(s, shape, CLASSES, local_world=workers, eval_batch=SAMPLES)
     with ExitStack() as stack:
         for patch in patches():
             stack.enter_context(patch)
         stack.enter_context(fake.surroundings(request))
-        dtype = weights_dtype(precision)
+        dtype = get_weights_dtype(precision)
         data = data_on_device(shape, precision)
         net = models.build_for_training(
             model, CLASSES, shape, s.seed, DEVICE, dtype, build=fake.blank
         )
-        groups = models.wrap_groups(model, net)
+        groups = models.list_wrap_groups(model, net)
         made = fake.strategy_on_fakes(request)
         if request.served:
             made.connect = partial(channel_to_nobody, made)

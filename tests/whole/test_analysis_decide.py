@@ -14,13 +14,13 @@ from stratbench.analysis.decision import decide
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
-from stratbench.cell.text.words import folded
+from stratbench.cell.text.words import wrap_lines
 from stratbench.extensions.audit import audit
 from stratbench.extensions.paper import published
 from stratbench.extensions.projection.shown.evidence import ProjectionEvidence
 from stratbench.extensions.projection.shown.projected import read_projection
 from stratbench.extensions.projection.table import Row, write_csv
-from stratbench.strategies import get_option_defaults, get_traits, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class, get_traits
 from stratbench.study.config.messages import ConfigError
 
 MIB = 2**20
@@ -33,7 +33,7 @@ def cell(strategy, time_s, gpus=4, repeat=0, **other):
         dict.fromkeys(COLUMNS)
         | {"study": "s", "experiment": "e", "strategy": strategy, "model": "vgg16"}
         | {"dataset": "cifar10", "gpus": gpus, "repeat": repeat, "status": "ok"}
-        | {"strategy_base": strategy, "strategy_kind": strategy_class(strategy).kind}
+        | {"strategy_base": strategy, "strategy_kind": get_strategy_class(strategy).kind}
         | asdict(said)
         | {"train_time_s": time_s, "score_final": 0.9, "device_kind": "cuda"}
         | {"host": f"node{repeat % 2}", "batchnorm": False}
@@ -899,7 +899,7 @@ def test_what_holds_for_every_decision_is_said_once():
 
 def test_broken_lines_go_on_further_in_and_no_name_is_broken():
     name = "a-path/" * 20
-    text = folded(["  " + "word " * 40, name, ""])
+    text = wrap_lines(["  " + "word " * 40, name, ""])
     first, second, *_ = text.split("\n")
     assert first.startswith("  word")
     assert second.startswith("    word")

@@ -27,7 +27,7 @@ from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.score import Score
-from stratbench.analysis.tables.summary import summarise
+from stratbench.analysis.tables.summary import build_summary_table
 from stratbench.extensions.audit import audit
 
 
@@ -40,7 +40,7 @@ def analysed(root, cells, statuses=None, device="cuda", change=None):
     audited = [*given, "--audit", str(study_dir / "audit.csv"), "--out", str(study_dir / "d.csv")]
     decide.main([*audited, "--answers-out", str(study_dir / "answers.json")])
     findings = read_audit(study_dir / "audit.csv")
-    summary = summarise(read_cells(study_dir / "cells.csv"), findings)
+    summary = build_summary_table(read_cells(study_dir / "cells.csv"), findings)
     summary.to_csv(study_dir / "summary.csv", index=False)
     tables = (study_dir / f"{name}.csv" for name in ("cells", "epochs", "summary"))
     return plots.read_figure_data(*tables, study_dir / "answers.json", None)[0], study_dir
@@ -350,7 +350,7 @@ def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
 )  # fmt: skip
 def test_ticks_are_few_round_and_apart(low, high, log):
     with plt.rc_context(sheet.RC):
-        drawn = axes.new_axes(60)
+        drawn = axes.create_axes(60)
         axes.set_ticks(drawn.xaxis, axes.compute_limits([low, high], 0.05, log), log, unit="s")
         axes.apply_layout(drawn)
         boxes = [t.get_window_extent() for t in drawn.get_xticklabels() if t.get_text()]
@@ -422,7 +422,9 @@ def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
             for line in figure.axes[0].lines
             if t.value in line.get_xdata() and line.get_zorder() == 5
         ]
-        (disc, ring) = [(*at(line.get_xydata()[0]), rows.mark_width_px(t)) for line, t in numbered]
+        (disc, ring) = [
+            (*at(line.get_xydata()[0]), rows.compute_mark_width_px(t)) for line, t in numbered
+        ]
         sheet.save_figure(figure, tmp_path / "f")
     with Image.open(tmp_path / "f.png") as image:
         pixels = np.asarray(image.convert("RGB"))

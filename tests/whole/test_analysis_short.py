@@ -11,7 +11,7 @@ from test_analysis_decide import MIB, cell, decided, failed, finding, repeats
 
 from stratbench.analysis.decision.claim import format_percentage
 from stratbench.analysis.decision.decide import name_answers
-from stratbench.analysis.decision.short import ShortAnswer, format_duration, format_lead
+from stratbench.analysis.decision.short import ShortAnswer, format_duration, format_summary_line
 from stratbench.analysis.report.answer_rows import compute_scale_x, iter_answer_rows
 
 NOISE = (1.0, 1.01, 0.99, 1.005, 0.995)
@@ -151,7 +151,7 @@ def test_a_sure_answer_says_by_how_much_and_which_rival_needs_less_memory():
     decision = decided(rows)
     assert decision.short.runner_up == "fsdp × 4 takes 40 % longer, with 40 % less memory"
     assert decision.short.memory_note.endswith("fsdp × 4: 40 % less")
-    assert "ddp × 4 for vgg16 (fsdp × 4 takes 40 % longer, with" in format_lead(
+    assert "ddp × 4 for vgg16 (fsdp × 4 takes 40 % longer, with" in format_summary_line(
         name_answers([decision])
     )
     others = [decision, replace(decision, experiment="other")]
@@ -190,16 +190,16 @@ def test_one_line_says_how_many_answers_are_sure():
         ShortAnswer(None, None, "None.", "none"),
     )
     lines = [
-        format_lead([("a", sure), ("b", tie), ("c", one), ("d", none)]),
-        format_lead([("resnet50", one)]),
-        format_lead(
+        format_summary_line([("a", sure), ("b", tie), ("c", one), ("d", none)]),
+        format_summary_line([("resnet50", one)]),
+        format_summary_line(
             [("a", ShortAnswer("ddp", 2, "Not significantly faster than x.", "apart"))] * 2
         ),
-        format_lead([("a", tie)] * 3),
-        format_lead([("a", one), ("b", tie)]),
-        format_lead([("a", sure)]),
-        format_lead([("a", sure), ("b", sure), ("c", sure)]),
-        format_lead([("a", sure), ("b", replace(tie, strategy="ddp")), ("c", sure)]),
+        format_summary_line([("a", tie)] * 3),
+        format_summary_line([("a", one), ("b", tie)]),
+        format_summary_line([("a", sure)]),
+        format_summary_line([("a", sure), ("b", sure), ("c", sure)]),
+        format_summary_line([("a", sure), ("b", replace(tie, strategy="ddp")), ("c", sure)]),
     ]
     assert lines == [
         "One answer is sure: ddp × 8 for a. One holds with a condition, one rests on one run of each "

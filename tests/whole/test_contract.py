@@ -25,12 +25,12 @@ from stratbench.extensions.plan.device_rates import CPU_PROCESS_BYTES
 from stratbench.extensions.plan.footprint.footprint import make_footprint
 from stratbench.extensions.plan.needs import data_bytes_of, subject_of
 from stratbench.extensions.servers.policies.averaging import SyncPolicy
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.train import forkserver
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 #: Two steps of the global batch below.
 SAMPLES = {"train_samples": 32, "test_samples": 16}
@@ -115,7 +115,7 @@ def train(
                 for file, text in before.items():
                     (folder / file).write_text(text)
                 continue
-            prepare(cell.dataset, tmp_path / "data", spec=s.data_spec)
+            prepare_data_set(cell.dataset, tmp_path / "data", spec=s.data_spec)
             launched = start_cell(
                 s, cell=cell, data_dir=tmp_path / "data", env=env, workflow=workflow
             )
@@ -223,7 +223,7 @@ def test_the_plan_follows_what_it_wraps_and_keeps(late, tmp_path):
 
 
 def test_it_makes_its_own_claims_and_none_of_the_others():
-    ddp = strategy_class("ddp")
+    ddp = get_strategy_class("ddp")
     assert ddp.alike_on_any_count
     assert ddp.rule
     assert (Late.alike_on_any_count, Late.rule) == (False, "")
@@ -241,7 +241,7 @@ def test_it_makes_its_own_claims_and_none_of_the_others():
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_each_is_a_strategy_of_its_own(name):
-    assert has_own_summary(strategy_class(name)), (
+    assert has_own_summary(get_strategy_class(name)), (
         f"{name} has no `summary` of its own: it has another's claims"
     )
 

@@ -20,7 +20,7 @@ from stratbench.extensions.plan.needs import data_bytes_of
 from stratbench.extensions.servers.ps.tickets import Ticket
 from stratbench.extensions.servers.strategy import ParameterServer
 from stratbench.extensions.splitting.pipeline import Pipeline
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.telemetry.clock import Phases, StepClock
@@ -28,10 +28,10 @@ from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.workload.data import placement
-from stratbench.workload.data.datasets import describe
+from stratbench.workload.data.datasets import describe_data_set
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.placement import HostRows
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 COLLECTIVES = [
     name
     for name in REGISTRY
-    if (cls := strategy_class(name)).kind == "collective" and not issubclass(cls, Pipeline)
+    if (cls := get_strategy_class(name)).kind == "collective" and not issubclass(cls, Pipeline)
 ]
 TEXT = {"source": "markov-text", "train_samples": 64, "test_samples": 16, "sequence": 8,
         "vocabulary": 300}  # fmt: skip
@@ -50,8 +50,8 @@ TEXT = {"source": "markov-text", "train_samples": 64, "test_samples": 16, "seque
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Images that are augmented and enlarged, and a text of more than 256 tokens."""
     at = tmp_path_factory.mktemp("data")
-    prepare("digits", at / "digits")
-    prepare("chain", at / "chain", spec=TEXT)
+    prepare_data_set("digits", at / "digits")
+    prepare_data_set("chain", at / "chain", spec=TEXT)
     return {"images": at / "digits", "text": at / "chain"}
 
 
@@ -89,7 +89,7 @@ def test_every_batch_is_the_same_whatever_was_expected(folders, kind):
 
 def losses_of(name: str, folder: Path, where: str, path: Path, rank: int) -> list[float]:
     """The loss of every step of two epochs of a worker, the only one or one of two."""
-    workers = 1 if strategy_class(name).max_workers == 1 else 2
+    workers = 1 if get_strategy_class(name).max_workers == 1 else 2
     s = settings(name, gpus=workers, epochs=2, global_batch=128, per_worker_batch=128 // workers,
                  augment=True, warmup_steps=1, data_placement=where)  # fmt: skip
     data = loaded(folder, where)
@@ -97,7 +97,7 @@ def losses_of(name: str, folder: Path, where: str, path: Path, rank: int) -> lis
     model = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(256, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10)
     )
-    strategy = strategy_class(name)(strategy_class(name).Options(**s.options))
+    strategy = get_strategy_class(name)(get_strategy_class(name).Options(**s.options))
     steps = s.epochs * (data.train_samples // s.global_batch)
     run = RunFolder(path)
     worker = Worker(s, rank, workers, workers, CPU, run, [("0", [model[1]])], total_steps=steps)
@@ -123,7 +123,7 @@ def train_all(rank: int, folder: Path, out: Path) -> None:
     )
     found = {}
     for name in COLLECTIVES:
-        cls = strategy_class(name)
+        cls = get_strategy_class(name)
         if (rank == 0 or cls.max_workers != 1) and not any(
             iter_missing_requirements([(name, cls, {})])
         ):
@@ -186,7 +186,7 @@ def test_the_likely_ticket_is_the_same_slice_of_the_next_step():
     strategy.worker = SimpleNamespace(
         settings=settings("ps-sync", epochs=2, global_batch=16, per_worker_batch=8), total_steps=6
     )
-    cls = strategy_class("ps-sync")
+    cls = get_strategy_class("ps-sync")
     strategy.samples_per_step = cls.samples_per_step
     strategy._samples_of = lambda step, part: cls._samples_of(strategy, step, part)
     found = []
@@ -215,7 +215,7 @@ def test_a_batch_is_gathered_while_the_one_before_is_trained_on(folders, monkeyp
     steps = []
     monkeypatch.setattr(torch, "index_select", noted)
     order = torch.arange(40).view(5, 8)
-    loop.timed_steps(SimpleNamespace(step=step), data, StepClock(CPU), order)
+    loop.run_timed_steps(SimpleNamespace(step=step), data, StepClock(CPU), order)
     assert len(steps) == 5
 
 
@@ -278,11 +278,11 @@ def test_on_cuda_copies_wait_for_the_step_and_the_step_for_the_copy(monkeypatch)
 
 
 def test_the_plan_counts_two_batches_and_names_the_remedy():
-    data = describe("cifar10")
+    data = describe_data_set("cifar10")
     sample = 3 * 32 * 32 + 8
     assert buffer_bytes(data, 64, augment=False) == placement.BUFFERED_BATCHES * 64 * sample
     assert buffer_bytes(data, 64, augment=True) == 2 * 64 * (sample + 24)
-    assert buffer_bytes(describe("chain", TEXT), 4, augment=False) == 2 * 4 * 2 * 8 * 4
+    assert buffer_bytes(describe_data_set("chain", TEXT), 4, augment=False) == 2 * 4 * 2 * 8 * 4
 
     def subject(where: str, on_cuda: bool) -> SimpleNamespace:
         s = settings("single", gpus=1, data_placement=where, model="vgg16")

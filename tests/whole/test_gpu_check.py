@@ -325,7 +325,7 @@ def test_a_batch_too_large_is_so_for_want_of_memory(part):
     """No tensor is too long for cuDNN, and what backward needs of them is more than any GPU has."""
     failures, subject = part("failures"), part("subject")
     with torch.device("meta"):
-        net = subject.models.build(failures.MODEL, 10, (3, 32, 32))
+        net = subject.models.build_model(failures.MODEL, 10, (3, 32, 32))
     sizes = []
     for module in net.modules():
         if isinstance(module, (torch.nn.Conv2d, torch.nn.BatchNorm2d)):

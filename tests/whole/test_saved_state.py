@@ -21,7 +21,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.strategy import server_configs
 from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
-from stratbench.strategies import get_option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.saved import SavedState
 from stratbench.strategies.single import Single
@@ -69,7 +69,7 @@ def trained(
 ) -> list[Any]:
     """Losses, weights, buffers and report after STEPS steps of one worker, warmed up before or not."""
     s = settings_of(name, precision)
-    made = cls or strategy_class(name)
+    made = cls or get_strategy_class(name)
     strategy = made(made.Options(**s.options))
     model = network(precision)
     if strategy.kind == "server":

@@ -20,14 +20,14 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.strategy import server_configs
 from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
-from stratbench.strategies import slowdown, strategy_class
+from stratbench.strategies import get_strategy_class, slowdown
 from stratbench.strategies.base import Worker
 from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.train.beside.profile import record_profile
+from stratbench.train.beside.profile import record_profiler_trace
 from stratbench.workload.data.device_data import DeviceData
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,7 +73,7 @@ def slowed(name: str, **changes: Any) -> Settings:
 def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.Result:
     """What a worker process does, on its own; then a few steps as for a profile."""
     folder = RunFolder(path)
-    cls = strategy_class(s.strategy)
+    cls = get_strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
     server = None
     if strategy.kind == "server":
@@ -89,7 +89,7 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
     result = run(
         strategy, data, worker, Phases("cpu", log), log, MemoryMeter(CPU), loop.Progress(None)
     )
-    record_profile(strategy, data, worker, None)
+    record_profiler_trace(strategy, data, worker, None)
     strategy.close()
     if server is not None:
         server.result()
@@ -116,7 +116,7 @@ def test_a_slowed_worker_is_as_slow_as_the_study_says(
     monkeypatch.setattr(slowdown, "time", now)
     s = slowed(name)
     result = train(s, network(first, 8), DeviceData.load(tiny_data), tmp_path)
-    samples = strategy_class(name).samples_per_step(s)
+    samples = get_strategy_class(name).samples_per_step(s)
     assert samples == (4 if name == SPLITS else 16)
     assert set(first.batches) == {samples}
     assert result.samples == samples * result.steps == 64

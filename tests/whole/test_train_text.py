@@ -14,7 +14,7 @@ from launching import LaunchedCell, settings
 from stratbench.cell import record
 from stratbench.extensions.audit.scores import find_loss_below_least
 from stratbench.workload.data import prepared
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 VOCABULARY, LENGTH = 8, 16
 
@@ -26,7 +26,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "source": "markov-text", "train_samples": 512, "test_samples": 24, "vocabulary": VOCABULARY,
         "sequence": LENGTH,
     }  # fmt: skip
-    prepare("text", folder, spec=spec)
+    prepare_data_set("text", folder, spec=spec)
     return folder
 
 
@@ -63,7 +63,7 @@ def test_a_transformer_learns_a_text(
     last["test_loss"] = least - 2 * last["score_error"]  # chance explains it
     assert list(find_loss_below_least.check(evidence)) == []
     last["test_loss"] = least - 4 * last["score_error"]
-    assert [found.figures for found in find_loss_below_least.check(evidence)]
+    assert [found.values_text for found in find_loss_below_least.check(evidence)]
     # Two for each weight that a token is multiplied with, at least.
     flops = rec["compute"]["forward_flops_per_sample"]
     assert flops > 2 * LENGTH * 4 * 12 * 128**2

@@ -28,7 +28,7 @@ from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.extensions.servers.ps.tickets import TicketPlan
 from stratbench.extensions.servers.strategy import class_of_policy, server_configs
-from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
 from stratbench.strategies.base import Collective, Traits
 from virtual_clock import Timing, WorkerLost, simulate
 
@@ -112,7 +112,7 @@ def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered
     request = Request(settings("silent", options={}), (3, 32, 32), 10, local_world=4, eval_batch=64)
     assert not request.served
     assert not request.may_reshard
-    assert not strategy_class("silent").alike_on_any_count
+    assert not get_strategy_class("silent").alike_on_any_count
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -160,7 +160,7 @@ def set_up(strategy: Strategy, s: Settings, task: str, folder: RunFolder, rank: 
     model = network()
     worker = Worker(
         s, rank, s.gpus, s.gpus, torch.device("cpu"), folder,
-        models.wrap_groups("gpt-compact", model), task=TASKS[task](), weighs=True,
+        models.list_wrap_groups("gpt-compact", model), task=TASKS[task](), weighs=True,
         mesh=strategy.mesh(s.gpus), total_steps=STEPS, input_shape=(POSITIONS,),
     )  # fmt: skip
     strategy.setup(model, worker)

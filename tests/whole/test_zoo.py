@@ -39,7 +39,7 @@ from stratbench.extensions.plan.remarks import iter_remarks
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.strategy import server_configs
 from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
-from stratbench.strategies import acceptance, get_option_defaults, make_strategy, strategy_class
+from stratbench.strategies import acceptance, get_option_defaults, get_strategy_class, make_strategy
 from stratbench.strategies.base import Strategy
 from stratbench.strategies.sharding.zero import ZeRO1
 from stratbench.telemetry.clock import Phases
@@ -126,7 +126,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
     buckets = mock.patch.object(dist, "_compute_bucket_assignment_by_size", a_bucket_each)
     with served, buckets if s.strategy == "zero1" else contextlib.nullcontext():
         try:
-            ready = worker.set_up(
+            ready = worker.set_up_model(
                 s, strategy, data, device, rank,
                 rank=rank, world_size=s.gpus, local_world=s.gpus, folder=run_folder,
                 mesh=strategy.mesh(s.gpus),
@@ -134,7 +134,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
         except users_code.ModelError as e:
             return {"unsupported": str(e)}
         except Exception as e:  # whatever a network makes of a strategy
-            return {"failed": users_code.format_error(e)}
+            return {"failed": users_code.format_user_error(e)}
         log = PhaseLog(folder / f"phases{rank}", rank, time.monotonic())
         taking = import_attribute(strategy.loop) if strategy.loop else loop.train
         try:
@@ -142,7 +142,9 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
                 strategy, data, ready.worker, Phases(device, log), log, MemoryMeter(device),
                 loop.Progress(None),
             )  # fmt: skip
-            found["zeros"] = acceptance.changes_without_gradient(strategy, ready.built.trial, s)
+            found["zeros"] = acceptance.updates_parameters_without_gradient(
+                strategy, ready.built.trial, s
+            )
             found["dropout"] = ready.built.facts["dropout"]
             found["losses"] = [(e["train_loss"], e["test_loss"]) for e in result.progress.per_epoch]
             steps = [result.losses[e].values() for e in sorted(result.losses)]
@@ -150,7 +152,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
         except users_code.ModelError as e:
             return {"unsupported": str(e)}
         except Exception as e:  # whatever a network makes of a strategy
-            return {"failed": users_code.format_error(e)}
+            return {"failed": users_code.format_user_error(e)}
         finally:
             if strategy.kind != "server" or found:
                 strategy.close()
@@ -222,7 +224,7 @@ def trained(cells: list[Cell], folder: Path) -> dict[str, dict[str, Any]]:
 def plain(name: str, way: str) -> list[tuple[float, float]]:
     """What the plain loop makes of a network, on as many workers."""
     strategy, _, workers = WAYS[way]
-    return trained_plainly(name, workers, "mean" in strategy_class(strategy).evaluated_on)
+    return trained_plainly(name, workers, "mean" in get_strategy_class(strategy).evaluated_on)
 
 
 @cache
@@ -244,9 +246,9 @@ def new_parameters() -> contextlib.AbstractContextManager:
     """Parameters and buffers are replaced by others."""
 
     def place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        models.replace_tensors(model, lambda t: t.detach().to(dtype))
+        models.replace_model_tensors(model, lambda t: t.detach().to(dtype))
 
-    return mock.patch.object(models, "place_tensors", place)
+    return mock.patch.object(models, "move_model_tensors", place)
 
 
 def torch_alone() -> contextlib.AbstractContextManager:
@@ -440,7 +442,7 @@ class Loose(zoo.Base):
 def test_what_is_worth_knowing_is_remarked(kind, said):
     model = kind(CLASSES)
     x, y = samples(2, 0)
-    with generators.restoring_generators():
+    with generators.restore_random_generators():
         found = trial.take_trial("it", model, x, y, [2, CLASSES], (), CLASSES)
     remarks = list(iter_remarks(model, found))
     assert len(remarks) == len(said)
@@ -474,10 +476,10 @@ def test_fake_tensors_pass_again_only_where_numbers_of_python_or_numpy_are_drawn
         drawn.append(draw())
         return drawn[-1]
 
-    with generators.restoring_generators(), FakeTensorMode(allow_non_fake_inputs=True):
+    with generators.restore_random_generators(), FakeTensorMode(allow_non_fake_inputs=True):
         model = Skips(CLASSES, drawing)
         with Changes(model) as changes:
-            found = trial.modules_by_chance(model, torch.zeros(2, 1, 4, 4), changes)
+            found = trial.find_randomly_called_modules(model, torch.zeros(2, 1, 4, 4), changes)
     assert found == names
     assert len(drawn) == passes
 

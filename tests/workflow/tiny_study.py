@@ -166,7 +166,9 @@ class Workflow:
         For where the server that a run starts is not what is tested.
         """
         self.change_code(
-            "workflow/rules/train.smk", "        forkserver.share_until_exit()\n", "        pass\n"
+            "workflow/rules/train.smk",
+            "        forkserver.share_fork_server_until_exit()\n",
+            "        pass\n",
         )
         self.variables[FOLDER_VARIABLE] = warm[FOLDER_VARIABLE]
 

@@ -6,7 +6,9 @@ from stratbench.study.slurm.nodes import read_cluster_nodes
 # What the measurement asks a scheduler for; of one node where there is no SLURM.
 links_request = cache(
     lambda: links_jobs.links_request(
-        STUDY, CLUSTER, read_cluster_nodes() if internals.is_on_slurm(workflow) else []
+        STUDY,
+        CLUSTER,
+        read_cluster_nodes() if internals.submits_jobs_to_slurm(workflow) else [],
     )
 )
 for stage in ("projection", "report"):

@@ -13,7 +13,7 @@ onstart:
     for begin in BEFORE_JOBS:
         begin()
     training = internals.get_jobs(workflow, rules.train_cell)
-    planned = [job for job in training if internals.is_planned(workflow, job)]
+    planned = [job for job in training if internals.is_planned_job(workflow, job)]
     cells = sorted((cell_of(job.wildcards), job) for job in planned)
     trained = [cell for cell, _ in cells]
     submissions = [
@@ -34,19 +34,19 @@ onstart:
             submissions.append(Submission(job, of_job[0], settings, request))
     if lacking := missing_needs(trained):
         raise WorkflowError("\n".join(lacking))
-    if internals.is_on_slurm(workflow) and (
+    if internals.submits_jobs_to_slurm(workflow) and (
         unheld := check_and_follow_submissions(workflow, submissions)
     ):
         raise WorkflowError("\n".join(unheld))
-    if not internals.is_local(workflow):
+    if not internals.runs_jobs_locally(workflow):
         # Snakemake does not know its SLURM jobs again after it was killed.
         live_jobs.wait_for_earlier_jobs(workflow, planned)
-    resume.note_finished_jobs(workflow, training)
-    order.start_by_priority(workflow)
+    resume.report_finished_jobs(workflow, training)
+    order.start_jobs_by_priority(workflow)
     job_values.save_config_for_jobs(workflow)
-    job_values.write_values(internals.iter_planned(workflow))
-    if internals.is_local(workflow) and submissions:
-        forkserver.share_until_exit()
+    job_values.write_values(internals.iter_planned_jobs(workflow))
+    if internals.runs_jobs_locally(workflow) and submissions:
+        forkserver.share_fork_server_until_exit()
 
 
 # Training: one job a cell. Oom, timeout and divergence are results; anything else fails the job.
@@ -61,7 +61,7 @@ rule train_cell:
     log:
         f"{RESULTS}/{LOGS}.log",
     # Repeat after repeat, shuffled within; no reason to train again.
-    priority: lambda w: order.priority(cell_of(w))
+    priority: lambda w: order.compute_job_priority(cell_of(w))
     conda:
         ENV
     resources:

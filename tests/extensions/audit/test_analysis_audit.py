@@ -15,7 +15,7 @@ from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import AUDIT_COLUMNS, read_audit
 from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.tables import tables
-from stratbench.analysis.tables.summary import summarise
+from stratbench.analysis.tables.summary import build_summary_table
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.audit import audit
 from stratbench.extensions.audit.across_cells.machines import find_groups_across_nodes
@@ -307,7 +307,7 @@ def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
         audit.main(["--cells", str(study_dir / "cells.csv"), "--out", str(tmp_path / "a.csv")]) == 0
     )
     rows = read_cells(study_dir / "cells.csv")
-    summary = summarise(rows, read_audit(tmp_path / "a.csv"))
+    summary = build_summary_table(rows, read_audit(tmp_path / "a.csv"))
     flagged = summary[summary["flags"] != ""]
     assert list(zip(flagged["strategy"], flagged["gpus"], flagged["measure"], strict=True)) == [
         ("ddp", 2, "score")
@@ -348,7 +348,7 @@ def test_a_finding_on_a_comparison_marks_all_its_cells_and_one_on_the_study_none
             blank | {"rule": "c", "severity": "note", "affects": "all", "model": "vgg16"},
         ]
     )
-    summary = summarise(rows, found)
+    summary = build_summary_table(rows, found)
     marked = summary[summary["flags"] != ""]
     assert set(marked["flags"]) == {"unusable: a"}
     assert set(marked["model"]) == {"vgg16"}

@@ -23,7 +23,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.checkpoints import attempts, checkpoints
 from stratbench.extensions.checkpoints.keeping import CheckpointWriter
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import get_optimizer_state
@@ -31,7 +31,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.job import Job
 
 pytestmark = pytest.mark.timeout(600)
-ABLE = [name for name in IN_OUR_LOOP if strategy_class(name).begins_anew is None]
+ABLE = [name for name in IN_OUR_LOOP if get_strategy_class(name).begins_anew is None]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def made(name: str, precision: str) -> Any:
     """A strategy that is set up, with one worker."""
     s = replace(settings_of(name, precision), schedule="cosine", max_grad_norm=0.5)
-    strategy = strategy_class(name)(strategy_class(name).Options(**s.options))
+    strategy = get_strategy_class(name)(get_strategy_class(name).Options(**s.options))
     model = network(precision)
     worker = Worker(s, 0, 1, 1, CPU, RunFolder(Path()), [("linear", [model[4]])], total_steps=STEPS)
     strategy.setup(model, worker)

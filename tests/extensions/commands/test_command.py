@@ -27,7 +27,7 @@ from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.duration import estimate_from_records
 from stratbench.extensions.plan.pages.check_text import check_text
 from stratbench.extensions.plan.schedule import make_plan
-from stratbench.strategies import get_option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
@@ -35,7 +35,7 @@ from stratbench.telemetry.sampler import CellProcesses
 from stratbench.workload.users_code import hash_named_files
 
 pytestmark = pytest.mark.timeout(300)
-Command = strategy_class("command")
+Command = get_strategy_class("command")
 
 #: A trainer that only reports: two epochs of four steps on the batch of the cell, for both of its workers.
 TRAINER = """
@@ -296,7 +296,7 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path):
     path = written(tmp_path / "r", START, step(11.0))
     with path.open("a") as file:
         file.write('{"event": "step", "t": 12')
-    assert read_report(path).samples == [8]
+    assert read_report(path).samples_per_step == [8]
 
 
 @pytest.mark.parametrize(

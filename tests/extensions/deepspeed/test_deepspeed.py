@@ -42,7 +42,7 @@ from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.validation import validate
+from stratbench.study.config.validation import validate_config
 from stratbench.workload import tasks
 from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT, Block
@@ -249,7 +249,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     strategy = fake.strategy_on_fakes(request)
     s = replace(request.settings, per_worker_batch=8)
     worker = Worker(
-        s, rank, world, world, CPU, RunFolder(Path()), models.wrap_groups(model, net),
+        s, rank, world, world, CPU, RunFolder(Path()), models.list_wrap_groups(model, net),
         task=tasks.get_task(s, request.input_shape, False),
     )  # fmt: skip
     strategy.setup(net, worker)
@@ -450,7 +450,7 @@ def findings(made: dict[str, Any]) -> list[str]:
     """Why the audit calls a record unusable; that the machine is busy, it may say besides."""
     evidence = AuditData(pd.DataFrame(columns=list(COLUMNS)), [made])
     return [
-        f"{rule.id}: {found.figures}"
+        f"{rule.id}: {found.values_text}"
         for rule in RULES
         if rule.severity == "unusable"
         for found in run_rule(rule, evidence)
@@ -553,7 +553,9 @@ def refused(**keys: Any) -> str:
     }  # fmt: skip
     study = {"variants": {"two": {"strategy": "deepspeed", **keys.pop("options", {})}}}
     with pytest.raises(ConfigError) as error:
-        validate({"study": "s", "studies": {"s": study | {"experiments": {"e": block | keys}}}})
+        validate_config(
+            {"study": "s", "studies": {"s": study | {"experiments": {"e": block | keys}}}}
+        )
     return str(error.value)
 
 
@@ -625,7 +627,9 @@ def test_networks_that_it_would_train_wrongly_are_refused(kind, stage, says):
 
 
 def test_the_study_engines_has_every_stage_on_both_networks():
-    config = validate(yaml.safe_load((ROOT / "config.yaml").read_text()) | {"study": "engines"})
+    config = validate_config(
+        yaml.safe_load((ROOT / "config.yaml").read_text()) | {"study": "engines"}
+    )
     study = Study(config, "engines")
     met = {
         (s.model, s.gpus, s.options["stage"])

@@ -71,7 +71,7 @@ def test_the_time_of_members_that_were_all_lost_counts(cell: Cell, tmp_path: Pat
     until(lambda: cell.epochs)
     cell.coordinator.history.generations[-1].reported_unix_s -= 60
     first._connection.close()
-    until(lambda: cell.coordinator.history.lost)
+    until(lambda: cell.coordinator.history.lost_members)
     cell.checkpoint = 6, []
     second = cell.member(1)
     assert second.wait_for_message()["step"] == 6
@@ -109,12 +109,12 @@ def test_an_epoch_of_which_steps_were_lost_and_others_done_again_has_no_mean_los
     generation = {
         "number": 0, "members": [0, 1], "from_step": 0, "cause": "start", "began_unix_s": 1.0,
         "formed_unix_s": 0.0, "ended_unix_s": 2.0, "reported_unix_s": 2.0, "to_step": 2, "pause_s": None,
-        "from_checkpoint": False, "broken": True, "train_s": {"0": 1.0},
+        "from_checkpoint": False, "broken": True, "train_s_by_member": {"0": 1.0},
     }  # fmt: skip
     again = generation | {"number": 1, "from_step": 1, "to_step": 8, "from_checkpoint": True}
-    whole = {"loss": 8.0, "steps": 4.0, "train_s": 1.0, "pause_s": 0.0}
+    whole = {"loss_sum": 8.0, "reported_steps": 4.0, "train_s": 1.0, "pause_s": 0.0}
     incarnation = cell.coordinator.get_history_values()
-    incarnation |= {"generations": [generation, again], "epochs": {"0": whole, "1": whole}}
+    incarnation |= {"generations": [generation, again], "totals_by_epoch": {"0": whole, "1": whole}}
     run = accounts.sum_members_run(job_of(tmp_path, incarnation), entries(0.5, 0.4))
     assert [e["train_loss"] for e in run["per_epoch"]] == [None, 2.0]
 

@@ -116,7 +116,7 @@ def test_a_lost_member_breaks_its_generation_and_the_most_advanced_gives_the_sta
     stop(seats[0], 5, failed=True)
     form = seats[0].wait_for_message()
     assert (form["world"], form["step"], form["load"]) == (1, 5, False)
-    assert cell.coordinator.history.lost == [1]
+    assert cell.coordinator.history.lost_members == [1]
     assert cell.coordinator.history.generations[-2].broken
 
 
@@ -150,7 +150,7 @@ def test_a_pause_after_the_last_step_is_of_the_last_epoch(cell: Cell) -> None:
     first.send_message("through", step=8, epochs={})
     with pytest.raises(Over):
         first.wait_for_message()
-    assert {n: e.pause_s for n, e in cell.coordinator.history.epochs.items()} == {1: 0.5}
+    assert {n: e.pause_s for n, e in cell.coordinator.history.totals_by_epoch.items()} == {1: 0.5}
 
 
 def test_a_leaver_is_let_go_and_the_others_meet_again(cell: Cell) -> None:
@@ -159,7 +159,7 @@ def test_a_leaver_is_let_go_and_the_others_meet_again(cell: Cell) -> None:
     first.send_message("begun", pause_s=None)
     stop(first, 3, leaving=True)
     assert first.wait_for_message()["what"] == "leave"
-    assert cell.coordinator.history.left == [0]
+    assert cell.coordinator.history.left_members == [0]
     assert cell.member(1).wait_for_message()["world"] == 1
 
 
@@ -213,7 +213,7 @@ def test_strangers_and_surplus_workers_are_sent_away(
     with pytest.raises(Over):
         join_as_member(stranger.folder, 9, lambda: None, threading.Event())
     until(lambda: any("secret" in reason for reason in cell.coordinator.refusals.first))
-    assert cell.coordinator.present == 2
+    assert cell.coordinator.num_present_members == 2
 
 
 def test_nobody_there_to_let_a_worker_in_is_no_error(

@@ -104,7 +104,7 @@ def test_the_job_of_a_lost_worker_that_ends_by_itself_keeps_its_reason(
         until(lambda: backend.jobs)
         kept.cancel_lost_worker(0)
         kept.poll_soon()
-        backend.jobs["0"] = JobStatus("ended", "FAILED", failed=True)
+        backend.jobs["0"] = JobStatus("ended", "FAILED", has_failed=True)
         kept.poll_soon()
         until(lambda: kept.list_jobs()[0].failed)
         assert backend.cancelled == []
@@ -120,7 +120,7 @@ def test_what_falls_due_just_after_a_look_is_not_left_for_the_longest_pause(tmp_
     kept._poll_live_jobs()
     kept._cancel_at_s.clear()
     kept.finish()
-    kept._record_end(0, JobStatus("ended"))
+    kept._record_job_end(0, JobStatus("ended"))
     assert kept._compute_wait_s(30.0) == 30.0
 
 
@@ -129,7 +129,7 @@ def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) ->
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.silent = True
-        backend.jobs["0"] = JobStatus("ended", "FAILED", failed=True)
+        backend.jobs["0"] = JobStatus("ended", "FAILED", has_failed=True)
         begun = backend.looks + 1  # one may be under way
         for n in range(3):
             kept.poll_soon()
@@ -147,14 +147,14 @@ def test_what_fails_again_and_again_is_given_up(
     monkeypatch.setattr(keeper, "MAX_PAUSE_S", 0.001)
     backend = Scripted()
     backend.submit = lambda number, slot: (  # each has failed when it is looked at
-        backend.jobs.update({str(number): JobStatus("ended", "exit code 1", failed=True)})
+        backend.jobs.update({str(number): JobStatus("ended", "exit code 1", has_failed=True)})
         or str(number)
     )
 
     def gave_up() -> bool:
         kept.poll_soon()
         try:
-            kept.check()
+            kept.check_can_start_jobs()
         except NoWorkersError as reason:
             return "exit code 1" in str(reason)
         return False
@@ -169,12 +169,12 @@ def test_a_cell_without_any_worker_job_fails_and_one_with_some_goes_on(tmp_path:
     with WorkerJobSupervisor(backend, 2, tmp_path / "none") as kept:
         until(lambda: kept._failure_reason)
         with pytest.raises(NoWorkersError, match="QOSMaxSubmitJobPerUserLimit"):
-            kept.check()
+            kept.check_can_start_jobs()
     backend = Scripted()
     with WorkerJobSupervisor(backend, 1, tmp_path / "some") as kept:
         until(lambda: backend.jobs)
         backend.full = True
-        kept.check()
+        kept.check_can_start_jobs()
 
 
 def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
@@ -193,10 +193,10 @@ def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
         backend.jobs["0"] = JobStatus("ended", "PREEMPTED")
         kept.poll_soon()
         until(lambda: len(refused) >= 2)
-        kept.check()
+        kept.check_can_start_jobs()
         backend.full = False
         until(lambda: len(backend.jobs) == 2)
-        kept.check()
+        kept.check_can_start_jobs()
     assert not {str(number) for number in refused} & set(backend.jobs)
 
 
@@ -232,7 +232,7 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
         "slurm_partition": "gpu", "slurm_account": "me", "qos": "low", "constraint": "a100",
         "slurm_extra": "--exclusive '--reservation=my one'",
     }  # fmt: skip
-    asked = WorkerJob.of(JobRequest(1, 1, 4, 2000, 90), resources, "scavenger")
+    asked = WorkerJob.from_request(JobRequest(1, 1, 4, 2000, 90), resources, "scavenger")
     assert WorkerJob.from_json(asked.as_json()) == asked
     folder = RunFolder(tmp_path / "100% mine; $(touch x)")
     jobs = SlurmJobs(asked, folder, "a/b c")
@@ -292,7 +292,7 @@ def test_a_submission_that_may_pass_is_tried_again_with_its_number(
     with WorkerJobSupervisor(backend, 2, tmp_path / "jobs") as kept:
         kept._postponed._pause_seconds = 0.05
         until(lambda: len(backend.jobs) == 2)
-        kept.check()
+        kept.check_can_start_jobs()
     assert backend.tried == [0, 0, 0, 0, 1]
     assert (
         capfd.readouterr().out.count(
@@ -312,7 +312,7 @@ def test_a_cell_is_given_up_when_sbatch_has_not_answered_for_ten_minutes(
     with kept:
         until(lambda: kept._failure_reason)
         with pytest.raises(NoWorkersError, match="no worker job is accepted: not now"):
-            kept.check()
+            kept.check_can_start_jobs()
     assert set(backend.tried) == {0}
 
 
@@ -346,7 +346,7 @@ def test_jobs_that_nobody_knows_are_not_submitted_again_without_an_end(tmp_path:
         with pytest.raises(
             NoWorkersError, match=r"SLURM knows none of the last 3 worker jobs .* job 2"
         ):
-            kept.check()
+            kept.check_can_start_jobs()
     assert len(backend.slots) == keeper.MAX_UNKNOWN
 
 
@@ -354,7 +354,9 @@ def test_memory_is_asked_for_as_the_profile_has_it() -> None:
     """Clusters may forbid it, or want it for each core."""
 
     def arguments(**resources: int) -> list[str]:
-        return WorkerJob.of(JobRequest(1, 1, 4, 2000, 90), resources, None).arguments
+        return WorkerJob.from_request(
+            JobRequest(1, 1, 4, 2000, 90), resources, None
+        ).sbatch_arguments
 
     assert [a for a in arguments(mem_mb=500) if "mem" in a] == ["--mem=2000M"]
     assert [a for a in arguments(mem_mb=0) if "mem" in a] == []
@@ -373,7 +375,7 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
             NoWorkersError,
             match=r"sbatch: No such file.*slurm_partition.*worker_partition to the partition of the workers$",
         ):
-            kept.check()
+            kept.check_can_start_jobs()
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Access denied' >&2; exit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     with pytest.raises(SubmissionRefused, match=r"^sbatch: Access denied \(on .* may not submit"):

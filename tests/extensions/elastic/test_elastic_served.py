@@ -51,7 +51,7 @@ def said_of(found: dict[str, Any]) -> list[str]:
     """What the audit says of a record, for a failed test."""
     row = found["cell"] | build_record_row(found, Path("no timeline"))
     evidence = AuditData(pd.DataFrame([row], columns=list(COLUMNS)), [found])
-    return [f"{rule.id}: {each.figures}" for rule in RULES for each in rule.check(evidence)]
+    return [f"{rule.id}: {each.values_text}" for rule in RULES for each in rule.check(evidence)]
 
 
 def send(launched: LaunchedCell, number: int, signum: signal.Signals) -> None:

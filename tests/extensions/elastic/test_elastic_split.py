@@ -34,7 +34,7 @@ from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.train.worker import set_up
+from stratbench.train.worker import set_up_model
 from stratbench.workload.data.device_data import DeviceData
 
 CPU = torch.device("cpu")
@@ -159,7 +159,7 @@ def member(folder: Path, data_dir: Path, epochs: int = 1) -> tuple[ElasticSynchr
     group, data = ElasticGroup(folder, CPU), DeviceData.load(data_dir, dtype=torch.float64)
     group.form_single_member()
     strategy = DDP(DDP.Options(**s.options))
-    me = set_up(
+    me = set_up_model(
         s, strategy, data, CPU, 0, rank=0, world_size=1, local_world=1, folder=RunFolder(folder)
     ).worker
     loop.warm_up(strategy, data, me)
@@ -172,7 +172,7 @@ def be_lost_while_meeting(folder: Path, data_dir: Path, rank: int) -> None:
     split, _ = member(folder, data_dir)
     for tensor in split.strategy.state_tensors():
         tensor.fill_(7)
-    split._group.form("once", rank, 2)
+    split._group.form_group("once", rank, 2)
     if rank == 0:
         split.strategy.wrap(split.strategy.model, split.worker)
     os._exit(0)

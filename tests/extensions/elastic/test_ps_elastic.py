@@ -193,7 +193,7 @@ class ServerProcesses:
         self.plan, self.processes = replace(plan, stats_path=str(plan.rendezvous) + ".stats"), []
 
     def start(self, incarnation=1, resumes=False):
-        own = replace(self.plan.elastic, incarnation=incarnation, resumes=resumes)
+        own = replace(self.plan.elastic, incarnation=incarnation, resumes_saved_state=resumes)
         plans = [replace(self.plan, server=k, elastic=own) for k in range(self.plan.n_servers)]
         plans = [replace(p, stats_path=f"{p.stats_path}{p.server}") for p in plans]
         self.processes = [forking().Process(target=self.target, args=(p, SECRET)) for p in plans]
@@ -236,7 +236,7 @@ def processes():
 @pytest.mark.parametrize(("policy", "n_servers"), [("ps-ormo", 1), ("ps-backup", 2)])
 def test_another_incarnation_of_the_servers_goes_on(tmp_path, processes, policy, n_servers, signum):
     plan = elastic(
-        tmp_path, policy=policy, n_servers=n_servers, save_every_s=0.1, steps_per_epoch=60
+        tmp_path, policy=policy, n_servers=n_servers, save_interval_s=0.1, steps_per_epoch=60
     )
     servers = processes(plan)
     servers.start()
@@ -636,7 +636,7 @@ def test_a_policy_goes_on_from_its_saved_state_bit_for_bit(tmp_path, name):
 
 @pytest.mark.slow
 def test_a_state_that_was_changed_on_the_disk_is_not_gone_on_with(tmp_path):
-    plan = elastic(tmp_path, save_every_s=0.0, steps_per_epoch=40)
+    plan = elastic(tmp_path, save_interval_s=0.0, steps_per_epoch=40)
     servers = serve_all(plan)
     worker = Worked(plan, SECRET, 0, before_push=slowly, incarnation=1)
     folder = Path(plan.elastic.folder)

@@ -230,7 +230,7 @@ def test_an_epoch_that_ends_while_the_state_is_saved_is_evaluated_in_the_next_in
     epochs,
 ):
     """The one worker that there is cannot train on before it has evaluated."""
-    plan = elastic(tmp_path, save_every_s=0.1, epochs=epochs, steps_per_epoch=2)
+    plan = elastic(tmp_path, save_interval_s=0.1, epochs=epochs, steps_per_epoch=2)
     asked, hold = threading.Event(), threading.Event()
 
     def load_late(folder, epoch, wait_s):
@@ -269,7 +269,7 @@ def test_servers_that_end_while_they_save_end(tmp_path):
     shard = SimpleNamespace(state=lambda: {"floor": int(go.wait(PATIENCE_S)), "above": set()})
     layout = Layout(4, "float32", 0, "float32", "")
     run._store = SimpleNamespace(shards={0: shard}, buffers=None, layout=layout)
-    run._save()
+    run._save_state()
     closing = threading.Thread(target=run.close, daemon=True)
     closing.start()
     time.sleep(0.2)
@@ -311,12 +311,12 @@ def test_an_epoch_that_is_over_and_was_not_noted_ends_with_the_next_incarnation(
 
 def test_a_line_of_the_journal_that_was_cut_off_is_gone_in_the_next_incarnation(tmp_path):
     journal = Journal(tmp_path, 1)
-    journal.note("incarnation", settled=0)
+    journal.append_event("incarnation", settled=0)
     journal.close()
     with (tmp_path / "journal.jsonl").open("ab") as file:
         file.write(b'{"incarnation": 1, "eve')
     journal = Journal(tmp_path, 2)
-    journal.note("incarnation", settled=3)
+    journal.append_event("incarnation", settled=3)
     journal.close()
     assert [e["incarnation"] for e in read_journal(tmp_path)] == [1, 2]
     assert read_last_incarnation(tmp_path) == 2
@@ -326,7 +326,7 @@ def test_what_the_disk_takes_only_half_of_is_written_to_its_end(tmp_path, monkey
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2 + 1]))
     journal = Journal(tmp_path, 1)
-    journal.note("incarnation", settled=0)
+    journal.append_event("incarnation", settled=0)
     journal.close()
     assert read_last_incarnation(tmp_path) == 1
 
@@ -336,9 +336,9 @@ def test_a_score_of_a_state_that_was_lost_is_none(tmp_path):
     journal = Journal(tmp_path, 1)
     for incarnation, settled, epochs in ((1, 0, (0, 1)), (2, 45, ()), (3, 90, ())):
         journal._incarnation = incarnation
-        journal.note("incarnation", settled=settled)
+        journal.append_event("incarnation", settled=settled)
         for epoch in epochs:
-            journal.note("score", epoch=epoch, settled=40 * (epoch + 1))
+            journal.append_event("score", epoch=epoch, settled=40 * (epoch + 1))
     journal.close()
     assert sorted(collect_scores(read_journal(tmp_path))) == [0]
 
@@ -369,8 +369,8 @@ def test_a_state_that_cannot_be_saved_ends_the_run_with_the_reason(tmp_path):
     policy.window = object()
     store = SimpleNamespace(shards={0: policy}, buffers=None, layout=None)
     saver = Saver(tmp_path, 0, told.append)
-    saver.begin(store, dict)
-    saver.wait()
+    saver.begin_save(store, dict)
+    saver.wait_for_save()
     assert len(told) == 1
     assert "a policy keeps a object, which cannot be saved" in told[0]
 

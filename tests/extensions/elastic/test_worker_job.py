@@ -14,8 +14,8 @@ from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 
 def test_the_job_of_a_worker_asks_for_the_type_of_gpu():
     *_, asked = request("ddp", 4, device="cuda", cluster={"gpu_type": "a100", "gpus_per_node": 4})
-    each = WorkerJob.of(replace(asked, gpus=1), {}, None)
-    assert "--gres=gpu:a100:1" in WorkerJob.from_json(each.as_json()).arguments
+    each = WorkerJob.from_request(replace(asked, gpus=1), {}, None)
+    assert "--gres=gpu:a100:1" in WorkerJob.from_json(each.as_json()).sbatch_arguments
 
 
 def test_an_elastic_cell_asks_for_no_gpu_and_its_workers_for_one_each(tmp_path):

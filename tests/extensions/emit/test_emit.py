@@ -210,7 +210,7 @@ def test_a_users_network_has_the_classes_that_it_names(wrap_classes, rule, class
     }
     record = record_of("fsdp", model="mine", own_model=own)
     record["model"]["own"] = {"sharding": rule}
-    assert Choice(record).block_classes == classes
+    assert Choice(record).block_class_names == classes
     fsdp = yaml.safe_load(table.emit(Choice(record), "accelerate"))["fsdp_config"]
     assert fsdp.get("fsdp_transformer_layer_cls_to_wrap", "") == ",".join(classes)
 

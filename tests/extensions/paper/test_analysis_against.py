@@ -151,7 +151,7 @@ def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
     refuted = [0, 0]
     for _ in range(300):
         noise = np.exp(rng.normal(0, 0.03, (20, 2, 3)))
-        figures = [ClaimFigure(str(i), 1.0, pair=pair) for i, pair in enumerate(noise)]
+        figures = [ClaimFigure(str(i), 1.0, paired_values=pair) for i, pair in enumerate(noise)]
         figures = claims.add_intervals(figures)
         alone = compute_paired_ratios(list(noise), [False] * 20)
         refuted[0] += claims.judge_figures(figures, 1.005, np.nan) == FAILS

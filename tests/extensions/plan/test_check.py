@@ -28,11 +28,11 @@ from stratbench.extensions.plan.footprint import cache
 from stratbench.extensions.plan.needs import subject_of
 from stratbench.extensions.plan.pages.check_text import check_text
 from stratbench.extensions.servers.ps.flat import FlatSpace
-from stratbench.strategies import get_option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.reasons import format_reasons
+from stratbench.study.reasons import format_skip_reasons
 from stratbench.workload import users_code
 from stratbench.workload.network import sharding
 from stratbench.workload.network.trial import Trial
@@ -104,7 +104,7 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
         else sharding.group_by_size(model)
     )
     s = settings(base, options=get_option_defaults(base) | options, gpus=world)
-    cls = strategy_class(base)
+    cls = get_strategy_class(base)
     strategy = cls(cls.Options(**s.options))
     x = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(1))
     y = torch.arange(8) % CLASSES
@@ -118,7 +118,7 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
         with strategy.evaluating() as module, torch.no_grad():
             return None, float(Classification().loss(module(x), y))
     except Exception as e:
-        return users_code.format_error(e), float("nan")
+        return users_code.format_user_error(e), float("nan")
 
 
 def groups_agree(rank: int, sign: int) -> str | None:
@@ -129,7 +129,7 @@ def groups_agree(rank: int, sign: int) -> str | None:
     s = settings(
         "fsdp", options=get_option_defaults("fsdp"), own_model={"call": "x"}, model="orders"
     )
-    strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**s.options))
+    strategy = get_strategy_class("fsdp")(get_strategy_class("fsdp").Options(**s.options))
     strategy.setup(model, Worker(s, rank, 2, 2, torch.device("cpu"), RunFolder(Path()), groups))
     x = torch.rand(4, *SHAPE, generator=torch.Generator().manual_seed(1))
     for factor in (1, sign):
@@ -363,7 +363,7 @@ def test_the_list_of_refused_cells_has_a_line_for_each_reason():
         said if c.model == "a" else f"model 'b' (m.B): {c.strategy} cannot train it: {cannot}"
         for c in cells
     ]
-    assert format_reasons(zip(cells, whys, strict=True)) == [
+    assert format_skip_reasons(zip(cells, whys, strict=True)) == [
         f"a with ddp, zero1-torch on 1, 2 workers (8 cells of x, y): {said}",
         f"b with ddp, zero1-torch on 1, 2 workers (8 cells of x, y): {cannot}",
     ]
@@ -395,7 +395,7 @@ def test_who_trains_a_sparse_gradient_refuses_what_pytorch_does_not_take(changes
 def test_fused_kernels_are_left_out_on_a_gpu_where_a_gradient_is_sparse():
     """PyTorch's fused SGD takes none. What stands for the device is all that is asked of it."""
     for name in ("Plain", "Sparse"):
-        strategy = strategy_class("single")(strategy_class("single").Options())
+        strategy = get_strategy_class("single")(get_strategy_class("single").Options())
         strategy.worker = SimpleNamespace(settings=settings("single"))
         strategy.model = getattr(odd_networks, name)(CLASSES)
         strategy.local = [SimpleNamespace(device=torch.device("cuda"))]
@@ -498,7 +498,7 @@ def test_a_cell_and_the_check_say_the_same_of_a_task(start_cell, warm, tmp_path,
     name = f"my_tasks_{abs(hash(tmp_path))}"
     (tmp_path / f"{name}.py").write_text(TASKS)
     call = f"{name}:{bad}"
-    s = settings(own_task={"call": call} | users_code.compute_fingerprint(call, [tmp_path]))
+    s = settings(own_task={"call": call} | users_code.compute_code_fingerprint(call, [tmp_path]))
     launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     assert launched.finish()[0] == 1
     failure = json.loads((launched.logs / "failure.json").read_text())
@@ -620,9 +620,11 @@ def test_a_job_ends_with_the_checks_sentence(
     sentence,
 ):
     call = f"odd_networks.{name}"
-    spec = {"call": call, "kwargs": {}, "wrap_classes": ["Block"]} | users_code.compute_fingerprint(
-        call, [code]
-    )
+    spec = {
+        "call": call,
+        "kwargs": {},
+        "wrap_classes": ["Block"],
+    } | users_code.compute_code_fingerprint(call, [code])
     s = settings(
         strategy, model="odd", own_model=spec, per_worker_batch=batch, global_batch=2 * batch
     )
@@ -659,7 +661,7 @@ def by_policy(
     options = get_option_defaults("fsdp") | {"mixed_precision": "policy"} | (options or {})
     changes = {"precision": "bf16", "gpus": 1, "global_batch": 8, "per_worker_batch": 8} | changes
     s = settings("fsdp", options=options, own_model={"call": "x"}, **changes)
-    strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**options))
+    strategy = get_strategy_class("fsdp")(get_strategy_class("fsdp").Options(**options))
     groups = sharding.group_by_size(model)
     place = torch.device("cpu"), RunFolder(Path()), groups
     return strategy, Worker(s, 0, world, world, *place, trial=trial)

@@ -14,15 +14,15 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import wire_bytes
-from stratbench.strategies import base, get_option_defaults, strategy_class
+from stratbench.strategies import base, get_option_defaults, get_strategy_class
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import describe
+from stratbench.workload.data.datasets import describe_data_set
 from stratbench.workload.data.device_data import make_example_batch
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
 from stratbench.workload.network.chunked_loss import ChunkedLoss, find_head
 from stratbench.workload.network.gpt import GPT
-from stratbench.workload.network.precision import weights_dtype
+from stratbench.workload.network.precision import get_weights_dtype
 from stratbench.workload.tasks import NextToken
 from stratbench.workload.users_code import Refused
 
@@ -43,11 +43,11 @@ class Capped(nn.Module):
 
 
 def set_up(request) -> base.Collective:
-    cls = strategy_class(request.strategy)
+    cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
-    dtype = weights_dtype(request.settings.precision)
+    dtype = get_weights_dtype(request.settings.precision)
     model = models.build_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
-    place = device, RunFolder(Path()), models.wrap_groups(MODEL, model)
+    place = device, RunFolder(Path()), models.list_wrap_groups(MODEL, model)
     worker = base.Worker(
         request.settings, 0, 1, 1, *place, task=NextToken(), input_shape=(POSITIONS,)
     )
@@ -126,7 +126,7 @@ def test_scores_that_no_layer_returns_are_refused_with_the_remedy():
 def test_who_cannot_says_so(strategy):
     values = vars(request_for("ddp", MODEL, loss_chunks=2).settings)
     given = values | {"gpus": [2], "networks": {MODEL: MODEL}}
-    found = strategy_class(strategy).refusals(get_option_defaults(strategy), given)
+    found = get_strategy_class(strategy).refusals(get_option_defaults(strategy), given)
     assert any(
         reason.startswith(".loss_chunks = 2: ") and "set it to 1" in reason for reason in found
     )
@@ -137,7 +137,7 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     """On two workers, with what each of them is planned to hold."""
     spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
             "sequence": 16}  # fmt: skip
-    prepare("text", tmp_path / "text", spec=spec)
+    prepare_data_set("text", tmp_path / "text", spec=spec)
     data_spec = prepared.read_meta(tmp_path / "text")["spec"]
     s = settings(
         "fsdp", model=MODEL, dataset="text", data_spec=data_spec, gradient_accumulation_steps=2,
@@ -150,7 +150,7 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     assert code == 0, output
     made = launched.read_record()
     assert made["status"] == "ok", made["reason"]
-    request = Request.of(s, describe("text", spec), on_cuda=False, local_world=2)
+    request = Request.of(s, describe_data_set("text", spec), on_cuda=False, local_world=2)
     assert made["memory"]["model_states"] == planned(request).model_states_bytes
     sent_bytes = made["communication"]["sent_bytes_per_step"]
     assert sent_bytes == pytest.approx(wire_bytes(planned(request).collectives, 2, on_gloo=False))

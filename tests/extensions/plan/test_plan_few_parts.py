@@ -18,7 +18,7 @@ from stratbench.extensions.plan.footprint.few_parts import (
 )
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, make_footprint
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,7 +46,7 @@ def list_attributes(code: object, name: str) -> set[str]:
 
 def test_a_pipeline_has_what_the_plan_calls_of_it():
     """What it lacked would cost a full trace and no more, so that nobody would miss it."""
-    pipeline = strategy_class("pipeline")
+    pipeline = get_strategy_class("pipeline")
     own = set(dir(pipeline)).union(*(list_attributes(c, "self") for c in pipeline.__mro__[:-1]))
     called = list_attributes(fake, "strategy") | list_attributes(few_parts, "strategy")
     assert called <= own, called - own

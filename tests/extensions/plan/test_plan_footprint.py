@@ -25,8 +25,8 @@ from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import wire_bytes
 from stratbench.extensions.plan.pages.answers import compute_parameter_growth
-from stratbench.strategies import base, get_option_defaults, strategy_class
-from stratbench.workload.data.datasets import describe
+from stratbench.strategies import base, get_option_defaults, get_strategy_class
+from stratbench.workload.data.datasets import describe_data_set
 from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
 from stratbench.workload.network.checkpointing import checkpoint_blocks
@@ -99,7 +99,7 @@ def changed(request: Request, **changes) -> Request:
 def request_of(**changes) -> Request:
     """The request of a cell on GPUs with momentum, clipping and AdamW's keys; `changes` replace settings."""
     s = request_for("fsdp", workers=4, max_grad_norm=2.0, weight_decay=0.01, lr=0.3).settings
-    data = describe("digits")
+    data = describe_data_set("digits")
     return Request.of(replace(s, dataset="digits", **changes), data, on_cuda=True, local_world=4)
 
 
@@ -133,7 +133,7 @@ def test_cells_that_differ_in_what_a_footprint_depends_on_share_none(changes):
 
 
 def test_what_is_alike_on_any_count_is_followed_once_for_all_counts_and_nodes():
-    s, data = request_for("ddp").settings, describe("digits")
+    s, data = request_for("ddp").settings, describe_data_set("digits")
     counts = [
         Request.of(replace(s, dataset="digits", gpus=gpus), data, on_cuda=True, local_world=node)
         for gpus, node in ((1, 1), (2, 2), (2, 1), (8, 4))
@@ -252,9 +252,9 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str, mode: bool | str):
 
     torch.manual_seed(0)
     shape = (64,) if models.MODELS[model].reads_text else (3, 32, 32)
-    net = models.build(model, 10, shape).train()
+    net = models.build_model(model, 10, shape).train()
     if mode:
-        checkpoint_blocks(models.wrap_groups(model, net), mode)
+        checkpoint_blocks(models.list_wrap_groups(model, net), mode)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for p in net.parameters():
         optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -333,7 +333,7 @@ def test_parts_add_up_to_the_peak_and_states_are_exact():
     assert sum(peak.parts_bytes.values()) == pytest.approx(peak.n_bytes, abs=len(peak.parts_bytes))
     # Rank 0 holds the first quarter, rounded up, of the first dimension of every parameter.
     with torch.device("meta"):
-        shapes = [p.shape for p in models.build("vgg-compact", 10, (3, 32, 32)).parameters()]
+        shapes = [p.shape for p in models.build_model("vgg-compact", 10, (3, 32, 32)).parameters()]
     shard_bytes = sum(4 * -(-s[0] // 4) * s[1:].numel() for s in shapes)
     assert made.model_states_bytes["parameters_bytes"] == shard_bytes
     assert made.model_states_bytes["gradients_bytes"] == shard_bytes
@@ -357,7 +357,7 @@ def test_workers_that_train_alone_hold_and_exchange_the_whole_model(
     made = planned(request)
     whole = made.model_states_bytes["parameters_bytes"]
     with torch.device("meta"):
-        net = models.build(request.network, 10, (3, 32, 32))
+        net = models.build_model(request.network, 10, (3, 32, 32))
     assert whole == sum(p.nbytes for p in net.parameters())
     padding = 64 * len(list(net.parameters()))
     # What an outer step keeps lies in flat tensors.
@@ -420,7 +420,7 @@ def test_the_peak_is_that_of_the_worst_kind_of_steps(monkeypatch):
     """Post-local SGD: were an exchange of weights to need more than one of gradients, that would count."""
     largest = 1 << 26
 
-    class Wasteful(strategy_class("local-sgd")):
+    class Wasteful(get_strategy_class("local-sgd")):
         def exchange_weights(self) -> None:
             if self.steps > self.options.start:
                 torch.zeros(largest, dtype=torch.uint8)
@@ -428,7 +428,7 @@ def test_the_peak_is_that_of_the_worst_kind_of_steps(monkeypatch):
 
     request = request_for("local-sgd", options={"start": 3})
     plain = planned(request).training_peak(4)
-    monkeypatch.setattr(fake, "strategy_class", lambda name: Wasteful)
+    monkeypatch.setattr(fake, "get_strategy_class", lambda name: Wasteful)
     waste = footprint.make_footprint(request).training_peak(4)
     assert waste.n_bytes > largest > plain.n_bytes
 
@@ -474,25 +474,27 @@ def join_alone(tmp_path: Path) -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("cap_mb", [1, 25])
 def test_the_emulated_buckets_are_as_large_as_ddps(join_alone, cap_mb: int):
     join_alone()
-    net = models.build("resnet-compact", 10, (3, 32, 32))
+    net = models.build_model("resnet-compact", 10, (3, 32, 32))
     module = DistributedDataParallel(net, bucket_cap_mb=cap_mb)
     for _ in range(3):  # DDP builds its buckets anew after the first
         F.cross_entropy(
             module(torch.randn(4, 3, 32, 32)), torch.zeros(4, dtype=torch.int64)
         ).backward()
     logged = module._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    emulated = fake.Replica(models.build("resnet-compact", 10, (3, 32, 32)), bucket_cap_mb=cap_mb)
+    emulated = fake.Replica(
+        models.build_model("resnet-compact", 10, (3, 32, 32)), bucket_cap_mb=cap_mb
+    )
     assert sorted(4 * b.numel() for b in emulated.buckets) == sorted(
         int(n) for n in logged.split(",")
     )
 
 
 def test_a_strategy_made_from_ddp_is_planned_as_ddp_is(monkeypatch):
-    class Derived(strategy_class("ddp")):
+    class Derived(get_strategy_class("ddp")):
         pass
 
     as_ddp = planned(request_for("ddp"))
-    monkeypatch.setattr(fake, "strategy_class", lambda name: Derived)
+    monkeypatch.setattr(fake, "get_strategy_class", lambda name: Derived)
     assert footprint.make_footprint(request_for("ddp")) == as_ddp
 
 
@@ -510,7 +512,7 @@ def test_the_emulation_allocates_what_ddp_does(join_alone, as_view: bool):
     request = request_for("ddp", options={"gradient_as_bucket_view": as_view})
     predicted = planned(request).training_peak(batch)
     join_alone()
-    net = models.build("vgg-compact", 10, (3, 32, 32)).train()
+    net = models.build_model("vgg-compact", 10, (3, 32, 32)).train()
     module = DistributedDataParallel(net, bucket_cap_mb=25, gradient_as_bucket_view=as_view)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     x, y = torch.randn(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.int64)
@@ -564,7 +566,7 @@ def test_adamw_takes_sixteen_bytes_a_parameter_and_no_temporaries(strategy, on_c
         strategy, "small text", workers, precision=precision, device=device, weight_decay=1e-4
     )
     sgd, adamw = (planned(changed(request, **keys)) for keys in ({}, ADAMW))
-    tensors = len(list(models.build(request.network, 65, (64,)).parameters()))
+    tensors = len(list(models.build_model(request.network, 65, (64,)).parameters()))
     held, whole = adamw.model_states_bytes, sgd.model_states_bytes["parameters_bytes"]
     assert sgd.model_states_bytes["optimizer_bytes"] == whole
     assert held == sgd.model_states_bytes | {"optimizer_bytes": 2 * whole + 4 * tensors}
@@ -707,10 +709,10 @@ def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, str
     request = request_for(strategy, "small text", workers=1, **ADAMW)
     predicted = planned(request).model_states_bytes
     join_alone()
-    real = strategy_class(strategy)(strategy_class(strategy).Options(**request.options))
+    real = get_strategy_class(strategy)(get_strategy_class(strategy).Options(**request.options))
     device = torch.device("cpu")
     net = models.build_for_training(request.network, 10, (64,), 0, device, torch.float32)
-    groups = models.wrap_groups(request.network, net)
+    groups = models.list_wrap_groups(request.network, net)
     real.setup(net, base.Worker(request.settings, 0, 1, 1, device, RunFolder(Path()), groups))
     x = torch.randint(10, (4, 64))
     for _ in range(2):
@@ -780,9 +782,9 @@ def test_only_sharded_gradients_need_a_verdict_in_common():
 def test_what_is_in_no_group_is_gathered_once():
     """FSDP2 keeps the root's own parameters from forward to backward."""
     model = "convnext-compact"
-    net = models.build(model, 10, (3, 32, 32))
+    net = models.build_model(model, 10, (3, 32, 32))
     grouped = {
-        id(p) for _, ms in models.wrap_groups(model, net) for m in ms for p in m.parameters()
+        id(p) for _, ms in models.list_wrap_groups(model, net) for m in ms for p in m.parameters()
     }
     root_bytes = sum(4 * p.numel() for p in net.parameters() if id(p) not in grouped)
     whole_bytes = sum(4 * p.numel() for p in net.parameters())

@@ -21,7 +21,7 @@ from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.one_model import one_network
 from stratbench.extensions.plan.pages import what_fits
 from stratbench.extensions.plan.pages.text import group_columns, write_html
-from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class
 from stratbench.study.config import config as configuration
 
 pytestmark = pytest.mark.timeout(600)
@@ -434,7 +434,7 @@ def test_the_bars_groups_are_all_parts_of_the_memory_but_the_data():
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_the_steps_in_which_workers_exchange_follow_from_what_the_page_is_told(name: str):
-    cls = strategy_class(name)
+    cls = get_strategy_class(name)
     strategy = cls(cls.Options(**get_option_defaults(name)))
     start, period = what_fits.find_exchange_steps(strategy)
     for steps in (1, 3, 7, 24, 25, 100, 1001, 5000):

@@ -350,9 +350,9 @@ def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_p
 
 def test_without_a_limit_of_its_own_a_cell_asks_for_the_time_that_its_plan_says():
     cluster = {"startup_allowance_s": 60}
-    assert resources.runtime_min(None, cluster) == 24 * 60
-    assert resources.runtime_min(None, cluster, planned_s=600.0) == 11
-    assert resources.runtime_min(120.0, cluster, planned_s=600.0) == 3
+    assert resources.compute_job_runtime_min(None, cluster) == 24 * 60
+    assert resources.compute_job_runtime_min(None, cluster, planned_s=600.0) == 11
+    assert resources.compute_job_runtime_min(120.0, cluster, planned_s=600.0) == 3
 
 
 def test_the_time_limit_cuts_off_what_cannot_end_before_it(plan_of):

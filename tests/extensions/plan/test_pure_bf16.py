@@ -12,12 +12,12 @@ from test_plan_footprint import ADAMW, changed, planned, request_for
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.strategies import base, get_option_defaults, strategy_class
+from stratbench.strategies import base, get_option_defaults, get_strategy_class
 from stratbench.telemetry.machine.hardware import list_datasheets
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import autocast_dtype, weights_dtype
+from stratbench.workload.network.precision import get_autocast_dtype, get_weights_dtype
 
 TOKENS, MODEL, POSITIONS = 10, "gpt-compact", 64
 TRAINED = ("ddp", "fsdp", "zero1", "zero1-torch", "local-sgd", "diloco", "gossip")
@@ -25,11 +25,11 @@ PRECISION = "bf16-true"
 
 
 def set_up(request) -> base.Collective:
-    cls = strategy_class(request.strategy)
+    cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
-    dtype = weights_dtype(request.settings.precision)
+    dtype = get_weights_dtype(request.settings.precision)
     model = models.build_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
-    place = device, RunFolder(Path()), models.wrap_groups(MODEL, model)
+    place = device, RunFolder(Path()), models.list_wrap_groups(MODEL, model)
     strategy.setup(model, base.Worker(request.settings, 0, 1, 1, *place))
     return strategy
 
@@ -60,7 +60,7 @@ def test_it_is_a_plain_loop_over_a_model_in_bfloat16():
     assert all(torch.equal(one, other) for one, other in weights)
     assert made.report()["details"]["optimizer_dtype"] == "bfloat16"
     assert made.report()["details"]["weights_dtype"] == "bfloat16"
-    assert autocast_dtype(PRECISION) is None
+    assert get_autocast_dtype(PRECISION) is None
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_strategies_train_in_it(start_cell, warm, strategy):
 def test_who_cannot_says_why(strategy, options, remedy):
     values = settings(strategy if strategy != "ps-sync" else "ddp", precision=PRECISION)
     given = vars(values) | {"compile": False, "gpus": [2]}
-    found = strategy_class(strategy).refusals(get_option_defaults(strategy) | options, given)
+    found = get_strategy_class(strategy).refusals(get_option_defaults(strategy) | options, given)
     assert any(remedy in reason for reason in found)
 
 

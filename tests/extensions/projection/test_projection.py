@@ -168,7 +168,7 @@ def test_groups_that_do_not_divide_a_node_lie_on_two():
 
 @pytest.mark.parametrize(("largest", "known"), [(1 << 20, False), (64 << 20, True)])
 def test_what_is_much_larger_than_was_measured_is_not_known(largest, known):
-    links = Links("gloo", {"all_reduce": WITHIN}, largest={"all_reduce": largest})
+    links = Links("gloo", {"all_reduce": WITHIN}, largest_bytes_by_kind={"all_reduce": largest})
     assert links.time_collective(CollectiveCall("all_reduce", 8 << 20), LinkLayout(4))[0] > 0
     call = CollectiveCall("all_reduce", 1 << 30)
     if known:

@@ -11,7 +11,7 @@ from stratbench.extensions.projection.links import Links
 from stratbench.extensions.projection.replay import Schedule, simulate_step_s
 from stratbench.extensions.projection.traced import trace_schedule
 from stratbench.extensions.servers.policies.policies import POLICIES
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -130,4 +130,4 @@ def test_a_strategy_names_every_kind_of_collective_that_its_steps_start(strategy
         pytest.skip("its layers are not divided")
     request = request_for(strategy, model, workers=2, options=options, max_grad_norm=max_grad_norm)
     found = {s.call.kind for s in trace_schedule(request, 8, DEVICE).collectives}
-    assert found <= set(strategy_class(strategy).collectives)
+    assert found <= set(get_strategy_class(strategy).collectives)

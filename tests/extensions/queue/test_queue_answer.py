@@ -33,7 +33,11 @@ from stratbench.extensions.queue.request import QueueRequest
 from stratbench.extensions.queue.simulator import Cluster, Rules
 from stratbench.extensions.sets import from_set
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import check_block, check_keys, collect_constraints
+from stratbench.study.config.schema import (
+    check_config_block,
+    check_extension_keys,
+    collect_constraints,
+)
 
 
 def times(**hours):
@@ -65,16 +69,16 @@ def test_the_jackknife_of_a_mean_is_students_interval_on_logarithms():
 
 
 def test_times_at_the_same_moments_cancel_what_they_share():
-    ratio = times(gang=4.0, sync=3.0).ratio(SYNCHRONOUS, GANG)
+    ratio = times(gang=4.0, sync=3.0).compute_ratio(SYNCHRONOUS, GANG)
     assert ratio == pytest.approx((0.75, 0.75, 0.75))
 
 
 def test_the_worth_that_breaks_even_is_where_the_times_meet():
     found = times(gang=4.0, sync=2.2, a1=2.0, a0_8=2.5, a0_6=3.5)
     # Time is linear in 1 / worth: from 2.0 at 1 to 2.5 at 1.25.
-    assert found.break_even(SYNCHRONOUS).value == pytest.approx(1 / (1 + 0.25 * 0.2 / 0.5))
-    assert found.break_even(GANG).value == 0.0
-    assert times(gang=1.0, a1=2.0, a0_8=2.5).break_even(GANG).value == math.inf
+    assert found.compute_break_even(SYNCHRONOUS).value == pytest.approx(1 / (1 + 0.25 * 0.2 / 0.5))
+    assert found.compute_break_even(GANG).value == 0.0
+    assert times(gang=1.0, a1=2.0, a0_8=2.5).compute_break_even(GANG).value == math.inf
 
 
 # ---- modes
@@ -91,14 +95,14 @@ def test_in_an_empty_cluster_all_modes_take_their_own_time():
         (name_asynchronous_mode(1.0), 1.0),
         (name_asynchronous_mode(0.8), 1 / 0.8),
     ):
-        assert found.hours[mode] == pytest.approx(np.full((2, 2), hours + startup_h))
+        assert found.hours_by_mode[mode] == pytest.approx(np.full((2, 2), hours + startup_h))
 
 
 def test_all_modes_of_a_moment_meet_the_same_queue():
     queue = make_poisson_queue(4, 4, Rules(), 0.8, 1.0, 2, 2)
     one = simulate_modes(queue, QueuedTraining(8, 1.0), modes=[GANG, SYNCHRONOUS])
     other = simulate_modes(queue, QueuedTraining(8, 1.0), modes=[SYNCHRONOUS])
-    assert np.array_equal(one.hours[SYNCHRONOUS], other.hours[SYNCHRONOUS])
+    assert np.array_equal(one.hours_by_mode[SYNCHRONOUS], other.hours_by_mode[SYNCHRONOUS])
 
 
 @pytest.mark.slow
@@ -109,9 +113,9 @@ def test_the_simulation_says_again_what_was_found_first():
     )
     assert found.average_hours(GANG).value == pytest.approx(2.8, abs=0.05)
     for mode, ratio in ((SYNCHRONOUS, 0.78), (name_asynchronous_mode(1.0), 0.77)):
-        assert found.ratio(mode, GANG).value == pytest.approx(ratio, abs=0.01)
-    assert found.break_even(SYNCHRONOUS).value == pytest.approx(0.99, abs=0.01)
-    assert found.break_even(GANG).value == pytest.approx(0.76, abs=0.01)
+        assert found.compute_ratio(mode, GANG).value == pytest.approx(ratio, abs=0.01)
+    assert found.compute_break_even(SYNCHRONOUS).value == pytest.approx(0.99, abs=0.01)
+    assert found.compute_break_even(GANG).value == pytest.approx(0.76, abs=0.01)
 
 
 # ---- the answer
@@ -187,7 +191,7 @@ def test_a_simulation_answers_with_time_interval_and_mode(few, capsys, how):
     queue = {"num_gpus": 8, "training_hours": 1.0, "load": 0.8, "nodes": 4} | how
     cluster = {"gpus_per_node": 4, "memory_margin": 0.1}
     given = collect_constraints(
-        {"decide": check_block("decide", {"queue": queue}), "cluster": cluster}
+        {"decide": check_config_block("decide", {"queue": queue}), "cluster": cluster}
     )
     found = QueueEvidence(Constraints.from_json(json.dumps(given))).answer()
     assert "queue: simulated 3 of 3 submission times" in capsys.readouterr().err
@@ -208,7 +212,7 @@ def recorded(tmp_path, users=("ann", "bob"), load=0.6, jobs=400):
     arrivals = make_poisson_arrivals(jobs, load, 16, seed=2)
     starts: dict[int, float] = {}
     sim = Cluster(4, 4, arrivals, Rules())
-    start = sim._start
+    start = sim._start_job
 
     def note(job, at):
         start(job, at)
@@ -216,7 +220,7 @@ def recorded(tmp_path, users=("ann", "bob"), load=0.6, jobs=400):
             job.start_s
         )
 
-    sim._start = note
+    sim._start_job = note
     sim.run_until()
     lines = ["|".join(FIELDS)]
 
@@ -283,9 +287,9 @@ def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
     ],
 )
 def test_requests_that_contradict_themselves_are_refused(given, reason):
-    block = check_block("decide", {"queue": {"num_gpus": 8, "training_hours": 1.0} | given})
+    block = check_config_block("decide", {"queue": {"num_gpus": 8, "training_hours": 1.0} | given})
     with pytest.raises(ConfigError) as error:
-        check_keys("decide", block, {"cluster": {"gpus_per_node": 4}})
+        check_extension_keys("decide", block, {"cluster": {"gpus_per_node": 4}})
     assert reason in str(error.value)
 
 

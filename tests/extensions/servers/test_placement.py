@@ -9,12 +9,12 @@ from stratbench.cell.coordinates import Cell
 from stratbench.extensions.servers.ps.store import Store
 from stratbench.extensions.servers.strategy import node_of_server
 from stratbench.extensions.servers.wire.shm import Layout
-from stratbench.strategies import REGISTRY, resolve_options, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class, resolve_options
 from stratbench.study.resources import build_job_request
 
 pytestmark = pytest.mark.timeout(300)
 SECRET = b"s" * 32
-SERVED = [name for name in REGISTRY if strategy_class(name).kind == "server"]
+SERVED = [name for name in REGISTRY if get_strategy_class(name).kind == "server"]
 
 
 def placed(server_placement: str, workers: int, strategy: str = "ps-async", **given):
@@ -56,7 +56,7 @@ def test_servers_have_equal_parts(numel, n_servers):
 
 
 def test_servers_are_not_counted_by_hand_where_each_worker_has_one():
-    cls = strategy_class("ps-sync")
+    cls = get_strategy_class("ps-sync")
     options = cls.Options(server_placement="colocated").__dict__
     cls.check("ps-sync", options, 4, 8)
     with pytest.raises(ValueError, match="servers = 2 with server_placement = 'colocated'"):

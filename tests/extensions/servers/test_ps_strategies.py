@@ -32,10 +32,10 @@ from stratbench.extensions.servers.ps.scale import LossScale
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.strategy import server_configs
 from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
-from stratbench.strategies import get_option_defaults, resolve_options, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class, resolve_options
 from stratbench.strategies.base import Worker
 from stratbench.train import forkserver
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network.checkpointing import checkpoint_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -121,7 +121,9 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
     """Losses of this worker's steps, the final weights and evaluated float buffers."""
     torch.set_num_threads(1)
     x, y = samples()
-    strategy = strategy_class(base)(strategy_class(base).Options(**get_option_defaults(base)))
+    strategy = get_strategy_class(base)(
+        get_strategy_class(base).Options(**get_option_defaults(base))
+    )
     s = settings(base, world, name)
     if base == "single" and name.startswith("nesterov-off"):
         s = replace(s, nesterov=False)
@@ -165,7 +167,7 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
 
 
 def worker_process(runs: list[tuple], rank: int, world: int, folder: Path) -> None:
-    if any(strategy_class(base).needs_group for _, base, _ in runs):
+    if any(get_strategy_class(base).needs_group for _, base, _ in runs):
         store = dist.FileStore(str(folder / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     out = {}
@@ -191,7 +193,7 @@ def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
     for name, base, batchnorm in runs:
         own = folder / f"{name}-{batchnorm}"
         own.mkdir()
-        if strategy_class(base).kind != "server":
+        if get_strategy_class(base).kind != "server":
             continue
         write_secret(RunFolder(own).secret, new_secret())
         policy = name if name in ("summed", "cosine-unscheduled") else base
@@ -368,7 +370,7 @@ def launch(
         "channels": 1,
         "size": 16,
     }
-    meta = prepare("small", data, spec=spec)
+    meta = prepare_data_set("small", data, spec=spec)
     s = replace(
         settings(strategy, gpus), model="vgg-compact", dataset="small", epochs=epochs,
         global_batch=10 * gpus, per_worker_batch=10, lr=0.01, precision="fp32", nesterov=False,

@@ -36,7 +36,7 @@ from stratbench.telemetry.collective_count import CollectiveCount
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.workload import tasks
 from stratbench.workload.data import prepared
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
 from stratbench.workload.network.checkpointing import checkpoint_blocks
 from stratbench.workload.network.gpt import GPT
@@ -119,9 +119,9 @@ class OneMicrobatch(Pipeline):
 def network(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if kind == "gpt-compact":
-        return models.build(kind, VOCABULARY, (POSITIONS,)).double()
+        return models.build_model(kind, VOCABULARY, (POSITIONS,)).double()
     if kind in models.MODELS:
-        return models.build(kind, VOCABULARY, (1, 16, 16)).double()
+        return models.build_model(kind, VOCABULARY, (1, 16, 16)).double()
     tied = kind == "tied"
     return GPT(VOCABULARY, POSITIONS, layers=LAYERS, heads=4, width=WIDTH, tied=tied).double()
 
@@ -138,7 +138,7 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
     )  # fmt: skip
     s = replace(s, **changed)
     model = network(kind)
-    groups = models.wrap_groups(name, model)
+    groups = models.list_wrap_groups(name, model)
     if s.activation_checkpointing:
         checkpoint_blocks(groups, s.activation_checkpointing)
     worker = Worker(
@@ -453,11 +453,11 @@ def test_the_bubble_is_predicted(found, world):
 
 def cut(name: str):
     shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
-    model = models.build(name, VOCABULARY, shape).eval()
+    model = models.build_model(name, VOCABULARY, shape).eval()
     return (
         model,
         shape,
-        list_units(model, declared.pieces_of(name, model), models.wrap_groups(name, model)),
+        list_units(model, declared.pieces_of(name, model), models.list_wrap_groups(name, model)),
     )
 
 
@@ -471,7 +471,7 @@ def test_pieces_are_the_forward(name):
     for unit in units:
         for piece in unit:
             x = piece.call(model, x)
-            own.update(piece.parameters(model))
+            own.update(piece.iter_parameters(model))
     assert torch.equal(x, whole)
     assert own == set(model.parameters())
 
@@ -480,10 +480,10 @@ def test_pieces_are_the_forward(name):
 def test_the_most_stages_are_the_units(name):
     shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
     with FakeTensorMode():
-        model = models.build_without_memory(name, VOCABULARY, shape)
-    units = list_units(model, declared.pieces_of(name, model), models.wrap_groups(name, model))
+        model = models.build_fake_model(name, VOCABULARY, shape)
+    units = list_units(model, declared.pieces_of(name, model), models.list_wrap_groups(name, model))
     assert len(units) == models.MODELS[name].most_stages
-    assert all(any(True for p in unit for _ in p.parameters(model)) for unit in units)
+    assert all(any(True for p in unit for _ in p.iter_parameters(model)) for unit in units)
 
 
 def units(*flops: int) -> list[MeasuredUnit]:
@@ -584,7 +584,7 @@ def test_what_cannot_be_cut_is_refused_before_any_job():
 def prepared_text(folder: Path) -> None:
     spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
             "sequence": 16}  # fmt: skip
-    prepare("text", folder, spec=spec)
+    prepare_data_set("text", folder, spec=spec)
 
 
 def cell_settings(text: Path, workers: int, **options: Any) -> Settings:

@@ -29,7 +29,7 @@ from stratbench.telemetry.collective_count import CollectiveCount
 from stratbench.telemetry.shards import gather_full_tensor
 from stratbench.workload import tasks
 from stratbench.workload.data import prepared
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
 from stratbench.workload.network.checkpointing import checkpoint_blocks
 from stratbench.workload.network.gpt import GPT
@@ -121,7 +121,7 @@ class DeafAttention(TensorParallel):
 def network(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if kind in models.MODELS:
-        return models.build(kind, VOCABULARY, (1, 16, 16)).double()
+        return models.build_model(kind, VOCABULARY, (1, 16, 16)).double()
     tied = kind == "tied"
     return GPT(VOCABULARY, POSITIONS, layers=LAYERS, heads=4, width=WIDTH, tied=tied).double()
 
@@ -137,7 +137,7 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
     )  # fmt: skip
     s = replace(s, **changed)
     model = network(kind)
-    groups = models.wrap_groups(name, model)
+    groups = models.list_wrap_groups(name, model)
     if s.activation_checkpointing:
         checkpoint_blocks(groups, s.activation_checkpointing)
     worker = Worker(
@@ -356,7 +356,7 @@ def prepared_cell(folder: Path, workers: int, positions: int = 16, **options: An
     """Settings of a cell that divides layers, and its data, prepared in `folder`."""
     spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
             "sequence": positions}  # fmt: skip
-    prepare("text", folder, spec=spec)
+    prepare_data_set("text", folder, spec=spec)
     options = get_option_defaults("tensor") | options
     replicas = get_mesh("tensor", options, workers).replicas
     return settings(

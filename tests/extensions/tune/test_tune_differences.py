@@ -15,7 +15,7 @@ from stratbench.extensions.tune.differences import (
     fit_margins,
     upper_prediction_bound,
 )
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "prediction"
 PLAIN = dict.fromkeys(KINDS, 0.0) | {"micro-batch": 1.0, "tensor": 1.0, "pipeline": 1.0}
@@ -109,7 +109,7 @@ def test_every_row_of_the_table_names_its_source_and_licence():
 def test_options_name_kinds_that_there_are(strategy):
     from dataclasses import fields
 
-    for option in fields(strategy_class(strategy).Options):
+    for option in fields(get_strategy_class(strategy).Options):
         assert option.metadata.get("kind") in (None, *KINDS), option.name
 
 

@@ -27,8 +27,8 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.verdict import blocks
 from stratbench.extensions.verdict.block import run_segments_in_order
 from stratbench.extensions.verdict.blocks import BlockPlan, Segment
-from stratbench.strategies import strategy_class
-from stratbench.train.gpu_locks import visible_gpus
+from stratbench.strategies import get_strategy_class
+from stratbench.train.gpu_locks import list_visible_gpus
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -108,7 +108,7 @@ def test_the_first_block_takes_the_limit_of_disagreement_from_itself():
 def test_whole_periods_of_a_strategy_are_timed_and_none_of_its_first_steps(
     strategy, options, length
 ):
-    cls = strategy_class(strategy)
+    cls = get_strategy_class(strategy)
     assert cls(cls.Options(**options)).own_length(15, 50) == length
 
 
@@ -187,7 +187,7 @@ def start_block(
 def finished(start_block) -> LaunchedBlock:
     """A block of a collective, one that diverges, and a server."""
     # Where there is no GPU, the block has to say so itself: what `auto` is, its settings do not.
-    auto = {"device": "cpu" if visible_gpus() else "auto"}
+    auto = {"device": "cpu" if list_visible_gpus() else "auto"}
     block = start_block(
         plan_of("ddp", "zero1", "ps-async"),
         **{"ddp": auto, "zero1": auto | {"lr": 1e30}, "ps-async": auto},

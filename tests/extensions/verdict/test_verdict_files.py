@@ -138,8 +138,8 @@ def test_a_full_run_that_takes_longer_than_its_steps_is_found_and_an_honest_one_
     slow.to_the_end()
     found = full_run_findings(slow)
     assert found
-    assert all("%" in f.figures and "blocks" in f.figures for f in found)
-    assert {f.where["strategy"] for f in found} >= {"ps-dana"}
+    assert all("%" in f.values_text and "blocks" in f.values_text for f in found)
+    assert {f.coordinates["strategy"] for f in found} >= {"ps-dana"}
 
 
 def test_a_full_run_of_other_settings_is_not_held_to_the_blocks(raced):

@@ -76,7 +76,7 @@ def load_extensions() -> dict[str, Extension]:
     return by_name
 
 
-def iter_resolved(point: str) -> Iterator[tuple[str, Any]]:
+def iter_imported_additions(point: str) -> Iterator[tuple[str, Any]]:
     """Yield each extension that declares an addition of a kind, with the imported addition.
 
     Args:
@@ -87,13 +87,13 @@ def iter_resolved(point: str) -> Iterator[tuple[str, Any]]:
             yield name, import_attribute(declared)
 
 
-def resolve_all(point: str) -> dict[str, Any]:
+def import_named_additions(point: str) -> dict[str, Any]:
     """Return the objects that extensions name at a point with names of its own."""
     named = (getattr(extension, point).items() for extension in load_extensions().values())
     return {key: import_attribute(name) for each in named for key, name in each}
 
 
-def iter_keys(block: str) -> Iterator[tuple[str, Any]]:
+def iter_extension_keys(block: str) -> Iterator[tuple[str, Any]]:
     """Yield each extension with keys in a block of config.yaml, and their dataclass."""
     for name, extension in load_extensions().items():
         if block in extension.keys:

@@ -23,14 +23,17 @@ _MAX_DIGITS = len(f"-{_MAX_WHOLE}")
 
 def write_atomic(path: str | Path, text: str) -> None:
     """Write a text to a file atomically, so that no reader sees a part."""
-    with replacing(path) as temporary, temporary.open("x", encoding="utf-8", newline="") as f:
+    with (
+        replace_file_atomically(path) as temporary,
+        temporary.open("x", encoding="utf-8", newline="") as f,
+    ):
         f.write(text)
         f.flush()
         os.fsync(f.fileno())
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replace_file_atomically(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, whose file replaces `path` at the end of the block.
 
     If the block raises, the old file is unchanged. An OSError always names `path`, which that of a full disk
@@ -65,7 +68,7 @@ def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[
         rows: Values by column; a missing one stays empty.
     """
     with (
-        replacing(path) as unfinished,
+        replace_file_atomically(path) as unfinished,
         open(unfinished, "x", newline="", encoding="utf-8") as file,
     ):
         writer = csv.DictWriter(file, list(columns))
@@ -79,7 +82,7 @@ def format_os_error(error: OSError) -> str:
     return f"{error.strerror or error}{name}"
 
 
-def read_regular(path: str | Path, most_bytes: int) -> bytes:
+def read_regular_file(path: str | Path, most_bytes: int) -> bytes:
     """Return the bytes of a regular file of at most `most_bytes`.
 
     Raises:
@@ -106,7 +109,7 @@ def read_last_lines(path: str | Path) -> list[str]:
         return f.read().decode(errors="replace").splitlines()
 
 
-def finite(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """Return the value, or None if it is not finite, since JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None
 
@@ -119,7 +122,7 @@ def read_json(path: str | Path) -> Any:
             lone surrogates, or hundreds of levels.
         OSError: The file cannot be read or is not a regular file.
     """
-    return parse_json(read_regular(path, MAX_JSON_BYTES).decode("utf-8"))
+    return parse_json(read_regular_file(path, MAX_JSON_BYTES).decode("utf-8"))
 
 
 def read_json_lines(path: Path) -> list[Any]:
@@ -140,22 +143,22 @@ def parse_json(text: str) -> Any:
     try:
         value = json.loads(
             text,
-            parse_constant=reject_constant,
-            parse_int=parse_whole_number,
+            parse_constant=reject_non_finite_constant,
+            parse_int=parse_integer,
             object_pairs_hook=reject_repeated_keys,
         )
-        check_ordinary([value])
+        check_displayable_values([value])
     except RecursionError:
         raise ValueError("too many levels") from None
     return value
 
 
-def reject_constant(constant: str) -> None:
+def reject_non_finite_constant(constant: str) -> None:
     """Raise ValueError for NaN or an infinity, which Python accepts in JSON."""
     raise ValueError(f"{constant} is not a number that JSON allows")
 
 
-def parse_whole_number(digits: str) -> int:
+def parse_integer(digits: str) -> int:
     """Return the integer with these digits. Raise ValueError if they are too many."""
     if (
         len(digits) > _MAX_DIGITS
@@ -174,7 +177,7 @@ def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def check_ordinary(values: Iterable[Any]) -> None:
+def check_displayable_values(values: Iterable[Any]) -> None:
     """Raise ValueError for a value that JSON allows but that tables or pages cannot show."""
     for value in values:  # one call per list instead of one per value, since a record has hundreds
         kind = type(value)
@@ -188,7 +191,7 @@ def check_ordinary(values: Iterable[Any]) -> None:
             if not -_MAX_WHOLE <= value < _MAX_WHOLE:
                 raise ValueError("an integer is too large for 64 bits")
         elif kind is dict:
-            check_ordinary(value)  # its keys
-            check_ordinary(value.values())
+            check_displayable_values(value)  # its keys
+            check_displayable_values(value.values())
         elif kind is list:
-            check_ordinary(value)
+            check_displayable_values(value)

@@ -8,7 +8,7 @@ from typing import Literal
 Schedule = Literal["constant", "cosine", "linear"]
 
 
-def share_of_lr(
+def compute_lr_factor(
     schedule: Schedule, step: int, steps: int, warmup: int, final: float = 0.0
 ) -> float:
     """Return the factor on the learning rate in step number `step`, from 0, of `steps`.

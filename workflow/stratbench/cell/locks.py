@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 
 #: Errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -51,7 +51,7 @@ def lock_file(descriptor: int, how: int, path: Path) -> None:
             f"{path.parent}: its file system has no locks ({e.strerror}), which are needed so that no cell "
             "is trained twice at once; mount it with locks (Lustre: -o flock; NFS: version 4, or rpc.statd "
             "on client and server), or use a folder elsewhere (results in config.yaml; TMPDIR) "
-            f"{help_address('its file system has no locks')}"
+            f"{format_help_address('its file system has no locks')}"
         ) from e
 
 
@@ -67,7 +67,7 @@ def try_lock(path: Path) -> int | None:
         OSError: The file cannot be opened; NoLocks if its file system has no locks.
     """
     while True:
-        descriptor = open_lock(path)
+        descriptor = open_lock_file(path)
         try:
             lock_file(descriptor, fcntl.LOCK_EX, path)
             if os.path.samestat(os.fstat(descriptor), path.lstat()):
@@ -83,7 +83,7 @@ def try_lock(path: Path) -> int | None:
         os.close(descriptor)  # the file was deleted meanwhile, so the new file must be locked
 
 
-def open_lock(path: Path) -> int:
+def open_lock_file(path: Path) -> int:
     """Open or create a file to be locked, and return its descriptor.
 
     Every process that can read a file can lock it, so only users who may write to its folder may open it.
@@ -117,7 +117,7 @@ def open_lock(path: Path) -> int:
 
 
 @contextmanager
-def create_held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
+def create_temporary_locked_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
     """Yield a new locked folder, which is removed at the end of the block.
 
     Also remove unlocked folders with such names, which killed processes have left.

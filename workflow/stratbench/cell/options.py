@@ -170,7 +170,7 @@ def iter_limits(spec: Field) -> Iterator[str]:
 # --- attributes that a strategy or policy must declare itself -------------------------------------
 
 
-def remove_inherited_claims(cls: type, claims: tuple[str, ...]) -> None:
+def reset_inherited_attributes(cls: type, claims: tuple[str, ...]) -> None:
     """Reset the attributes `claims` that a new class inherited from a class with a `summary`.
 
     A class with a `summary` is a complete strategy or policy. It keeps the attributes that it declares

@@ -12,7 +12,7 @@ from itertools import pairwise
 POLL_S = 0.5
 
 
-def terminate_with(ancestor: int) -> None:
+def terminate_when_ancestor_ends(ancestor: int) -> None:
     """Start a thread that sends this process SIGTERM once `ancestor` has ended."""
     line = list_ancestors(ancestor)
 

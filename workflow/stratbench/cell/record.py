@@ -14,7 +14,7 @@ from stratbench.cell.extensions import load_extensions
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.settings import Settings, build_settings_schema
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 
 Record = dict[str, Any]
 SCHEMA_PATH = SCHEMAS / "record.schema.json"
@@ -120,7 +120,7 @@ def read_failure_reason(log_dir: Path) -> str | None:
     return reason if isinstance(reason, str) and reason else "failed; see its log"
 
 
-def is_record_of(path: str | Path, cell: str, settings: str) -> bool:
+def is_valid_record_of_cell(path: str | Path, cell: str, settings: str) -> bool:
     """Return whether the file is a valid record of a cell with these settings.
 
     Args:
@@ -135,7 +135,7 @@ def is_record_of(path: str | Path, cell: str, settings: str) -> bool:
     return record["cell"] == json.loads(cell) and record["settings"] == json.loads(settings)
 
 
-def describe_other_settings(record: Record, settings: Settings) -> str | None:
+def describe_settings_differences(record: Record, settings: Settings) -> str | None:
     """Return a sentence on the differences of a record's settings from the config. Return None if equal."""
     wanted = json.loads(settings.as_json())
     recorded = record["settings"]
@@ -145,7 +145,7 @@ def describe_other_settings(record: Record, settings: Settings) -> str | None:
         return None
     each = (f"{key} {recorded.get(key)} (config: {wanted.get(key)})" for key in differing)
     text = f"was trained with {', '.join(each)}; delete it to train its cell again"
-    return f"{text} {help_address('delete it to train its cell again')}"
+    return f"{text} {format_help_address('delete it to train its cell again')}"
 
 
 def get_cell(record: Record) -> Cell:

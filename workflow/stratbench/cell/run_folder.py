@@ -177,7 +177,7 @@ class RunFolder:
 
     def read_unheard(self, number: int) -> dict[str, Any] | None:
         """Return the result that `write_unheard` stored, or None if the launcher received the result."""
-        return read_json_or_none(self.path / f"unheard{number}.json")
+        return read_json_if_exists(self.path / f"unheard{number}.json")
 
     def incarnations(self) -> list[Path]:
         """Return the paths of the files on an elastic cell's members, one per launcher."""
@@ -196,7 +196,7 @@ class RunFolder:
 
     def read_endpoint(self) -> tuple[str, int] | None:
         """Return the host and port at which all nodes connect. Return None until node 0 has written them."""
-        endpoint = read_json_or_none(self._endpoint)
+        endpoint = read_json_if_exists(self._endpoint)
         return endpoint and (endpoint["host"], endpoint["port"])
 
     def wait_for_endpoint(self, limit_s: float) -> tuple[str, int]:
@@ -228,7 +228,7 @@ class RunFolder:
 
     def read_worker(self, rank: int) -> dict[str, Any] | None:
         """Return the result that a worker wrote at its end. Return None if it wrote none."""
-        return read_json_or_none(self._worker(rank))
+        return read_json_if_exists(self._worker(rank))
 
     def read_workers(self, world_size: int) -> dict[int, dict[str, Any]]:
         """Return the workers' results by rank, without workers that wrote none."""
@@ -244,7 +244,7 @@ class RunFolder:
 
     def read_server(self, server: int) -> dict[str, Any] | None:
         """Return the statistics of a parameter server. Return None if it has not reached its end."""
-        return read_json_or_none(self.server_statistics(server))
+        return read_json_if_exists(self.server_statistics(server))
 
     def read_servers(self, n_servers: int) -> list[dict[str, Any]]:
         """Return the statistics of the parameter servers that reached their end, in their order."""
@@ -294,7 +294,7 @@ class RunFolder:
 
     def _by_node(self, name: str) -> dict[str, Any]:
         paths = sorted(self.path.glob(f"{name}*.json"))
-        return {path.stem.removeprefix(name): read_json_or_none(path) for path in paths}
+        return {path.stem.removeprefix(name): read_json_if_exists(path) for path in paths}
 
     def write_standing(self, node: int, standing: dict[str, Any]) -> None:
         """Store the state of a node's workers at the cell's end, by name (`train.standing`)."""
@@ -316,11 +316,11 @@ class RunFolder:
 def read_merged_json(paths: Iterable[Path]) -> dict[str, Any]:
     """Return the merged entries of several JSON objects in files that the product wrote."""
     return {
-        name: entry for path in sorted(paths) for name, entry in read_json_or_none(path).items()
+        name: entry for path in sorted(paths) for name, entry in read_json_if_exists(path).items()
     }
 
 
-def read_json_or_none(path: Path) -> Any:
+def read_json_if_exists(path: Path) -> Any:
     """Return the value in a JSON file that the product wrote. Return None if there is no file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -12,8 +12,8 @@ from copy import copy
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
-from stratbench.cell.extensions import iter_keys
-from stratbench.cell.learning_rate import Schedule, share_of_lr
+from stratbench.cell.extensions import iter_extension_keys
+from stratbench.cell.learning_rate import Schedule, compute_lr_factor
 from stratbench.cell.options import build_field_rules, build_schema
 
 #: The value of `planned` for a setting whose every value changes memory or traffic.
@@ -239,12 +239,14 @@ class Settings:
     def workers_are_jobs(self) -> bool:
         """Whether each worker is a separate job, so that the cell has no single allocation."""
         return any(
-            keys.workers_are_jobs for name, keys in iter_keys("experiment") if name in self.more
+            keys.workers_are_jobs
+            for name, keys in iter_extension_keys("experiment")
+            if name in self.more
         )
 
     def share_of_lr(self, step: int, steps: int) -> float:
         """Return the factor on the learning rate in step number `step`, from 0, of `steps`."""
-        return share_of_lr(
+        return compute_lr_factor(
             self.schedule, step, steps, self.lr_warmup_steps, self.final_lr / self.lr
         )
 
@@ -312,7 +314,7 @@ def build_settings_schema() -> dict[str, Any]:
             "additionalProperties": False,
             "properties": build_field_rules(keys),
         }
-        for name, keys in iter_keys("experiment")
+        for name, keys in iter_extension_keys("experiment")
     }
     rules["more"] |= {"properties": more, "additionalProperties": False}
     return {"required": [name for name in rules if name != "more"], "properties": rules}
@@ -321,7 +323,7 @@ def build_settings_schema() -> dict[str, Any]:
 def build_experiment_schema() -> dict[str, Any]:
     """Return the JSON Schema of the settings that an experiment may give, with their defaults."""
     whole = build_schema(Settings, GIVEN)
-    for _, keys in iter_keys("experiment"):
+    for _, keys in iter_extension_keys("experiment"):
         each = build_schema(keys, [f.name for f in fields(keys) if f.metadata["given"]])
         whole["required"] += each["required"]
         whole["properties"] |= each["properties"]

@@ -8,7 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stratbench.command import CommandError
-from stratbench.command.in_folder import QUIET, find_profile_folder, require, run_rules
+from stratbench.command.in_folder import (
+    QUIET,
+    check_packages_installed,
+    exec_snakemake,
+    find_profile_folder,
+)
 
 #: A function that runs a subcommand with its arguments and those for Snakemake, and returns the exit code.
 Run = Callable[[argparse.Namespace, list[str]], int]
@@ -58,7 +63,7 @@ class SubcommandAdder:
         return self._parsers.choices[name]
 
 
-def add_training(add: SubcommandAdder, name: str, text: str) -> None:
+def add_training_subcommand(add: SubcommandAdder, name: str, text: str) -> None:
     """Add a subcommand that trains, which has the option `--profile`.
 
     Args:
@@ -66,22 +71,24 @@ def add_training(add: SubcommandAdder, name: str, text: str) -> None:
         name: Name of the subcommand.
         text: Help of the subcommand.
     """
-    add(name, run_training, text).add_argument(
+    add(name, run_training_rule, text).add_argument(
         "--profile",
         default="local",
         help="Snakemake profile: local (default), slurm, or a folder with a config.yaml",
     )
 
 
-def run_training(args: argparse.Namespace, others: list[str]) -> int:
+def run_training_rule(args: argparse.Namespace, others: list[str]) -> int:
     """Run the workflow's default target for `stratbench run`, else the rule with the subcommand's name."""
-    require("torch")
+    check_packages_installed("torch")
     target = [] if args.command == "run" else [args.command]
     profile = find_profile_folder(args.profile)
-    return run_rules(*target, "--profile", profile, *others, config=pairs(args))
+    return exec_snakemake(*target, "--profile", profile, *others, config=list_config_pairs(args))
 
 
-def answer_by_rule(args: argparse.Namespace, others: list[str], config: Sequence[str] = ()) -> int:
+def print_rule_answer(
+    args: argparse.Namespace, others: list[str], config: Sequence[str] = ()
+) -> int:
     """Run the rule with the subcommand's name, and print only the rule's text.
 
     Args:
@@ -90,21 +97,23 @@ def answer_by_rule(args: argparse.Namespace, others: list[str], config: Sequence
         config: Further pairs KEY=VALUE for the config.
     """
     quiet = ("--cores", "1", "--quiet", "all")
-    return run_rules(args.command, *quiet, *others, config=[*pairs(args), *config], program=QUIET)
+    return exec_snakemake(
+        args.command, *quiet, *others, config=[*list_config_pairs(args), *config], program=QUIET
+    )
 
 
-def answer_with_torch(args: argparse.Namespace, others: list[str]) -> int:
+def print_rule_answer_with_torch(args: argparse.Namespace, others: list[str]) -> int:
     """Run the rule with the subcommand's name, after a check that PyTorch is installed."""
-    require("torch")
-    return answer_by_rule(args, others)
+    check_packages_installed("torch")
+    return print_rule_answer(args, others)
 
 
-def pairs(args: argparse.Namespace) -> list[str]:
+def list_config_pairs(args: argparse.Namespace) -> list[str]:
     """Return the changes to the config that the arguments give, as KEY=VALUE."""
     return [*([f"study={args.study}"] if args.study else []), *args.config]
 
 
-def check_no_unknown(others: Sequence[str]) -> None:
+def check_no_unknown_arguments(others: Sequence[str]) -> None:
     """Raise CommandError if there are unknown arguments."""
     if others:
         raise CommandError(f"unknown arguments: {' '.join(others)}; see stratbench --help")

@@ -198,7 +198,7 @@ class GroupScatter(NamedTuple):
             return squares / self.dof.sum(-1)
 
 
-def compute_group_scatter(logs: np.ndarray) -> GroupScatter:
+def compute_group_variances(logs: np.ndarray) -> GroupScatter:
     """Return the variance of each group of repeats around its mean, shape [..., groups].
 
     It does not depend on the group that it is compared with. Effects that all groups of a repeat share (an

@@ -28,7 +28,7 @@ REGISTRY: dict[str, str] = {
 }
 
 
-def strategy_class(name: str) -> type[Strategy]:
+def get_strategy_class(name: str) -> type[Strategy]:
     """Return the class registered as `name`.
 
     Raises:
@@ -40,13 +40,13 @@ def strategy_class(name: str) -> type[Strategy]:
 
 def make_strategy(name: str, options: Mapping[str, Any]) -> Strategy:
     """Return the strategy registered as `name`, with these options."""
-    cls = strategy_class(name)
+    cls = get_strategy_class(name)
     return cls(cls.Options(**options))
 
 
 @cache
 def _option_defaults(name: str) -> dict[str, Any]:
-    return asdict(strategy_class(name).Options())
+    return asdict(get_strategy_class(name).Options())
 
 
 def get_option_defaults(name: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def resolve_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str,
         given: Options that are set; they override the defaults.
         gpus: Number of workers.
     """
-    return strategy_class(name).resolve(get_option_defaults(name) | given, gpus)
+    return get_strategy_class(name).resolve(get_option_defaults(name) | given, gpus)
 
 
 def get_traits(
@@ -80,7 +80,7 @@ def get_traits(
         options: All of its options.
         gpus: Number of workers.
         moves_by_zeros: Whether it moves the model's parameters in steps without a gradient for them
-            (`acceptance.changes_without_gradient`), which one process and DDP leave unchanged.
+            (`acceptance.updates_parameters_without_gradient`), which one process and DDP leave unchanged.
         replaced: Whether workers that end are replaced.
         adds_up: Whether the loss of a batch is the mean over its parts; if not, parts of other sizes
             train something else.

@@ -43,7 +43,7 @@ SCORES, ROUNDED_SCORES = 1e-3, 5e-2
 
 
 @contextmanager
-def refusing_changed_scores(
+def refuse_changed_scores(
     strategy: Strategy,
     network: str | models.Model,
     model: nn.Module,
@@ -100,7 +100,9 @@ def refusing_changed_scores(
         )
 
 
-def check_batch(network: str | models.Model, batchnorm: bool, samples: int, parts: int) -> None:
+def check_batchnorm_samples(
+    network: str | models.Model, batchnorm: bool, samples: int, parts: int
+) -> None:
     """Raise Refused if a worker would normalise over a single sample.
 
     Args:
@@ -109,7 +111,7 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
         samples: Samples per step of a worker.
         parts: Number of parts in which the worker computes its samples.
     """
-    if samples < compute_least_samples(batchnorm, parts):
+    if samples < compute_min_samples(batchnorm, parts):
         within = "" if parts == 1 else f" in each of {parts} parts (gradient_accumulation_steps)"
         raise Refused(
             f"{models.describe_model(network)}: it normalises over the batch (BatchNorm), but a worker's "
@@ -117,7 +119,7 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
         )
 
 
-def compute_least_samples(batchnorm: bool, parts: int) -> int:
+def compute_min_samples(batchnorm: bool, parts: int) -> int:
     """Return the smallest number of samples per step of a worker.
 
     It is two per part with BatchNorm, else one per step.
@@ -125,7 +127,7 @@ def compute_least_samples(batchnorm: bool, parts: int) -> int:
     return 2 * parts if batchnorm else 1
 
 
-def changes_without_gradient(strategy: Strategy, trial: Trial, s: Settings) -> bool:
+def updates_parameters_without_gradient(strategy: Strategy, trial: Trial, s: Settings) -> bool:
     """Return whether the strategy changes parameters in steps in which they get no gradient.
 
     Some strategies then use a gradient of zeros, which changes a parameter by momentum, weight decay or

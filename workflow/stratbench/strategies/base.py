@@ -14,11 +14,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from stratbench.cell.options import Options, remove_inherited_claims
+from stratbench.cell.options import Options, reset_inherited_attributes
 from stratbench.cell.text.words import format_names
 from stratbench.strategies.mesh import Mesh
-from stratbench.workload.network.precision import autocast, effective_dtypes, scores_for_loss
-from stratbench.workload.tasks import Classification, Task, divide_or_zero, loss_and_weight
+from stratbench.workload.network.precision import (
+    convert_scores_for_loss,
+    create_autocast_context,
+    get_effective_dtypes,
+)
+from stratbench.workload.tasks import Classification, Task, compute_loss_and_weight, divide_or_zero
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -239,7 +243,7 @@ class Strategy:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        remove_inherited_claims(cls, CLAIMS)
+        reset_inherited_attributes(cls, CLAIMS)
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -686,7 +690,7 @@ class Collective(Strategy):
         return self.local
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with autocast(self.worker.settings.precision, self.worker.device):
+        with create_autocast_context(self.worker.settings.precision, self.worker.device):
             return self.mean_loss(x, y)
 
     def mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -716,8 +720,8 @@ class Collective(Strategy):
         If the task returns a sum and a weight, each target counts as 1 here. The weight of the global batch
         is known only after the last part of the last worker; `correct_by_weight` then corrects the loss.
         """
-        outputs = scores_for_loss(outputs, self.worker.settings.precision)
-        loss, weight = loss_and_weight(self.worker.task, outputs, y)
+        outputs = convert_scores_for_loss(outputs, self.worker.settings.precision)
+        loss, weight = compute_loss_and_weight(self.worker.task, outputs, y)
         if weight is None:
             return loss
         from stratbench.telemetry.shards import get_local_shard
@@ -910,7 +914,7 @@ class Collective(Strategy):
         s, skipped = self.worker.settings, 0 if self.scaler is None else self.scaler.skipped_steps()
         return {
             "details": {"skipped_steps": skipped, "optimizer_dtype": self.optimizer_dtype()}
-            | effective_dtypes(s.precision, self.worker.device),
+            | get_effective_dtypes(s.precision, self.worker.device),
             "evaluated_on": self.evaluated_on,
             "updates_applied": self.steps - skipped,
         }
@@ -944,7 +948,7 @@ def sparse_gradient_reason(names: Sequence[str], reason: str) -> str:
     return f"the gradient of {listed} is sparse, which {reason}; build the layer with sparse=False"
 
 
-def iter_sharding_refusals(trial: Trial, as_parameters: bool = True) -> Iterator[str]:
+def iter_unshardable_model_reasons(trial: Trial, as_parameters: bool = True) -> Iterator[str]:
     """Yield reasons why a strategy that shards parameters would train a user's model wrongly.
 
     Args:

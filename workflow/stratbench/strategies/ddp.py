@@ -215,7 +215,7 @@ class DDP(base.Collective):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
-        from stratbench.workload.torch_internals import log_each_step
+        from stratbench.workload.torch_internals import log_each_ddp_step
 
         module = DistributedDataParallel(
             model,
@@ -226,7 +226,7 @@ class DDP(base.Collective):
         # On a GPU, DDP waits for CUDA events in each timed step, so its default interval is kept there.
         self._sample_every = SAMPLE_INTERVAL if worker.device.type == "cuda" else 1
         if worker.device.type != "cuda":
-            log_each_step(module)
+            log_each_ddp_step(module)
         self.compressor = self.make_comm_hook(worker.world_size)
         if self.compressor is not None:
             module.register_comm_hook(None, self.compressor.hook)

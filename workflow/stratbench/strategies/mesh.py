@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-def refuse_uneven(option: str, workers: int, gpus: int) -> None:
+def check_equal_groups(option: str, workers: int, gpus: int) -> None:
     """Raise ValueError if a cell's workers cannot form equal groups.
 
     Args:

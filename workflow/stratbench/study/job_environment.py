@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stratbench.workload.data.own_data import PLACES_VARIABLE, format_places_for_jobs
+from stratbench.workload.data.own_data import PLACES_VARIABLE, format_data_paths_for_jobs
 from stratbench.workload.users_code import CODE_VARIABLE
 
 
@@ -55,7 +55,7 @@ def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
         os.environ["STRATBENCH_SLURM_CONF"] = os.environ["SLURM_CONF"]
     folders = [str(Path(folder).expanduser().resolve()) for folder in config["code"]]
     os.environ[CODE_VARIABLE] = os.pathsep.join(folders)
-    os.environ[PLACES_VARIABLE] = format_places_for_jobs(config.get("datasets", {}))
+    os.environ[PLACES_VARIABLE] = format_data_paths_for_jobs(config.get("datasets", {}))
     data = config["data"]
     if data["root"]:
         os.environ["STRATBENCH_DATA"] = str(Path(data["root"]).expanduser().resolve())

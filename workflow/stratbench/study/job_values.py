@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import replacing
+from stratbench.cell.files import replace_file_atomically
 from stratbench.study import snakemake_internals as internals
 
 OPTION = "--values"
@@ -33,7 +33,7 @@ def save_config_for_jobs(workflow: Any) -> None:
     """
     text = json.dumps(internals.get_config(workflow), default=str)
     path = CONFIGS / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    with replacing(path) as temporary:
+    with replace_file_atomically(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     internals.set_job_config(workflow, path)
 
@@ -49,12 +49,12 @@ def has_saved_config(workflow: Any) -> bool:
 def write_values(jobs: Iterable[Any]) -> None:
     """Write the file of values of each Snakemake job whose command names such a file."""
     for job in jobs:
-        command = internals.get_command(job)
+        command = internals.get_rule_command(job)
         if OPTION in command:
             names = re.findall(r" @(\w+)", command)
             text = json.dumps({name: getattr(job.params, name) for name in names})
             # The file need not survive a crash of the machine: the jobs are then planned again.
-            with replacing(f"{job.log[0]}.json") as temporary:
+            with replace_file_atomically(f"{job.log[0]}.json") as temporary:
                 temporary.write_text(text, encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.settings import Settings
 
 #: Time limit in minutes of a job whose cell has neither a time limit nor a planned time.
@@ -97,7 +97,7 @@ def build_job_request(
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
     """Return a cell's request: an extension's if one replaces it, else the plain one."""
-    for _, make_request in iter_resolved("request"):
+    for _, make_request in iter_imported_additions("request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request
     return build_plain_request(cell, settings, cluster, time_limit_s, needs)
@@ -138,7 +138,7 @@ def build_plain_request(
         gpus=of_node if on_gpus else 0,
         cpus=worker_cpus + server_cpus,
         mem_mib=mem_mib,
-        runtime_min=runtime_min(time_limit_s, cluster, needs.longest_s),
+        runtime_min=compute_job_runtime_min(time_limit_s, cluster, needs.longest_s),
         planned_mib=planned_mib,
         server_cpus=server_cpus,
         gpu_type=cluster["gpu_type"] if on_gpus else None,
@@ -160,7 +160,7 @@ def count_workers_per_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
     return -(-cell.gpus // count_nodes(cell, cluster))
 
 
-def runtime_min(
+def compute_job_runtime_min(
     time_limit_s: float | None, cluster: Mapping[str, Any], planned_s: float | None = None
 ) -> int:
     """Return the scheduler's time limit of a cell's job, in minutes.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-def missing_compiler(cuda: bool) -> str | None:
+def missing_compiler_reason(cuda: bool) -> str | None:
     """Return why torch.compile cannot work on this machine, with the remedy. The result is None if it can.
 
     It needs a C++ compiler for a CPU, and Triton and a C compiler for a GPU.

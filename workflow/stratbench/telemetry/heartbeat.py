@@ -129,7 +129,7 @@ def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> Hear
     )
 
 
-def read_calls(path: Path) -> list[int]:
+def read_shard_group_calls(path: Path) -> list[int]:
     """Return the numbers of the shard groups that a worker has called, in order.
 
     The list has the calls of the worker's last step.

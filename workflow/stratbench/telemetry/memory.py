@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.shards import free_gathered, get_local_shard
+from stratbench.telemetry.shards import free_gathered_parameters, get_local_shard
 from stratbench.workload.torch_internals import free_cublas_workspaces
 
 METHOD_RESET = "vmhwm"
@@ -152,7 +152,7 @@ def measure_model_states(
     or not they exist now. The optimizer's bytes are those of the tensors in its state. Parameters that FSDP2
     has left gathered are freed first, since they would count in full.
     """
-    free_gathered(model)
+    free_gathered_parameters(model)
     parameters = list(model.parameters())
     state = get_optimizer_state(optimizer).values() if optimizer is not None else ()
     return {

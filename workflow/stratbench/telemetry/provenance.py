@@ -25,7 +25,9 @@ from stratbench.telemetry.shards import gather_full_tensor
 _PACKAGES = ("torch", "torchvision", "numpy", "nvidia-ml-py", "psutil")
 
 
-def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> dict[str, Any]:
+def collect_worker_provenance(
+    device: torch.device | str, nvml: Nvml | None = None
+) -> dict[str, Any]:
     """Return host, libraries, flags, environment and device of this rank, as values for JSON.
 
     Keys: `device`, `host`, `load_1m` (at the call), `software`, `flags`, `environment`, `slurm` (inside a

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stratbench.cell.files import replacing
+from stratbench.cell.files import replace_file_atomically
 from stratbench.cell.run_folder import parse_rank
 
 # Columns of a sample file. `kind` is host, process or gpu. `id` is the node's name, the label that the
@@ -149,7 +149,7 @@ def merge_timeline(
         (row for path in sample_csvs for row in read_samples(path)), key=lambda row: row["t_s"]
     )
     with (
-        replacing(out) as unfinished,
+        replace_file_atomically(out) as unfinished,
         unfinished.open("x", newline="", encoding="utf-8") as file,
     ):
         writer = csv.DictWriter(file, (*SAMPLE_COLUMNS, "phase"), extrasaction="ignore", restval="")
@@ -212,8 +212,8 @@ class _EnergySeries:
         self.power: list[tuple[float, float]] = []
 
     def joules(self, t0_s: float, t1_s: float) -> float | None:
-        counted = _energy_by_counter(self.counter, t0_s, t1_s)
-        return _energy_by_power(self.power, t0_s, t1_s) if counted is None else counted
+        counted = _compute_energy_by_counter(self.counter, t0_s, t1_s)
+        return _compute_energy_by_power(self.power, t0_s, t1_s) if counted is None else counted
 
 
 def _read_energy_series(
@@ -251,7 +251,9 @@ def _find_phase(intervals: list[PhaseInterval], t_s: float) -> str:
     return ""
 
 
-def _energy_by_counter(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
+def _compute_energy_by_counter(
+    series: list[tuple[float, float]], t0_s: float, t1_s: float
+) -> float | None:
     values = [value for _, value in series]
     if values != sorted(values):  # the driver was reloaded in between
         return None
@@ -259,7 +261,9 @@ def _energy_by_counter(series: list[tuple[float, float]], t0_s: float, t1_s: flo
     return None if at_start is None or at_end is None else at_end - at_start
 
 
-def _energy_by_power(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
+def _compute_energy_by_power(
+    series: list[tuple[float, float]], t0_s: float, t1_s: float
+) -> float | None:
     at_start, at_end = _interpolate(series, t0_s), _interpolate(series, t1_s)
     if at_start is None or at_end is None:
         return None

@@ -27,11 +27,11 @@ from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import gpu_locks, standing
-from stratbench.train.forkserver import Process, fork_server, shares_gpus
+from stratbench.train.forkserver import Process, is_shared_with_same_gpus, run_fork_server
 from stratbench.train.job import Job
-from stratbench.train.locks import scratch
+from stratbench.train.locks import create_scratch_folder
 from stratbench.train.nodes.interface import set_gloo_interface
-from stratbench.train.nodes.paused import keep_pauses
+from stratbench.train.nodes.paused import write_worker_pauses
 
 #: Seconds that the other workers have to report after a worker has failed, before they are killed.
 GRACE_S = 3.0
@@ -102,8 +102,8 @@ class NodeProcesses:
         return any(code != 0 and not self.tolerates(name) for name, code in ended.items())
 
     def hangs(self, awake_since_s: float) -> bool:
-        """Return whether no worker has made progress for a long time (`standing.hung_for_good`)."""
-        return standing.hung_for_good(self.job, self.workers, awake_since_s)
+        """Return whether no worker has made progress for a long time (`standing.are_all_workers_hung`)."""
+        return standing.are_all_workers_hung(self.job, self.workers, awake_since_s)
 
     def abandoned(self) -> set[str]:
         """Return the names of processes that the others count as lost.
@@ -114,18 +114,18 @@ class NodeProcesses:
 
 
 @contextmanager
-def processes_of(job: Job, node: int) -> Iterator[NodeProcesses]:
+def iter_worker_groups(job: Job, node: int) -> Iterator[NodeProcesses]:
     """Yield the workers of a node, before they are started."""
-    with forking(job) as path:
-        yield NodeProcesses(job, workers_of(job, node, path))
+    with start_fork_server(job) as path:
+        yield NodeProcesses(job, create_workers(job, node, path))
 
 
-def forking(job: Job) -> AbstractContextManager[Path]:
+def start_fork_server(job: Job) -> AbstractContextManager[Path]:
     """Return the context of the fork server for a cell's processes, which yields its address."""
-    return fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus())
+    return run_fork_server(may_share=job.in_block or not job.use_cuda or is_shared_with_same_gpus())
 
 
-def workers_of(job: Job, node: int, fork_server: Path) -> list[Process]:
+def create_workers(job: Job, node: int, fork_server: Path) -> list[Process]:
     """Create the workers of a node, without starting them."""
     text = job.to_json()
     return [
@@ -142,13 +142,13 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
     Args:
         job: Job of the cell.
         node: Number of the node.
-        making: Context manager that creates the processes, as `processes_of` does: "module:function".
+        making: Context manager that creates the processes, as `iter_worker_groups` does: "module:function".
     """
     set_environment(job, job.n_nodes == 1)
     with import_attribute(making)(job, node) as group:
         processes = group.processes
-        gpus = gpus_of(job, node)
-        job.folder.write_places(node, places_of([p.name for p in processes], gpus))
+        gpus = assign_gpus(job, node)
+        job.folder.write_places(node, locate_processes([p.name for p in processes], gpus))
         sampler = Sampler(
             job.folder.samples(node),
             job.folder.pids(node),
@@ -163,19 +163,19 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
             for p in processes:
                 p.start()
                 sampler.watch(p.name, p.pid, below=p.starts_others)
-            exits = supervise(group, watch)
+            exits = wait_for_exits(group, watch)
             failed = exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes)
             if failed:
                 watch.look()
                 late, since_s = exits.timed_out, watch.awake_since_s
-                standing.note_standing(job, node, processes, late, since_s)
+                standing.write_worker_states(job, node, processes, late, since_s)
             failed_names = (p.name for p in exits.processes if p.exit_code != 0)
             return replace(exits, tolerated=frozenset(filter(group.tolerates, failed_names)))
         finally:
-            end_all(processes)
+            kill_processes(processes)
             sampler.stop()
             watch.stop()
-            keep_pauses(job, node, watch)
+            write_worker_pauses(job, node, watch)
 
 
 def set_environment(job: Job, on_one_host: bool) -> None:
@@ -196,12 +196,12 @@ def set_environment(job: Job, on_one_host: bool) -> None:
     # GPUs are numbered as by NVML, which follows the PCI bus. CUDA's default order follows speed.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
-        gpu_locks.show_only(
+        gpu_locks.set_visible_gpus(
             []
         )  # with visible GPUs, init_device_mesh would create a second process group
 
 
-def gpus_of(job: Job, node: int) -> dict[str, str]:
+def assign_gpus(job: Job, node: int) -> dict[str, str]:
     """Return the GPU of each worker on this node, by the worker's name.
 
     The GPUs are named as in CUDA_VISIBLE_DEVICES.
@@ -209,10 +209,10 @@ def gpus_of(job: Job, node: int) -> dict[str, str]:
     if not job.use_cuda:
         return {}
     names = map(format_worker_name, job.ranks_of(node))
-    return dict(zip(names, gpu_locks.visible_gpus(), strict=False))
+    return dict(zip(names, gpu_locks.list_visible_gpus(), strict=False))
 
 
-def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any]]:
+def locate_processes(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Return host and GPU of each process, by its name."""
     host = {"host": socket.gethostname()}
     nvml = Nvml() if gpus else None
@@ -222,7 +222,7 @@ def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any
     }
 
 
-def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
+def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
     """Wait for the end of all processes, and return their exits.
 
     The wait also ends at the time limit. Running processes that can no longer succeed get GRACE_S seconds to
@@ -238,14 +238,16 @@ def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
     next_look = time.monotonic() + LOOK_S
     while len(ended) < len(processes):
         now = time.monotonic()
-        if (deadline_s := extended_deadline_s(job, watch)) is not None and now >= deadline_s:
-            return Exits(_exits(processes, ended), timed_out=True)
+        if (
+            deadline_s := compute_extended_deadline_s(job, watch)
+        ) is not None and now >= deadline_s:
+            return Exits(_list_exits(processes, ended), timed_out=True)
         if grace_ends is not None and now >= grace_ends:
             break
         if now >= next_look:
             watch.look()
             if group.hangs(watch.awake_since_s):
-                return Exits(_exits(processes, ended), timed_out=False, hung=True)
+                return Exits(_list_exits(processes, ended), timed_out=False, hung=True)
             next_look = now + LOOK_S
         until = min(
             t for t in (deadline_s, grace_ends, now + (group.poll_s or LOOK_S)) if t is not None
@@ -261,10 +263,10 @@ def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
                 p.kill()
         if grace_ends is None and group.stuck(ended):
             grace_ends = time.monotonic() + GRACE_S
-    return Exits(_exits(processes, ended), timed_out=False)
+    return Exits(_list_exits(processes, ended), timed_out=False)
 
 
-def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
+def compute_extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
     """Return the time limit on this node's monotonic clock, extended by pauses.
 
     The result is None if there is no limit.
@@ -276,11 +278,11 @@ def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
     return job.deadline_s + watch.stopped_s
 
 
-def _exits(processes: Sequence[Process], ended: dict[str, int]) -> list[ProcessExit]:
+def _list_exits(processes: Sequence[Process], ended: dict[str, int]) -> list[ProcessExit]:
     return [ProcessExit(p.name, ended.get(p.name)) for p in processes]
 
 
-def end_all(processes: Sequence[Process]) -> None:
+def kill_processes(processes: Sequence[Process]) -> None:
     """Kill all running processes, which have nothing to save."""
     for p in processes:
         if p.pid is not None and p.is_alive():
@@ -290,7 +292,7 @@ def end_all(processes: Sequence[Process]) -> None:
             p.join(timeout=5)
 
 
-def on_signals(action: Callable[[int], None]) -> None:
+def handle_stop_signals(action: Callable[[int], None]) -> None:
     """Call a function with the signal number on SIGINT, SIGTERM and, without `nohup`, SIGHUP."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
@@ -299,7 +301,7 @@ def on_signals(action: Callable[[int], None]) -> None:
 
 def raise_stopped(signum: int) -> None:
     """Raise Stopped for the first signal. Later signals must not interrupt the clean-up."""
-    on_signals(lambda _: None)
+    handle_stop_signals(lambda _: None)
     raise Stopped(signum)
 
 
@@ -311,10 +313,10 @@ def main() -> None:
     parser.add_argument("processes", help="what makes the node's processes, as module:function")
     args = parser.parse_args()
     job = Job.from_json(args.job.read_text(encoding="utf-8"))
-    on_signals(raise_stopped)
+    handle_stop_signals(raise_stopped)
     node = int(os.environ["SLURM_NODEID"])
     try:
-        with scratch() as local:
+        with create_scratch_folder() as local:
             exits = run_node(job.on_another_node(args.spent_s, local), node, args.processes)
     except Stopped as stopped:
         sys.exit(128 + stopped.signum)

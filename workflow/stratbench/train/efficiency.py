@@ -19,7 +19,7 @@ _RATES = ("sent_bytes_per_step", "received_bytes_per_step")
 _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_steps")
 
 
-def compute_figures(
+def compute_flops_and_mfu(
     job: Job, workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
     """Return the total operations per second, and their share of the devices' peak (MFU).
@@ -43,14 +43,14 @@ def compute_figures(
         return figures
     done = figures["training_flops_per_sample"] * samples
     figures["achieved_flops_per_s"] = done / train_time_s
-    peak = peak_flops_per_s(job, workers) if is_gang else None
+    peak = sum_peak_flops_per_s(job, workers) if is_gang else None
     if peak is not None:
         figures["peak_flops_per_s"] = peak
         figures["mfu"] = figures["achieved_flops_per_s"] / peak
     return figures
 
 
-def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
+def sum_peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
     """Return the sum of the GPUs' datasheet peaks in the cell's precision.
 
     The result is None if one of them is not known.
@@ -62,7 +62,7 @@ def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
     return None if None in tflops else 1e12 * sum(tflops)
 
 
-def communication_figures(
+def build_communication_entry(
     workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
     """Return a worker's mean bytes sent and received per step, with rates and times.
@@ -92,7 +92,7 @@ def communication_figures(
     return figures
 
 
-def mean_phases_ms(
+def compute_mean_phases_ms(
     workers: list[dict[str, Any]], communication: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """Return the mean time of each phase of a step over all workers, in ms.
@@ -124,7 +124,7 @@ def mean_phases_ms(
     return phases or None
 
 
-def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
+def compute_bubble_shares(workers: list[dict[str, Any]]) -> dict[str, float]:
     """Return the share of a step that workers waited for other pipeline stages.
 
     The dict is empty unless every worker has such a time.
@@ -135,7 +135,7 @@ def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
     return {"bubble_share": sum(waits) / sum(sum(w["breakdown_ms"].values()) for w in workers)}
 
 
-def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
+def read_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
     """Read the training intervals of each GPU.
 
     The result is None if they are not known for all GPUs.
@@ -154,7 +154,7 @@ def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Inte
     return intervals
 
 
-def energy_figures(
+def build_energy_entry(
     job: Job, run: dict[str, Any], intervals: Intervals | None
 ) -> dict[str, float] | None:
     """Return the energy of the cell's GPUs during training steps in joules.

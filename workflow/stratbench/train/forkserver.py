@@ -41,7 +41,7 @@ from typing import Any
 
 from stratbench.telemetry.heartbeat import STACK_SIGNAL
 from stratbench.train.gpu_locks import VARIABLE as VISIBLE_GPUS
-from stratbench.train.locks import scratch
+from stratbench.train.locks import create_scratch_folder
 
 #: Environment variable with the folder of the server that the cells of this run share.
 FOLDER_VARIABLE = "STRATBENCH_FORK_SERVER"
@@ -60,7 +60,7 @@ class ForkServer:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = address(folder)
+        self.path = build_socket_path(folder)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(os.fspath(self.path))
             listener.listen(128)
@@ -86,7 +86,9 @@ class ForkServer:
 
 
 class Process:
-    """A process that a fork server forks. It calls the function of `entry` (`function_of`) with `args`.
+    """A process that a fork server forks, and that calls a function with `args`.
+
+    The function is that of `entry` (`find_entry_function`).
 
     It has the environment and the working directory of its launcher. Its attributes are those of
     `multiprocessing.Process`.
@@ -111,10 +113,10 @@ class Process:
         """
         request = self._request | {"env": dict(os.environ), "cwd": os.getcwd()}
         self.sentinel.connect(os.fspath(self._server))
-        greeting = _receive(self.sentinel)
+        greeting = _receive_answer(self.sentinel)
         if greeting is not None:
             self.sentinel.sendall(json.dumps(request).encode() + b"\n")
-            self.pid = _receive(self.sentinel)
+            self.pid = _receive_answer(self.sentinel)
         if self.pid is not None and self.pid < 0:
             code, self.pid = -self.pid, None
             raise OSError(code, f"{self.name} cannot be forked: {os.strerror(code)}")
@@ -127,7 +129,7 @@ class Process:
         The code is negative if a signal has killed the process.
         """
         if self.exitcode is None and wait([self.sentinel], timeout):
-            code = _receive(self.sentinel)
+            code = _receive_answer(self.sentinel)
             self.exitcode = -signal.SIGKILL if code is None else code  # None: the server was killed
             self.sentinel.close()
 
@@ -142,17 +144,17 @@ class Process:
 
 
 @contextmanager
-def fork_server(may_share: bool) -> Iterator[Path]:
+def run_fork_server(may_share: bool) -> Iterator[Path]:
     """Yield the address of the shared fork server, or of a new one.
 
     A new server ends with this context.
     """
-    shared = _shared() if may_share else None
+    shared = _find_shared_address() if may_share else None
     if shared is not None:
         print("PyTorch is imported already: this run's cells share a fork server", flush=True)
         yield shared
         return
-    with scratch() as folder:
+    with create_scratch_folder() as folder:
         server = ForkServer(folder)
         try:
             yield server.path
@@ -161,9 +163,9 @@ def fork_server(may_share: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def shared_server() -> Iterator[None]:
+def run_shared_fork_server() -> Iterator[None]:
     """Start a fork server that all launchers share which this process starts within the context."""
-    with scratch() as folder:
+    with create_scratch_folder() as folder:
         server = ForkServer(folder)
         os.environ[FOLDER_VARIABLE] = str(folder)
         os.environ[GPUS_VARIABLE] = os.environ.get(VISIBLE_GPUS, "")
@@ -175,28 +177,28 @@ def shared_server() -> Iterator[None]:
             server.stop()
 
 
-def shares_gpus() -> bool:
+def is_shared_with_same_gpus() -> bool:
     """Return whether the shared server was started with the GPUs that this process has chosen."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return chosen != "" and chosen == os.environ.get(GPUS_VARIABLE)
 
 
-def share_until_exit() -> None:
+def share_fork_server_until_exit() -> None:
     """Start a shared fork server until this process ends. If that fails, each cell starts its own."""
     stack = contextlib.ExitStack()
     try:
-        stack.enter_context(shared_server())
+        stack.enter_context(run_shared_fork_server())
     except OSError as e:
         print(f"no fork server, so that each cell imports PyTorch itself: {e}", file=sys.stderr)
     atexit.register(stack.close)
 
 
-def address(folder: str | Path) -> Path:
+def build_socket_path(folder: str | Path) -> Path:
     """Return the path of the server's socket. Each Python environment has a path of its own."""
     return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}"
 
 
-def _shared() -> Path | None:
+def _find_shared_address() -> Path | None:
     """Return the address of the shared server that has imported PyTorch.
 
     The result is None if there is no such server.
@@ -204,16 +206,16 @@ def _shared() -> Path | None:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         return None
-    path = address(folder)
+    path = build_socket_path(folder)
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(os.fspath(path))
         except OSError:
             return None
-        return path if _receive(probe) is not None else None
+        return path if _receive_answer(probe) is not None else None
 
 
-def _receive(connection: socket.socket) -> int | None:
+def _receive_answer(connection: socket.socket) -> int | None:
     """Return the next answer of the server, or None if the server has ended."""
     try:
         answer = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
@@ -271,7 +273,7 @@ class _Server:
             time.sleep(_ACCEPT_AGAIN_S)
             return
         if not self._entries:
-            self._entries = entries()
+            self._entries = import_entry_functions()
         connection.settimeout(_REQUEST_TIMEOUT_S)
         self._answer(connection, 0)
         self._selector.register(connection, selectors.EVENT_READ, self._request)
@@ -342,7 +344,7 @@ class _Server:
             os.environ.update(request["env"])
             os.chdir(request["cwd"])
             threading.Thread(target=self._die_with_server, daemon=True).start()
-            function_of(request["entry"], self._entries)(*request["args"])
+            find_entry_function(request["entry"], self._entries)(*request["args"])
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -353,7 +355,7 @@ class _Server:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def entries() -> dict[str, Callable[..., Any]]:
+def import_entry_functions() -> dict[str, Callable[..., Any]]:
     """Import PyTorch, and return the functions that a forked process can run, by name."""
     import stratbench.workload.with_torch  # noqa: F401
     from stratbench.train import worker
@@ -362,7 +364,7 @@ def entries() -> dict[str, Callable[..., Any]]:
     return {"worker": worker.main}
 
 
-def function_of(entry: str, listed: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def find_entry_function(entry: str, listed: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return the function of an entry, which is a name in `listed`, or `module:name`."""
     module, _, name = entry.partition(":")
     return listed[entry] if entry in listed else getattr(import_module(module), name)

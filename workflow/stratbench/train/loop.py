@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stratbench.cell.files import finite
+from stratbench.cell.files import finite_or_none
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import compiled
 from stratbench.strategies.base import Strategy, Worker
@@ -112,36 +112,36 @@ def train(
         ):  # read before an evaluation, whose batches may need more memory than training
             used = memory.read()
         steps += len(losses)
-        loss = mean_over_workers(torch.stack(losses).double().mean(), worker)
+        loss = average_over_replicas(torch.stack(losses).double().mean(), worker)
         mean_losses = {"training": loss}
         if s.steps:
-            report_steps(steps, in_all, clock, worker)
+            print_step_progress(steps, in_all, clock, worker)
         else:
             with phases("eval"):
-                evaluation = evaluate(
+                evaluation = evaluate_test_set(
                     strategy, data, worker.task, worker.rank, worker.mesh, worker.heartbeat
                 )
-            entry = epoch_entry(epoch, clock.train_time_s, loss, evaluation)
+            entry = build_epoch_entry(epoch, clock.train_time_s, loss, evaluation)
             strategy.check_alike()
             progress.add(entry)
-            report_epoch(entry, clock, worker, samples=len(losses) * s.global_batch)
+            print_epoch_results(entry, clock, worker, samples=len(losses) * s.global_batch)
             mean_losses["test"] = evaluation.loss
         where = f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
-        if reason := why_diverged(mean_losses, where):
+        if reason := divergence_reason(mean_losses, where):
             break
-        if steps < in_all and next_stop(besides) == steps:
-            tell(besides, steps, [])
+        if steps < in_all and find_next_stop(besides) == steps:
+            call_due_activities(besides, steps, [])
     status, samples = "diverged" if reason else "ok", steps * strategy.samples_per_step(s)
     return Result(status, reason, clock, progress, steps, samples, used)
 
 
-def next_stop(besides: Sequence[Beside]) -> int | None:
+def find_next_stop(besides: Sequence[Beside]) -> int | None:
     """Return the step after which the clock must stop next for an activity, or None."""
     stops = [beside.next_stop() for beside in besides]
     return min((stop for stop in stops if stop is not None), default=None)
 
 
-def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> None:
+def call_due_activities(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> None:
     """Call the activities that are due after a step, while the clock is stopped.
 
     Args:
@@ -154,7 +154,7 @@ def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> No
             beside.between(step, losses)
 
 
-def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
+def divergence_reason(mean_losses: dict[str, float], where: str) -> str | None:
     """Return a sentence on the first loss that is not finite, or None.
 
     Args:
@@ -167,7 +167,7 @@ def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
     return None
 
 
-def epoch_entry(
+def build_epoch_entry(
     epoch: int, train_time_s: float, train_loss: float | None, evaluation: Evaluated
 ) -> dict[str, Any]:
     """Return one element of `score.per_epoch` in the record.
@@ -181,10 +181,10 @@ def epoch_entry(
     return {
         "epoch": epoch + 1,
         "train_time_s": train_time_s,
-        "train_loss": finite(train_loss),
-        "test_loss": finite(evaluation.loss),
-        "score": finite(evaluation.score),
-        "score_error": finite(evaluation.error),
+        "train_loss": finite_or_none(train_loss),
+        "test_loss": finite_or_none(evaluation.loss),
+        "score": finite_or_none(evaluation.score),
+        "score_error": finite_or_none(evaluation.error),
         **({"answers_left_out": evaluation.left_out} if evaluation.left_out else {}),
     }
 
@@ -212,7 +212,7 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     for _ in range(max(s.warmup_steps, 3) if s.compile else s.warmup_steps):
         strategy.step(*batch())
     if s.compile:
-        compiled.check_gradients(strategy, worker, *batch())
+        compiled.check_compiled_gradients(strategy, worker, *batch())
     with strategy.evaluating() as model, torch.no_grad():
         model(data.test_batch(0, choose_eval_batch(data.meta["shape"]))[0])
     if worker.watch is not None:
@@ -220,10 +220,10 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     strategy.restore(saved)
     generators.put_back(worker.device)
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        let_go_of_collectives(worker.device)
+        free_warm_up_collectives(worker.device)
 
 
-def let_go_of_collectives(device: torch.device) -> None:
+def free_warm_up_collectives(device: torch.device) -> None:
     """Free the tensors of the warm-up's collectives before memory is measured.
 
     DDP's first buckets are such tensors. PyTorch keeps the tensors of a collective until its watchdog has
@@ -264,26 +264,28 @@ def train_epoch(
     """
     s = worker.settings
     order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
-    settle_garbage()
+    collect_and_freeze_garbage()
     batches = islice(strategy.batches(order, epoch), len(taken), max_steps)
     losses, per_epoch = list(taken), data.train_samples // s.global_batch
     last = per_epoch if max_steps is None else min(per_epoch, max_steps)
     while True:
-        stop = next_stop(besides)
+        stop = find_next_stop(besides)
         until = last if stop is None else min(stop - epoch * per_epoch, last)
         stretch = islice(batches, until - len(losses))
         log.write("train", "start")
-        line_up(
+        wait_for_all_workers(
             worker
         )  # the clock starts at once after it: a delay here would count for all workers
-        losses += timed_steps(strategy, data, clock, stretch, augmentation, goes_on=bool(losses))
+        losses += run_timed_steps(
+            strategy, data, clock, stretch, augmentation, goes_on=bool(losses)
+        )
         log.write("train", "end")
         if until == last:
             return losses
-        tell(besides, stop, losses)
+        call_due_activities(besides, stop, losses)
 
 
-def timed_steps(
+def run_timed_steps(
     strategy: Strategy,
     data: DeviceData,
     clock: StepClock,
@@ -303,7 +305,7 @@ def timed_steps(
     """
     losses = []
     clock.begin(goes_on)
-    for indices, following in with_next(batches):
+    for indices, following in pair_with_next_batch(batches):
         x, y = data.batch(indices, augmentation)
         if following is not None:
             data.prefetch(following, augmentation)
@@ -314,7 +316,7 @@ def timed_steps(
     return losses
 
 
-def with_next(
+def pair_with_next_batch(
     batches: Iterable[torch.Tensor],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Yield each batch together with the next batch, which is None for the last one."""
@@ -326,7 +328,7 @@ def with_next(
         now = following
 
 
-def line_up(worker: Worker) -> None:
+def wait_for_all_workers(worker: Worker) -> None:
     """Wait until all workers of a collective have called this function.
 
     The wait also lasts until their devices are idle.
@@ -336,7 +338,7 @@ def line_up(worker: Worker) -> None:
         dist.barrier(device_ids=[worker.device.index] if on_cuda else None)
 
 
-def settle_garbage() -> None:
+def collect_and_freeze_garbage() -> None:
     """Collect Python's garbage now, and exclude all present objects from later collections.
 
     Otherwise a full collection, which takes a tenth of a second with PyTorch loaded, could run within the
@@ -346,7 +348,7 @@ def settle_garbage() -> None:
     gc.freeze()
 
 
-def evaluate(
+def evaluate_test_set(
     strategy: Strategy,
     data: DeviceData,
     task: Task,
@@ -386,7 +388,7 @@ def evaluate(
     return compute_evaluation(sums.tolist())
 
 
-def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
+def average_over_replicas(value: torch.Tensor, worker: Worker) -> float:
     """Return the mean of a scalar over the replicas of the model.
 
     One worker of each replica has the value. The function waits for the device, so call it between epochs
@@ -399,7 +401,7 @@ def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
     return float(value) / worker.mesh.replicas
 
 
-def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> None:
+def print_step_progress(done: int, in_all: int, clock: StepClock, worker: Worker) -> None:
     """Print the progress of a cell without evaluation, on rank 0.
 
     Args:
@@ -413,7 +415,9 @@ def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> No
         print(f"step {done}/{in_all}: {rate:,.0f} samples/s, no evaluation", flush=True)
 
 
-def report_epoch(entry: dict[str, Any], clock: StepClock, worker: Worker, samples: int) -> None:
+def print_epoch_results(
+    entry: dict[str, Any], clock: StepClock, worker: Worker, samples: int
+) -> None:
     """Print the results of an epoch and the remaining time, on rank 0.
 
     Args:

@@ -13,7 +13,7 @@ SIGNS = (
 _IN_LOGS = ("MemoryError", "Unable to allocate")
 
 
-def line_out_of_memory(lines: list[str]) -> str | None:
+def find_out_of_memory_line(lines: list[str]) -> str | None:
     """Return the last line of a log on a lack of memory.
 
     Return None without one.
@@ -22,7 +22,7 @@ def line_out_of_memory(lines: list[str]) -> str | None:
     return next(matching, None)
 
 
-def is_out_of_memory(e: BaseException) -> bool:
+def is_out_of_memory_error(e: BaseException) -> bool:
     """Return whether an exception means that the device or the host had no memory left."""
     import torch
 
@@ -35,10 +35,10 @@ def is_out_of_memory(e: BaseException) -> bool:
     if any(sign in str(e) for sign in SIGNS):
         return True
     # cuDNN tries one engine after another, also where none got its workspace (pytorch#108645).
-    return "was unable to find an engine to execute" in str(e) and _gpu_is_full()
+    return "was unable to find an engine to execute" in str(e) and _is_gpu_full()
 
 
-def _gpu_is_full() -> bool:
+def _is_gpu_full() -> bool:
     """Return whether PyTorch's allocator failed, or has less than a tenth of the GPU left."""
     import torch
 

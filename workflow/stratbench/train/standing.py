@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import format_worker_name, parse_rank
-from stratbench.cell.text.help_page import help_address
-from stratbench.telemetry.heartbeat import STACK_SIGNAL, read_calls, read_heartbeat
+from stratbench.cell.text.help_page import format_help_address
+from stratbench.telemetry.heartbeat import STACK_SIGNAL, read_heartbeat, read_shard_group_calls
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
@@ -61,7 +61,7 @@ class Standing:
         return f"{self.steps} steps, in phase {self.phase}{call}"
 
 
-def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
+def are_all_workers_hung(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
     """Return whether all running workers of this node hang for good.
 
     Such workers have trained, and then made no progress for HUNG_S. Workers that have not taken a step do not
@@ -85,7 +85,7 @@ def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) ->
     )
 
 
-def note_standing(
+def write_worker_states(
     job: Job, node: int, processes: Sequence[Process], at_limit: bool, awake_since_s: float
 ) -> None:
     """Write the last state of this node's workers to a file of the run folder.
@@ -106,23 +106,23 @@ def note_standing(
         reading = read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
         standings[name] = {
             "steps": reading.steps if reading else 0,
-            "phase": phase_of(job, rank),
+            "phase": read_current_phase(job, rank),
             "exit_code": by_name[name].exitcode,
             "quiet_s": reading and reading.quiet_s,
             "longest_step_s": reading and reading.longest_step_s,
             "hangs": reading is not None and reading.hangs,
-            "groups": read_calls(job.folder.heartbeat(rank)),
+            "groups": read_shard_group_calls(job.folder.heartbeat(rank)),
         }
     running = [p for p in processes if p.exitcode is None]
     stepless = at_limit and not any(entry["steps"] for entry in standings.values())
     if stepless or all(standings[p.name]["hangs"] for p in running if p.name in standings):
-        ask_for_stacks(job, running)
+        request_stacks(job, running)
         for name, entry in standings.items():
-            entry["call"] = innermost_call(job.folder.stack(name))
+            entry["call"] = read_innermost_call(job.folder.stack(name))
     job.folder.write_standing(node, standings)
 
 
-def phase_of(job: Job, rank: int) -> str:
+def read_current_phase(job: Job, rank: int) -> str:
     """Return a worker's present phase from its log, or `start` before its first phase."""
     phases = read_phases([job.folder.phases(rank)])
     open_ones = [p.phase for p in phases if math.isinf(p.end_s)]
@@ -132,7 +132,7 @@ def phase_of(job: Job, rank: int) -> str:
     return f"after {last.phase}" if last else "start"
 
 
-def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
+def request_stacks(job: Job, running: Sequence[Process]) -> None:
     """Let processes write their stacks, and wait until they have, for at most STACKS_S."""
     answering = [p for p in running if p.pid is not None and job.folder.stack(p.name).exists()]
     for process in answering:
@@ -149,7 +149,7 @@ def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
         time.sleep(STACK_POLL_S)
 
 
-def calls_in(path: Path) -> list[str]:
+def read_stack_calls(path: Path) -> list[str]:
     """Return the calls in a process's stack file, innermost first.
 
     The list is empty without a file. The calls are those of the main thread, which `faulthandler` writes
@@ -174,39 +174,42 @@ def calls_in(path: Path) -> list[str]:
     return next((calls for calls in others if calls and "/autograd/" in calls[-1]), []) + main
 
 
-def innermost_call(path: Path) -> str | None:
+def read_innermost_call(path: Path) -> str | None:
     """Return a stack file's innermost call as `function (file.py:12)`, or None without a stack."""
-    calls = calls_in(path)
+    calls = read_stack_calls(path)
     if not calls:
         return None
     match = _CALL.match(calls[0])
     return f"{match['function']} ({os.path.basename(match['path'])}:{match['line']})"
 
 
-def why_no_timeout(job: Job) -> str | None:
+def failed_at_limit_reason(job: Job) -> str | None:
     """Return the reason that a cell at its time limit counts as failed.
 
     The result is None if the cell was only slow. The cell counts as failed if no worker had taken a step, or
-    if it hung (`why_hung`).
+    if it hung (`hang_reason`).
     """
-    standings = standings_of(job)
+    standings = read_worker_states(job)
     results = job.folder.read_workers(job.world_size)
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     ranks = range(job.world_size)
     if not any(_has_stepped(job, rank, standings.get(rank), results.get(rank)) for rank in ranks):
-        known = {rank: standings.get(rank) or Standing(0, phase_of(job, rank)) for rank in ranks}
-        return f"no step within {limit}; {_ranks_text(known)} {help_address('no step within')}"
-    return why_hung(standings) if len(standings) == job.world_size else None
+        known = {
+            rank: standings.get(rank) or Standing(0, read_current_phase(job, rank))
+            for rank in ranks
+        }
+        return f"no step within {limit}; {_format_rank_states(known)} {format_help_address('no step within')}"
+    return hang_reason(standings) if len(standings) == job.world_size else None
 
 
-def standings_of(job: Job) -> dict[int, Standing]:
+def read_worker_states(job: Job) -> dict[int, Standing]:
     """Return the last state of each worker by rank. Workers whose agent has written none are absent."""
     return {
         parse_rank(name): Standing(**entry) for name, entry in job.folder.read_standing().items()
     }
 
 
-def unlike_step(standings: Mapping[int, Standing]) -> int | None:
+def find_first_unequal_step(standings: Mapping[int, Standing]) -> int | None:
     """Return the step, from 1, in which two workers called different shard groups, or None.
 
     It is no difference if one worker has only called fewer groups, because it may be slower.
@@ -219,7 +222,7 @@ def unlike_step(standings: Mapping[int, Standing]) -> int | None:
     return None
 
 
-def why_hung(standings: Mapping[int, Standing]) -> str | None:
+def hang_reason(standings: Mapping[int, Standing]) -> str | None:
     """Return a sentence with each rank's last state if all running workers hang, or None."""
     running = {rank: standing for rank, standing in standings.items() if standing.exit_code is None}
     if not running or not all(standing.hangs for standing in running.values()):
@@ -228,7 +231,7 @@ def why_hung(standings: Mapping[int, Standing]) -> str | None:
     longest_s = max(s.longest_step_s for s in running.values())
     return (
         f"it hangs: no worker got on for {quiet_s:.1f} s, and no step before had taken longer than "
-        f"{longest_s:.3g} s; {_ranks_text(running)} {help_address('no worker got on')}"
+        f"{longest_s:.3g} s; {_format_rank_states(running)} {format_help_address('no worker got on')}"
     )
 
 
@@ -246,7 +249,7 @@ def _has_stepped(
     return any(p.phase == "train" for p in read_phases([job.folder.phases(rank)]))
 
 
-def _ranks_text(standings: Mapping[int, Standing]) -> str:
+def _format_rank_states(standings: Mapping[int, Standing]) -> str:
     """Return the states of all ranks as text.
 
     The ranks with the fewest steps come first, because others wait for them.

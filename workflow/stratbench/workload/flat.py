@@ -9,7 +9,7 @@ import torch
 ALIGN_BYTES = 64
 
 
-def offsets_of(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
+def compute_flat_offsets(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
     """Return each tensor's start in the flat tensor, and the flat tensor's length, in elements."""
     starts, end = [], 0
     for tensor in tensors:
@@ -19,7 +19,7 @@ def offsets_of(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
     return starts, end
 
 
-def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+def get_flat_view(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     """Return the view of `flat` at `start` with the shape and strides of `like`.
 
     Args:
@@ -38,7 +38,7 @@ def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     return torch.as_strided(flat, like.shape, like.stride(), start)
 
 
-def copied_into(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+def copy_into_flat(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     """Copy `data` to `flat` at `start`; return the view with its shape and strides.
 
     Args:
@@ -46,11 +46,11 @@ def copied_into(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Ten
         flat: Flat tensor.
         start: First element.
     """
-    view = strided(data, flat, start)
+    view = get_flat_view(data, flat, start)
     view.copy_(data)
     return view
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
+def get_tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor of any dtype, writable, without a copy."""
     return memoryview(tensor.view(torch.uint8).numpy())

@@ -21,7 +21,7 @@ OTHER_START = (
 _PYTHON = 625
 
 
-def seed_generators(seed: int) -> None:
+def seed_random_generators(seed: int) -> None:
     """Seed the generators of Python, numpy and torch, on every device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -96,7 +96,7 @@ class Generators(NamedTuple):
 
 
 @contextmanager
-def restoring_generators(device: torch.device | None = None) -> Iterator[Generators]:
+def restore_random_generators(device: torch.device | None = None) -> Iterator[Generators]:
     """Restore all generators after the block, and yield their states before it."""
     states = Generators.now(device)
     try:

@@ -13,7 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from stratbench.workload.users_code import ModelError, fault_of_call, format_error, import_callable
+from stratbench.workload.users_code import (
+    ModelError,
+    format_user_error,
+    import_callable,
+    invalid_call_reason,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -202,7 +207,7 @@ def get_default_task(shape: Sequence[int]) -> str:
     return _NATURAL[len(shape)]
 
 
-def wrong_task_reason(name: str, natural: str | None) -> str | None:
+def unsuitable_task_reason(name: str, natural: str | None) -> str | None:
     """Return why a task does not suit a data set. It imports nothing, and returns None if it does.
 
     Args:
@@ -215,7 +220,7 @@ def wrong_task_reason(name: str, natural: str | None) -> str | None:
         return f"the data set is {_SAMPLES[natural]}, whose task is {natural}"
     if natural == "text-classification":
         return "only text-classification is possible for texts with one label each"
-    if fault_of_call(name):
+    if invalid_call_reason(name):
         return f"is neither one of {', '.join(TASKS)} nor a class of yours, such as my_tasks:MyTask"
     return None
 
@@ -238,13 +243,13 @@ def get_task(s: Settings, shape: Sequence[int], values: bool | None = None) -> T
     """
     name = get_task_name(s, shape)
     task = create_own_task(name) if s.own_task else TASKS[name]()
-    if values is not None and values != takes_values(task):
+    if values is not None and values != has_value_targets(task):
         label = OwnTask(name) if s.own_task else f"task {name!r}"
         raise ModelError(f"{label}: {describe_wrong_targets(values)}")
     return task
 
 
-def takes_values(task: Task) -> bool:
+def has_value_targets(task: Task) -> bool:
     """Return whether a task's targets are values instead of class numbers, which are the default."""
     return getattr(task, "targets", "classes") == "values"
 
@@ -277,12 +282,14 @@ def compute_output_shape(task: Task, targets: Sequence[int], classes: int) -> li
         classes: Number of classes.
     """
     if not hasattr(task, "outputs"):
-        return list(targets if takes_values(task) else (*targets, classes))
+        return list(targets if has_value_targets(task) else (*targets, classes))
     what = OwnTask(f"{type(task).__module__}:{type(task).__name__}")
     try:
         shape = list(task.outputs(tuple(targets), classes))
     except Exception as e:
-        raise ModelError(f"{what}: its outputs of {list(targets)} raised {format_error(e)}") from e
+        raise ModelError(
+            f"{what}: its outputs of {list(targets)} raised {format_user_error(e)}"
+        ) from e
     if not shape or any(type(n) is not int or n < 1 for n in shape) or shape[0] != targets[0]:
         raise ModelError(
             f"{what}: its outputs for targets {list(targets)} are {shape}; return the shape of the "
@@ -302,7 +309,7 @@ def create_own_task(call: str) -> Task:
     try:
         task = cls()
     except Exception as e:
-        raise ModelError(f"{what}: called without arguments, raised {format_error(e)}") from e
+        raise ModelError(f"{what}: called without arguments, raised {format_user_error(e)}") from e
     wanted = {
         "score_name": (str, "a short text, the score's name"),
         "unit": (str, "a short text: share, or the score's unit"),
@@ -368,7 +375,9 @@ def describe_task(
     }
 
 
-def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+def compute_loss_and_weight(
+    task: Task, outputs: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Call a task's loss. Return the mean loss and None, or the sum and its weight as float64 scalar.
 
     Args:
@@ -422,7 +431,7 @@ def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
 
     outputs = outputs.double()
     targets = targets.double() if targets.is_floating_point() else targets
-    loss, weight = loss_and_weight(task, outputs, targets)
+    loss, weight = compute_loss_and_weight(task, outputs, targets)
     if weight is None:
         weight = loss.new_full((), len(targets))
         loss = loss * weight

@@ -191,10 +191,12 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
     if constraints.deadline_s is not None and time_s is not None:
         most_s = candidate.time_range_s[1]
         if time_s > constraints.deadline_s:
-            candidate.exclude("too slow", compare_with_limit(time_s, constraints.deadline_s, "s"))
+            candidate.exclude(
+                "too slow", format_amount_and_limit(time_s, constraints.deadline_s, "s")
+            )
         elif most_s > constraints.deadline_s:
             candidate.doubts.append(
-                f"it may take {compare_with_limit(most_s, constraints.deadline_s, 's')}"
+                f"it may take {format_amount_and_limit(most_s, constraints.deadline_s, 's')}"
             )
     stops = candidate.traits.ends_with_a_worker and candidate.gpus > 1
     if stops and not constraints.gang_scheduled:
@@ -217,7 +219,7 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
     if held is not None and held * (1 + margin) > limit_bytes:
         reserve = f" plus a reserve of {100 * margin:g} %" if held <= limit_bytes else ""
         name, unit = choose_byte_unit(limit_bytes)
-        sizes = compare_with_limit(held / unit, limit_bytes / unit, name, reserve)
+        sizes = format_amount_and_limit(held / unit, limit_bytes / unit, name, reserve)
         candidate.exclude("does not fit", f"{what} {sizes}")
     elif candidate.on_cpu or held is None:
         reason = (
@@ -226,7 +228,7 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
         candidate.doubts.append(f"whether it fits is not known: {reason}")
 
 
-def compare_with_limit(amount: float, limit: float, unit: str, addition: str = "") -> str:
+def format_amount_and_limit(amount: float, limit: float, unit: str, addition: str = "") -> str:
     """Return an amount and its limit as text, with enough digits to differ.
 
     Args:

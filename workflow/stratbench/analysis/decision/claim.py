@@ -14,7 +14,7 @@ from stratbench.analysis.decision.ranking import ComparisonWithChoice, Ranking
 from stratbench.cell.text.words import format_bytes, format_count, format_names, join_with_and
 
 
-def is_count_known(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
+def has_requested_worker_count(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
     """Return whether there are results for the requested number of workers, if there is one."""
     return constraints.gpus is None or any(c.gpus == constraints.gpus for c in candidates)
 
@@ -35,7 +35,7 @@ def iter_unanswered_constraints(
         constraints: Constraints of the decision.
         slowed: Whether workers were slowed down on purpose.
     """
-    if not is_count_known(candidates, constraints):
+    if not has_requested_worker_count(candidates, constraints):
         reason = first.no_projection_reason or "this number was not measured"
         yield f"There are no results for {format_count(constraints.gpus, noun)}: {reason}."
     if not constraints.homogeneous and not slowed:

@@ -52,7 +52,7 @@ def compute_confidence(
     first, rivals = ranking.first, [c.rival for c in ranking.comparisons]
     runs = format_count(ranking.repeats, first.run)
     sentences = [] if first.basis == "measured" else [f"{first.basis[0].upper()}{first.basis[1:]}."]
-    level, claim = compute_level_and_conclusion(ranking)
+    level, claim = compute_max_confidence_level(ranking)
     sentences.append(claim)
     limits = []
     if not constraints.homogeneous and not slowed:
@@ -153,13 +153,13 @@ def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
     """Yield short caveats on the choice and on the alternatives that its reason names."""
     first = ranking.first
     if first.doubts:
-        yield f"{caveat_prefix(first.doubts[0])}{format_names(first.doubts, 1)}"
+        yield f"{extract_caveat_rule_name(first.doubts[0])}{format_names(first.doubts, 1)}"
     for c, others in iter_alternative_caveats(ranking):
-        by = caveat_prefix(others[0])
+        by = extract_caveat_rule_name(others[0])
         yield f"{c.name} is {by}{others[0]}" if by else f"{c.name}: {others[0]}"
 
 
-def caveat_prefix(doubt: str) -> str:
+def extract_caveat_rule_name(doubt: str) -> str:
     """Return the text before a caveat that is a rule's name. Empty if the caveat is a sentence."""
     return "" if " " in doubt else "doubted by the audit: "
 
@@ -200,7 +200,7 @@ def is_confirmed_by_verdict(ranking: Ranking) -> bool:
     return ranking.first.claim is not None and all(c.status == "slower" for c in others)
 
 
-def compute_level_and_conclusion(ranking: Ranking) -> tuple[int, str]:
+def compute_max_confidence_level(ranking: Ranking) -> tuple[int, str]:
     """Return the highest level that the repeats allow, as an index, and the conclusion."""
     first, repeats = ranking.first, ranking.repeats
     if first.projected:

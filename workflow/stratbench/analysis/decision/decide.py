@@ -19,7 +19,10 @@ import pandas as pd
 from stratbench.analysis.decision.answer_line import format_answer_line
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.candidates import build_candidates
-from stratbench.analysis.decision.claim import is_count_known, iter_unanswered_constraints
+from stratbench.analysis.decision.claim import (
+    has_requested_worker_count,
+    iter_unanswered_constraints,
+)
 from stratbench.analysis.decision.confidence import compute_confidence
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence
@@ -27,7 +30,7 @@ from stratbench.analysis.decision.ranking import Ranking, rank_comparisons
 from stratbench.analysis.decision.sentences import (
     describe_choice,
     describe_exclusions,
-    iter_changes,
+    iter_answer_changes,
     iter_constraint_changes,
     iter_excluded_strategies,
 )
@@ -35,15 +38,15 @@ from stratbench.analysis.decision.short import (
     ShortAnswer,
     build_empty_answer,
     build_short_answer,
-    format_lead,
+    format_summary_line,
 )
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.reading import list_readings
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import MIB, folded, worker_noun
+from stratbench.cell.text.words import MIB, choose_noun_for_workers, wrap_lines
 from stratbench.statistics.intervals import IntervalEstimate
-from stratbench.study.config.consistency import check_model
+from stratbench.study.config.consistency import check_decided_model
 from stratbench.study.config.messages import ConfigError
 
 MATRIX_COLUMNS = (
@@ -95,7 +98,7 @@ def make_decisions(
     Raises:
         ConfigError: The constraints name a model that is not in the study.
     """
-    check_model(constraints.model, cells["model"].astype(str))
+    check_decided_model(constraints.model, cells["model"].astype(str))
     listed = findings.to_dict("records")
     studied = [
         (rows, build_candidates(rows, listed, constraints, evidence))
@@ -160,11 +163,15 @@ def decide_model(
             changes=tuple(iter_constraint_changes(candidates, None)),
             short=nothing,
         )
-    noun = worker_noun(rows["device_kind"])
+    noun = choose_noun_for_workers(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
     score_open = ranking.first.is_score_open(constraints)
     sure = compute_confidence(
-        ranking, constraints, slowed, score_open, is_count_known(candidates, constraints)
+        ranking,
+        constraints,
+        slowed,
+        score_open,
+        has_requested_worker_count(candidates, constraints),
     )
     unknown = list(
         iter_unanswered_constraints(candidates, ranking.first, noun, constraints, bool(slowed))
@@ -176,7 +183,7 @@ def decide_model(
         reason=describe_choice(candidates, ranking, noun, constraints),
         confidence=sure.level,
         sure=sure.sentences,
-        changes=(*iter_changes(candidates, ranking, constraints), *further),
+        changes=(*iter_answer_changes(candidates, ranking, constraints), *further),
         short=build_short_answer(candidates, ranking, constraints, sure, unknown, slowed),
     )
 
@@ -258,8 +265,8 @@ def describe_decisions(
         lines += [*(f"For all answers: {sentence}" for sentence in common), ""]
     for answer in further:
         lines += [answer["headline"], *(f"  {line}" for line in answer["lines"]), ""]
-    lead = format_lead(name_answers(decisions))
-    return folded([*lines, lead, *(format_answer_line(build_answer(d)) for d in decisions)])
+    lead = format_summary_line(name_answers(decisions))
+    return wrap_lines([*lines, lead, *(format_answer_line(build_answer(d)) for d in decisions)])
 
 
 def format_title(decision: Decision) -> str:
@@ -303,7 +310,7 @@ def build_answers_json(
         "equivalence_margin": constraints.equivalence_margin,
         "by_cost": constraints.price_per_gpu_hour is not None,
         "across": list(notes),
-        "lead": format_lead(name_answers(decisions)),
+        "lead": format_summary_line(name_answers(decisions)),
         "answers": [build_answer(decision) for decision in decisions],
         "further": further or {},
     }

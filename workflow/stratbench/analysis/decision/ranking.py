@@ -263,7 +263,7 @@ class RankedGroup:
         differences = compute_differences_from_choice(logs, np.array(chosen))
         out = np.array([bool(c.kind) for c in candidates], dtype=bool)
         differences = differences._replace(repeats=np.where(out, 0, differences.repeats))
-        return cls(candidates, left, chosen, differences, moderated.compute_group_scatter(logs))
+        return cls(candidates, left, chosen, differences, moderated.compute_group_variances(logs))
 
     def build_ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
         """Return the ranking, from moderated variances of the differences.

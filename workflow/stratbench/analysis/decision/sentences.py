@@ -67,12 +67,14 @@ def describe_nearest_exclusion(held: Sequence[Candidate]) -> str:
 
     The candidate's name precedes the reason if the candidates have different reasons.
     """
-    nearest = min(held, key=lambda c: math.inf if (lack := required_amount(c)) is None else lack)
+    nearest = min(
+        held, key=lambda c: math.inf if (lack := get_required_amount(c)) is None else lack
+    )
     named = "" if len({c.reason for c in held}) == 1 else f"the nearest, {nearest.name}: "
     return textwrap.shorten(f"{named}{nearest.reason}", MAX_OF_A_REASON, placeholder=" ...")
 
 
-def required_amount(c: Candidate) -> float | None:
+def get_required_amount(c: Candidate) -> float | None:
     """Return the memory, time or workers that an excluded candidate needs, or None if unknown."""
     by_kind = {
         "does not fit": c.model_states_bytes if c.on_cpu else c.memory_bytes,
@@ -108,7 +110,7 @@ def describe_choice(
         )
     if not constraints.homogeneous:
         sentences += iter_slow_worker_changes(ranking)
-    sentences += [describe_rival(c, noun, constraints) for c in ranking.nearest_alternatives]
+    sentences += [describe_alternative(c, noun, constraints) for c in ranking.nearest_alternatives]
     sentences += filter(None, [describe_missing_projections(candidates, noun, constraints)])
     if not ranking.comparisons:
         out = [c for c in candidates if c.kind]
@@ -166,7 +168,9 @@ def describe_missing_projections(
     return f"There is no projection to {format_count(constraints.gpus, noun)} for {reasons}."
 
 
-def describe_rival(comparison: ComparisonWithChoice, noun: str, constraints: Constraints) -> str:
+def describe_alternative(
+    comparison: ComparisonWithChoice, noun: str, constraints: Constraints
+) -> str:
     """Return a sentence that compares an alternative's time (or cost) with the choice's.
 
     Args:
@@ -214,7 +218,7 @@ def describe_price(c: Candidate) -> str:
 # ---------------------------------------------------------------- what would change it
 
 
-def iter_changes(
+def iter_answer_changes(
     candidates: Sequence[Candidate], ranking: Ranking, constraints: Constraints
 ) -> Iterator[str]:
     """Yield sentences on what would change the answer, starting from the nearest alternatives.

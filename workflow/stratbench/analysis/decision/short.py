@@ -326,7 +326,7 @@ def describe_leanest_alternative(first: Candidate, others: Sequence[Candidate]) 
 # ---------------------------------------------------------------- summary of all answers
 
 
-def format_lead(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
+def format_summary_line(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
     """Return a line that summarises all answers.
 
     Args:

@@ -134,7 +134,7 @@ def compute_loss_half_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray
     itself = np.arange(values.shape[-2]) == best[..., None]
     differences = moderated.compute_paired_differences(values, first)
     differences = differences._replace(repeats=np.where(itself, 0, differences.repeats))
-    groups = moderated.compute_group_scatter(values)
+    groups = moderated.compute_group_variances(values)
     against = best[..., None] + np.zeros(itself.shape, dtype=int)
     variance, dof = moderated.moderate_variances_by_groups(
         differences, groups, np.array(False), against

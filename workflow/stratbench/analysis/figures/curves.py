@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.axes import (
     LETTER,
-    add_near_interval_ends,
+    add_clipped_interval_ends,
     apply_layout,
     compute_limits,
+    create_axes,
+    create_shifted_transform,
     draw_mark,
     draw_text,
     find_root_figure,
-    new_axes,
-    offset_transform,
     set_ticks,
     shorten_name,
     spread_positions,
@@ -95,7 +95,7 @@ def draw_curves(shown: CurveChart) -> Figure:
     """Draw a line chart that is high enough for the names of all lines."""
     height = max(MIN_HEIGHT, APART * (len(shown.lines) + 1))
     notes = limit_notes(shown.notes)
-    axes = new_axes(height + BELOW + LINE_HEIGHT * len(notes))
+    axes = create_axes(height + BELOW + LINE_HEIGHT * len(notes))
     set_ticks(axes.yaxis, compute_y_limits(shown), shown.has_log_y)
     x, at = compute_x_limits(shown), shown.x_ticks
     set_ticks(
@@ -111,8 +111,10 @@ def draw_curves(shown: CurveChart) -> Figure:
     if shown.draws_ideal_line:
         draw_ideal(axes, shown)
     if shown.level:
-        axes.axhline(shown.level[0], color=MUTED, linestyle=dash_style("2 2.5"), zorder=1.5)
-        draw_text(axes, 0, *shown.level, MUTED, va="bottom", transform=offset_transform(axes, 4))
+        axes.axhline(shown.level[0], color=MUTED, linestyle=parse_dash_pattern("2 2.5"), zorder=1.5)
+        draw_text(
+            axes, 0, *shown.level, MUTED, va="bottom", transform=create_shifted_transform(axes, 4)
+        )
     names = []
     for curve in shown.lines:
         mark, text = shown.marks[curve.strategy], shorten_name(curve.strategy) + curve.name_suffix
@@ -158,7 +160,7 @@ def compute_x_limits(shown: CurveChart) -> tuple[float, float]:
 def compute_y_limits(shown: CurveChart) -> tuple[float, float]:
     """Return the ends of the vertical axis, from 0 or below the lowest point."""
     values = [v for c in shown.lines for v in c.y if v == v]
-    known = add_near_interval_ends(
+    known = add_clipped_interval_ends(
         values, [v for c in shown.lines for v in (*c.low, *c.high) if v == v]
     )
     known += [shown.level[0]] if shown.level else []
@@ -176,11 +178,11 @@ def draw_ideal(axes: Axes, shown: CurveChart) -> None:
     if last > 1.5 * first:
         axes.plot([first, last], [first, last], color=RULE, zorder=1.4)
         # The label is left of the line, where only points better than ideal could be.
-        place = offset_transform(axes, -8, of=axes.transData)
+        place = create_shifted_transform(axes, -8, of=axes.transData)
         draw_text(axes, last, last, "ideal", MUTED, ha="right", transform=place)
 
 
-def dash_style(lengths: str) -> Any:
+def parse_dash_pattern(lengths: str) -> Any:
     """Return matplotlib's line style for lengths of dashes and gaps in SVG's notation."""
     return (0, [float(part) * PX for part in lengths.split()]) if lengths else "-"
 
@@ -190,7 +192,11 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
     colour, over = choose_colour(mark, curve.chosen), 2 if curve.chosen else 0
     if curve.is_line:
         width = 2.75 if curve.chosen else 1.25
-        line = {"color": colour, "linewidth": width * PX, "linestyle": dash_style(mark.dash)}
+        line = {
+            "color": colour,
+            "linewidth": width * PX,
+            "linestyle": parse_dash_pattern(mark.dash),
+        }
         axes.plot(curve.x, curve.y, zorder=3 + over, **line)
     for x, low, high in zip(curve.x, curve.low, curve.high, strict=False):
         if low == low:
@@ -213,7 +219,13 @@ def write_line_names(
     """
     written = [
         draw_text(
-            axes, 1, end[1], text, colour, bold=bold, transform=offset_transform(axes, NAMES_FROM)
+            axes,
+            1,
+            end[1],
+            text,
+            colour,
+            bold=bold,
+            transform=create_shifted_transform(axes, NAMES_FROM),
         )
         for text, colour, bold, end in names
     ]

@@ -14,7 +14,7 @@ from stratbench.analysis.records.groups import map_base_strategies
 from stratbench.analysis.records.measures import DOUBT, Measure, list_measures
 from stratbench.analysis.records.score import Score, read_score
 from stratbench.analysis.tables.tables import group_rules_by_severity
-from stratbench.cell.text.words import format_count, worker_noun
+from stratbench.cell.text.words import choose_noun_for_workers, format_count
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class FigureData:
 
     def workers(self, count: int) -> str:
         """Return a number of workers with its noun: `4 GPUs`."""
-        return format_count(count, worker_noun(self.cells["device_kind"]))
+        return format_count(count, choose_noun_for_workers(self.cells["device_kind"]))
 
     def iter_mark_notes(self, flags: Iterable[str]) -> Iterator[str]:
         """Yield a sentence on the dagger if any of the audit's flags causes one."""

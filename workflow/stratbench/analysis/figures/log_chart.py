@@ -65,7 +65,7 @@ def render_log_chart(
     from stratbench.analysis.figures import curves, sheet
 
     with plt.rc_context(sheet.RC):
-        axes = shared.new_axes(HEIGHT)
+        axes = shared.create_axes(HEIGHT)
         points = [p for s in series for p in (*s.dots, *s.full, *s.dashed)]
         points += [(x, y) for s in series for x, *ends in s.interval_band for y in ends]
         across, up = np.array(points).T
@@ -81,7 +81,7 @@ def render_log_chart(
             x, low, high = np.array(s.interval_band).reshape(-1, 3).T
             axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
             for line, dash in ((s.full, ""), (s.dashed, "5 4")):
-                style = {"linewidth": 1.6 * sheet.PX, "linestyle": curves.dash_style(dash)}
+                style = {"linewidth": 1.6 * sheet.PX, "linestyle": curves.parse_dash_pattern(dash)}
                 axes.plot(*np.array(line).reshape(-1, 2).T, color=colour, **style)
             dots = np.array(s.dots).reshape(-1, 2).T
             if s.mark:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ def number_family_members() -> dict[str, dict[str, int]]:
     A strategy without a declared number gets the next free one.
     """
     members: dict[str, dict[str, int]] = {}
-    for name in sorted(REGISTRY, key=lambda name: strategy_class(name).mark is None):
-        kind = strategy_class(name)
+    for name in sorted(REGISTRY, key=lambda name: get_strategy_class(name).mark is None):
+        kind = get_strategy_class(name)
         family = members.setdefault(kind.family, {})
-        family[name] = next_free_number(family) if kind.mark is None else kind.mark
+        family[name] = find_next_free_number(family) if kind.mark is None else kind.mark
     return members
 
 
-def next_free_number(family: dict[str, int]) -> int:
+def find_next_free_number(family: dict[str, int]) -> int:
     """Return the smallest number above all numbers of a family."""
     return max(family.values(), default=-1) + 1
 
@@ -120,15 +120,16 @@ def assign_marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[st
         names: Pairs of a strategy or variant and its base strategy.
     """
     taken = {
-        family: next_free_number(members) for family, members in number_family_members().items()
+        family: find_next_free_number(members)
+        for family, members in number_family_members().items()
     }
     marks = {}
     for name, base in sorted(dict(names).items()):
         if name in REGISTRY:
-            family = strategy_class(name).family
+            family = get_strategy_class(name).family
             marks[name] = create_mark(family, number_family_members()[family][name])
         else:
-            family = strategy_class(base).family if base in REGISTRY else "other"
+            family = get_strategy_class(base).family if base in REGISTRY else "other"
             marks[name] = create_mark(family, taken.get(family, 0))
             taken[family] = taken.get(family, 0) + 1
     return marks
@@ -146,7 +147,7 @@ _CORNERS = {
 _RINGS = {"hexagon": (6, (1.1, 1.1)), "star": (10, (1.35, 0.58)), "cross": (8, (1.25, 0.55))}
 
 
-def corners(shape: str) -> list[tuple[float, float]]:
+def compute_shape_corners(shape: str) -> list[tuple[float, float]]:
     """Return the corners of a shape of radius 1 around 0, with y downwards. None for a circle."""
     if shape in _RINGS:
         count, far = _RINGS[shape]
@@ -159,12 +160,14 @@ def corners(shape: str) -> list[tuple[float, float]]:
     return list(_CORNERS.get(shape, ()))
 
 
-def svg_outline_path(shape: str, x: float, y: float, radius: float) -> str:
+def build_svg_outline_path(shape: str, x: float, y: float, radius: float) -> str:
     """Return the `d` attribute of an SVG path that draws a shape around (x, y)."""
     if shape == "circle":
         r, across = f"{radius:.1f}", f"{2 * radius:.1f}"
         return f"M{x - radius:.1f},{y:.1f}a{r},{r} 0 1,0 {across},0a{r},{r} 0 1,0 -{across},0Z"
-    points = (f"{x + dx * radius:.1f},{y + dy * radius:.1f}" for dx, dy in corners(shape))
+    points = (
+        f"{x + dx * radius:.1f},{y + dy * radius:.1f}" for dx, dy in compute_shape_corners(shape)
+    )
     return f"M{'L'.join(points)}Z"
 
 

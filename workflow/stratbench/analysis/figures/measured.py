@@ -17,10 +17,10 @@ from stratbench.analysis.figures.rows import (
     RowChart,
     draw_rows,
     has_points,
-    shows_intervals,
+    has_visible_row_intervals,
 )
 from stratbench.analysis.records.measures import DOUBT, Measure, format_number
-from stratbench.cell.text.words import GIB, pluralize, worker_noun
+from stratbench.cell.text.words import GIB, choose_noun_for_workers, pluralize
 
 #: Worker counts above this are drawn on logarithmic axes.
 LINEAR_UP_TO = 8
@@ -68,7 +68,7 @@ def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
         )
         for name, found in rows.groupby("strategy", sort=False)
     ]
-    lines.sort(key=lambda row: row_sort_key(row, measure))
+    lines.sort(key=lambda row: compute_row_sort_key(row, measure))
     card = find_gpu_memory(data, measure, points, factor)
     band = None
     if of_time and reference:
@@ -186,7 +186,7 @@ def format_row_value(
     return f"{row['value'] / reference:.2f}×{mark}"
 
 
-def row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]:
+def compute_row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]:
     """Return the sort key of a row: the best value first, rows without values last."""
     sign = -1 if measure.better == "higher" else 1
     return not row.points, min((sign * p.value for p in row.points), default=0.0)
@@ -211,7 +211,7 @@ def iter_rows_caption(
     data: FigureData, measure: Measure, rows: pd.DataFrame, shown: RowChart
 ) -> Iterator[str]:
     """Yield the sentences of the caption of a figure of rows."""
-    noun = pluralize(worker_noun(data.cells["device_kind"]))
+    noun = pluralize(choose_noun_for_workers(data.cells["device_kind"]))
     if not has_points(shown):
         yield f"No strategy has a value; the figure shows how its cells ended, by number of {noun}."
         return
@@ -233,7 +233,7 @@ def iter_rows_caption(
     cards = data.cells["device_memory_bytes"].dropna()
     if measure.name == "memory" and not data.on_cpu and len(cards):
         yield f"The GPU has {cards.min() / GIB:.0f} GiB of memory."
-    if shows_intervals(shown):
+    if has_visible_row_intervals(shown):
         yield from describe_spread(rows, "Lines")
     yield from data.iter_mark_notes(rows.loc[rows["value"].notna(), "flags"])
 
@@ -279,7 +279,7 @@ def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
     shown = CurveChart(
         curves,
         data.marks,
-        pluralize(worker_noun(data.cells["device_kind"])),
+        pluralize(choose_noun_for_workers(data.cells["device_kind"])),
         x_ticks=data.counts,
         has_log_x=log,
         has_log_y=log,

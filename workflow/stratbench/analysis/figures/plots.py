@@ -143,7 +143,7 @@ FIGURES_A_PROCESS = 8
 _loaded: list[FigureData] = []
 
 
-def initialize_process(*tables: Path | None) -> None:
+def load_tables_in_process(*tables: Path | None) -> None:
     """Read the tables in a new process, unless a fork already has them."""
     if not _loaded:
         _loaded.extend(read_figure_data(*tables))
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # On other systems, a fork of a process that has used system libraries may crash.
             context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
             pool = ProcessPoolExecutor(
-                n_processes, context, initializer=initialize_process, initargs=tables
+                n_processes, context, initializer=load_tables_in_process, initargs=tables
             )
             drawing = stack.enter_context(pool).map
         columns = list(zip(*asked, strict=True)) or [(), (), ()]

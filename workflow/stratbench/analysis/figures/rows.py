@@ -13,15 +13,15 @@ from matplotlib.patches import BoxStyle
 from stratbench.analysis.figures.axes import (
     LETTER,
     MAX_LETTERS,
-    add_near_interval_ends,
+    add_clipped_interval_ends,
     apply_layout,
     compute_axis_fraction,
     compute_limits,
+    create_axes,
+    create_shifted_transform,
     draw_mark,
     draw_row_name,
     draw_text,
-    new_axes,
-    offset_transform,
     set_ticks,
 )
 from stratbench.analysis.figures.marks import Mark
@@ -119,7 +119,7 @@ class RowScale:
         width = WIDTH - MARGINS - LETTER * letters
         points = [p for row in shown.rows for p in row.points]
         values = [v for p in points for v in (p.value, p.part_value) if v is not None]
-        values = add_near_interval_ends(
+        values = add_clipped_interval_ends(
             values, [v for p in points for v in (p.low, p.high) if v is not None]
         )
         values += [
@@ -142,11 +142,11 @@ def has_points(shown: RowChart) -> bool:
     return any(row.points for row in shown.rows)
 
 
-def shows_intervals(shown: RowChart) -> bool:
+def has_visible_row_intervals(shown: RowChart) -> bool:
     """Return whether any interval is wider than the mark on it."""
     scale = RowScale.of(shown)
     return any(
-        scale.at(p.high) - scale.at(p.low) > mark_width_px(p)
+        scale.at(p.high) - scale.at(p.low) > compute_mark_width_px(p)
         for row in shown.rows
         for p in row.points
         if p.low is not None and p.high is not None
@@ -157,14 +157,14 @@ def assign_lanes(row: FigureRow, scale: RowScale) -> Iterator[int]:
     """Yield each point's lane: the first in which it overlaps no earlier point."""
     lanes: list[list[tuple[float, float]]] = []
     for point in row.points:
-        at, half = scale.at(point.value), mark_width_px(point) / 2
+        at, half = scale.at(point.value), compute_mark_width_px(point) / 2
         free = [all(abs(at - a) >= half + h for a, h in lane) for lane in lanes]
         chosen = free.index(True) if any(free) else len(lanes)
         lanes[chosen : chosen + 1] = [[*(lanes[chosen] if any(free) else ()), (at, half)]]
         yield chosen
 
 
-def mark_width_px(point: Point) -> float:
+def compute_mark_width_px(point: Point) -> float:
     """Return the width of a point's mark in pixels."""
     return WIDE_DISC if len(point.workers_text) > 2 else DISC
 
@@ -178,7 +178,7 @@ def draw_rows(shown: RowChart) -> Figure:
         ROW + low + (LINE_HEIGHT if row.missing_values_text and row.points else 0)
         for row, low in zip(shown.rows, lowest, strict=True)
     ]
-    axes = new_axes(HEAD + sum(heights) + (LINE_HEIGHT if shown.labelled_limit else 0))
+    axes = create_axes(HEAD + sum(heights) + (LINE_HEIGHT if shown.labelled_limit else 0))
     axes.set_ylim(sum(heights), 0)
     draw_scale(axes, shown, scale)
     for row, of, low, end, height in zip(
@@ -195,7 +195,7 @@ def draw_rows(shown: RowChart) -> Figure:
             row.told,
             full,
             bold=row.chosen,
-            transform=offset_transform(axes, 6),
+            transform=create_shifted_transform(axes, 6),
         )
         for point, lane in zip(row.points, of, strict=True):
             draw_point(axes, point, mark, middle + LANE * lane)
@@ -210,7 +210,13 @@ def draw_rows(shown: RowChart) -> Figure:
             below = low + (ROW + LINE_HEIGHT) / 2 - 2 if row.points else 0
             paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0}
             draw_text(
-                axes, 0, middle + below, words, BAD, transform=offset_transform(axes, 0), bbox=paper
+                axes,
+                0,
+                middle + below,
+                words,
+                BAD,
+                transform=create_shifted_transform(axes, 0),
+                bbox=paper,
             )
     return apply_layout(axes)
 
@@ -239,7 +245,7 @@ def draw_scale(axes: Axes, shown: RowChart, scale: RowScale) -> None:
             shown.value_heading,
             MUTED,
             va="bottom",
-            transform=offset_transform(axes, 6, 6),
+            transform=create_shifted_transform(axes, 6, 6),
         )
     if shown.labelled_limit:
         value, text = shown.labelled_limit
@@ -260,7 +266,8 @@ def draw_point(axes: Axes, point: Point, mark: Mark, y: float) -> None:
         return
     wide = len(point.workers_text) > 2
     axes.plot(
-        [point.value], [y], marker=_WIDE if wide else "o", markersize=(mark_width_px(point) - 1.25) * PX,
+        [point.value], [y], marker=_WIDE if wide else "o",
+        markersize=(compute_mark_width_px(point) - 1.25) * PX,
         color=colour, markerfacecolor=colour if chosen else PAPER, markeredgewidth=1.25 * PX, zorder=5,
     )  # fmt: skip
     text = PAPER if chosen else INK

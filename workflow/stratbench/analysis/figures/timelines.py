@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.axes import (
     apply_layout,
+    create_axes,
+    create_shifted_transform,
     draw_row_name,
     draw_text,
-    new_axes,
-    offset_transform,
     set_ticks,
 )
-from stratbench.analysis.figures.curves import dash_style
+from stratbench.analysis.figures.curves import parse_dash_pattern
 from stratbench.analysis.figures.figure_data import FigureData
 from stratbench.analysis.figures.measured import CaptionedFigure, shorten_outcome
 from stratbench.analysis.figures.sheet import BAD, BAND, LINE, MUTED, PX, RULE, choose_colour
@@ -81,7 +81,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
     lines = [line for _, _, of in panels for line in of]
     end = max([t.max() for _, t, _ in lines], default=0) or 1e-3
     highest = max([v.max() for _, _, v in lines], default=0) or 1e-3
-    axes = new_axes(8 + len(panels) * (PANEL + BETWEEN) + AXIS)
+    axes = create_axes(8 + len(panels) * (PANEL + BETWEEN) + AXIS)
     axes.set_ylim(len(panels), -BETWEEN / PANEL)
     axes.set_yticks([])
     axes.spines["bottom"].set_visible(False)
@@ -99,7 +99,9 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
             reason = (
                 "no timeline" if cell["status"] == "ok" else shorten_outcome(str(cell["status"]))
             )
-            draw_text(axes, 0, i + used / 2, reason, BAD, transform=offset_transform(axes, 4))
+            draw_text(
+                axes, 0, i + used / 2, reason, BAD, transform=create_shifted_transform(axes, 4)
+            )
             continue
         if "phase" in timeline:
             training = timeline.loc[timeline["phase"] == "train", "t_s"]
@@ -108,7 +110,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
             )
         for name, t, v in of:
             style = {
-                "linestyle": dash_style("3 2" if name.startswith("server") else ""),
+                "linestyle": parse_dash_pattern("3 2" if name.startswith("server") else ""),
                 "zorder": 3,
             }
             style |= {"color": choose_colour(mark, chosen), "linewidth": 1.25 * PX}
@@ -120,7 +122,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
         format_highest(highest, unit),
         MUTED,
         va="top",
-        transform=offset_transform(axes, 4),
+        transform=create_shifted_transform(axes, 4),
     )
     return apply_layout(axes)
 

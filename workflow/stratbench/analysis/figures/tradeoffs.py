@@ -14,12 +14,12 @@ from matplotlib.transforms import Bbox, BboxBase
 from stratbench.analysis.figures.axes import (
     apply_layout,
     compute_limits,
+    create_axes,
+    create_shifted_transform,
     draw_mark,
     draw_row_name,
     draw_text,
     find_root_figure,
-    new_axes,
-    offset_transform,
     set_ticks,
     shorten_name,
 )
@@ -76,7 +76,7 @@ def draw_breakdown_figure(data: FigureData) -> CaptionedFigure:
 def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
     """Draw stacked bars of each part's time in ms by strategy, with sums."""
     drawn = [part for part in (*(p[:3] for p in PARTS), REST) if parts[part[0]].gt(0).any()]
-    axes = new_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
+    axes = create_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
     axes.set_axis_off()
     axes.set(ylim=(len(parts) - 0.5, -0.5), xlim=compute_limits(parts.sum(axis=1), 0, False))
     done = pd.Series(0.0, index=parts.index)
@@ -92,7 +92,7 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
         chosen, mark = data.is_chosen(str(name)), data.marks[str(name)]
         draw_row_name(axes, y, str(name), mark, chosen)
         full = choose_colour(mark, True) if chosen else MUTED
-        place = offset_transform(axes, 6, of=axes.transData)
+        place = create_shifted_transform(axes, 6, of=axes.transData)
         text = f"{format_number(width, None)} ms"
         draw_text(axes, width, y, text, full, bold=chosen, transform=place)
     bars = axes.get_legend_handles_labels()[0]
@@ -148,7 +148,7 @@ def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
     points = pd.concat(measured, axis=1).dropna()
     # Scores that are equal after rounding count as equal.
     points["score"] = points["score"].round(data.score.decimals)
-    points["unbeaten"] = are_pareto_optimal(
+    points["unbeaten"] = find_pareto_optimal_mask(
         *points.to_numpy(dtype=float).T * [[1], [data.score.sign]]
     )
     flags = data.rows("score").set_index(["strategy", "gpus"])["flags"].to_dict()
@@ -167,7 +167,7 @@ def draw_tradeoff(
     data: FigureData, points: pd.DataFrame, flags: Mapping[tuple[str, int], str]
 ) -> Figure:
     """Draw a scatter chart of times and scores, naming choice and Pareto-optimal points."""
-    axes = new_axes(SCATTER)
+    axes = create_axes(SCATTER)
     scores = points["score"]
     # The axis spans at least the tolerance, so that tiny differences do not fill it.
     room = max(0.06 * np.ptp(scores) if len(scores) else 0.0, data.score.tolerance / 2)
@@ -224,7 +224,7 @@ def find_free_box(at: Sequence[float], width: float, taken: Sequence[Bbox], page
     return min(places)[2]
 
 
-def are_pareto_optimal(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
+def find_pareto_optimal_mask(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """Return the mask of Pareto-optimal points.
 
     A point is beaten by another that is no worse in time and score, and better in one of them.

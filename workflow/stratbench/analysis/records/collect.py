@@ -51,7 +51,7 @@ class Expectations:
     study: Study | None = None
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_expectation_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `read_expectations` reads to a command line."""
     parser.add_argument("--skipped", default="{}", help="JSON: reasons of skipped cells, by path")
     parser.add_argument("--study", default="null", help="JSON: the config of the study")
@@ -134,7 +134,7 @@ def build_cell_rows(
                 f"{path} holds the record of another cell: {record.get_cell(rec)}"
             )
         if expected.study is not None and (
-            other := record.describe_other_settings(rec, expected.study.settings(cell))
+            other := record.describe_settings_differences(rec, expected.study.settings(cell))
         ):
             raise record.RecordError(f"{path} {other}")
         measured = build_record_row(rec, path.with_name("timeline.csv"))
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--partial", action="store_true", help="accept missing records, and list them"
     )
-    add_options(parser)
+    add_expectation_options(parser)
     args = parser.parse_args(argv)
     cells = read_expected_cells(args.expected)
     study_dir = args.records_root.parent

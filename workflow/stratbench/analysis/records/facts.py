@@ -135,7 +135,7 @@ def get_gpu_id(worker: dict[str, Any]) -> str | None:
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
 
-def iter_inequality(
+def iter_inequality_messages(
     what: str,
     value: float | None,
     formula: str,
@@ -160,7 +160,7 @@ def iter_inequality(
         yield f"{what} is {value:.6g}, but {formula} is {other:.6g}"
 
 
-def iter_excess(
+def iter_excess_messages(
     what: str,
     value: float | None,
     formula: str,

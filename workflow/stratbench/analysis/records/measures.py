@@ -201,7 +201,7 @@ def format_number(value: float, decimals: int | None) -> str:
     return f"{value:.{decimals}f}"
 
 
-def marked(text: str, flags: str) -> str:
+def append_audit_dagger(text: str, flags: str) -> str:
     """Return the text of a value, with a dagger if the audit flags it."""
     return f"{text} {DOUBT}" if flags else text
 

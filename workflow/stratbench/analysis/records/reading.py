@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.analysis.records.columns import Row
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.text import pages
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ def render_section(template: Path, **values: Any) -> Markup:
     """Return the HTML of a section's template, a file in the folder of its extension."""
     from markupsafe import Markup
 
-    return Markup(pages.render(template.name, template.parent, values=values))
+    return Markup(pages.render_page(template.name, template.parent, values=values))
 
 
 def list_readings() -> dict[str, Reading]:
     """Return the additions of each installed extension, in the order of the report's sections."""
-    return dict(iter_resolved("reading"))
+    return dict(iter_imported_additions("reading"))

@@ -13,9 +13,9 @@ from stratbench.analysis.figures.marks import (
     FAMILIES,
     Mark,
     assign_marks_by_strategy,
+    build_svg_outline_path,
     create_mark,
     format_css_variables,
-    svg_outline_path,
 )
 
 #: The scale of alternatives: its width, and the positions of ratio 1 and of the maximum, in pixels.
@@ -65,7 +65,7 @@ def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: 
     half = f"url(#half-{mark.variable}{quiet})"
     inside = {"full": colour, "open": "var(--paper)", "half": half}[mark.fill]
     return DrawnMark(
-        svg_outline_path(mark.shape, x, y, radius),
+        build_svg_outline_path(mark.shape, x, y, radius),
         colour,
         inside,
         title,
@@ -109,7 +109,7 @@ def build_scale(
         )
         taken.append((x, lane))
         y = MIDDLE + LANES[lane]
-        name = format_ratio(other)
+        name = format_alternative_ratio(other)
         shown.append(
             build_mark(
                 marks[other["strategy"]], x, y, NEAREST if first else OTHER, name, full=first
@@ -130,7 +130,7 @@ def build_scale(
     choice = build_mark(
         marks[short["strategy"]], compute_scale_x(1.0), MIDDLE, CHOICE, "", full=True
     )
-    label = format_label(nearest)
+    label = format_alternative_label(nearest)
     # The label is centred below its mark, as far as it stays on the scale.
     half = min(LETTER * len(label) / 2, WIDTH / 2)
     x = min(max(compute_scale_x(min(nearest["ratio"], FARTHEST)), half), WIDTH - half)
@@ -145,20 +145,20 @@ def build_scale(
         "beyond": beyond,
         "label": label,
         "label_x": x,
-        "alt": "; ".join(format_ratio(other) for other in others),
+        "alt": "; ".join(format_alternative_ratio(other) for other in others),
     }
 
 
-def format_label(other: Mapping[str, Any]) -> str:
+def format_alternative_label(other: Mapping[str, Any]) -> str:
     """Return the label of the nearest alternative: `zero1 × 8: 1.09× [1.06–1.12]`."""
     interval = ""
     if other["low"] is not None:
         high = other["high"]
         interval = f" [{other['low']:.2f}–{f'{high:.2f}' if high < 100 else '∞'}]"
-    return f"{format_ratio(other)}{interval}"
+    return f"{format_alternative_ratio(other)}{interval}"
 
 
-def format_ratio(other: Mapping[str, Any]) -> str:
+def format_alternative_ratio(other: Mapping[str, Any]) -> str:
     """Return an alternative and its ratio: `zero1 × 8: 1.09×`."""
     return f"{other['strategy']} × {other['gpus']}: {other['ratio']:.2f}×"
 
@@ -195,7 +195,7 @@ def list_drawn_strategies(short: Mapping[str, Any]) -> list[str]:
     return [*own, *(other["strategy"] for other in short["others"])]
 
 
-def list_ticks() -> list[dict[str, Any]]:
+def list_scale_ticks() -> list[dict[str, Any]]:
     """Return the position and the text of each tick of the scale."""
     return [{"x": compute_scale_x(t), "text": f"{t:g}×"} for t in TICKS]
 
@@ -216,14 +216,14 @@ def build_first_screen(
         "decided": decided,
         "answers": rows,
         "any_open": any(row["short"]["score_open"] for row in rows),
-        "ticks": list_ticks(),
+        "ticks": list_scale_ticks(),
         "value_name": "Cost" if decided["by_cost"] else "Training time",
         "others_name": f"{of} of the others, as a multiple",
         "families": [
             {
                 "name": name,
                 "variable": create_mark(name, 0).variable,
-                "path": svg_outline_path(hue.shape, 7, 7, 4.5),
+                "path": build_svg_outline_path(hue.shape, 7, 7, 4.5),
                 "shown": name in shown,
             }
             for name, hue in FAMILIES.items()

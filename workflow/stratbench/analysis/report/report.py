@@ -29,14 +29,14 @@ from stratbench.analysis.tables.summary import read_summary
 from stratbench.analysis.tables.tables import (
     build_wide_rows,
     describe_brackets,
-    describe_marks,
+    describe_table_daggers,
+    describe_worker_devices,
     group_rules_by_severity,
     has_table,
-    workers_are,
 )
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text import pages
-from stratbench.cell.text.words import MIB, format_count, pluralize, worker_noun
+from stratbench.cell.text.words import MIB, choose_noun_for_workers, format_count, pluralize
 
 TEMPLATES = Path(__file__).parent / "templates"
 STATUS_WORDS = {
@@ -70,7 +70,7 @@ def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
     """Return a row per experiment with its matrix, its settings and its machine."""
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
-        noun = worker_noun(rows["device_kind"])
+        noun = choose_noun_for_workers(rows["device_kind"])
         values = {words: format_distinct_values(rows, column) for words, column in RUNS.items()}
         values["workers"] += f" {pluralize(noun)}"
         values["repeats"] = str(rows["repeat"].nunique())
@@ -94,8 +94,8 @@ def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
         yield "This report is partial: cells without a usable record are marked, not left out."
     if 0 < len(cpu) < len(known):
         yield (
-            f"Some cells ran without a GPU. {workers_are(cpu)} Their times, speedups and memory do not "
-            "apply to GPUs: further CPU processes share the same hardware."
+            f"Some cells ran without a GPU. {describe_worker_devices(cpu)} Their times, speedups and memory "
+            "do not apply to GPUs: further CPU processes share the same hardware."
         )
     if known["synthetic_data"].astype(str).eq("True").any():
         yield "Some cells train on generated data: their scores have no meaning outside this study."
@@ -156,7 +156,7 @@ def describe_devices(cells: pd.DataFrame) -> str:
 
 def describe_matrix(rows: pd.DataFrame) -> str:
     """Return a line on an experiment: `6 epochs, global batch 128 · 10 strategies …`."""
-    noun = pluralize(worker_noun(rows["device_kind"]))
+    noun = pluralize(choose_noun_for_workers(rows["device_kind"]))
     steps = rows["steps"].notna().any()
     length = (
         format_training_length(rows)
@@ -180,7 +180,7 @@ def describe_experiment(rows: pd.DataFrame) -> str:
     note = f" Workers were slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
     if rows["steps"].notna().any():
         note += f" The cells trained for {format_distinct_values(rows, 'steps')} steps without evaluation."
-    return workers_are(rows) + note
+    return describe_worker_devices(rows) + note
 
 
 def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
@@ -258,17 +258,17 @@ def build_table_values(
         }
         for model, strategy, by_count in lines
     ]
-    noun = worker_noun(rows["device_kind"])
+    noun = choose_noun_for_workers(rows["device_kind"])
     return {
         "id": measure.name,
         "title": measure.heading,
-        "caption": describe_brackets(rows, measure) + describe_marks(lines),
+        "caption": describe_brackets(rows, measure) + describe_table_daggers(lines),
         "columns": [format_count(n, noun) for n in counts],
         "body": body,
     }
 
 
-def iter_cell_lines(
+def iter_cell_table_rows(
     cells: pd.DataFrame, study_dir: Path, page_dir: Path
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per cell, with links to record and log.
@@ -362,7 +362,7 @@ def build_page_values(
         "total": len(cells),
         "runs": list_runs_by_experiment(cells),
         "machines": list_machine_rows(cells),
-        "cells": list(iter_cell_lines(cells, inputs.study_dir, folder)),
+        "cells": list(iter_cell_table_rows(cells, inputs.study_dir, folder)),
         "measures": list(MEASURES.values()),
         "columns": CELL_COLUMNS,
     }
@@ -370,7 +370,7 @@ def build_page_values(
 
 def render_report(values: dict[str, Any]) -> str:
     """Return the report as HTML."""
-    return pages.render("report.html.j2", TEMPLATES, values=values)
+    return pages.render_page("report.html.j2", TEMPLATES, values=values)
 
 
 def read_input(

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.records.groups import map_base_strategies
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 
 
 def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
@@ -21,7 +21,7 @@ def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
             yield {"name": name, "summary": untold, "rule": untold}
             continue
         kind = "" if of == name else f"a variant of {of}: "
-        known = strategy_class(of)
+        known = get_strategy_class(of)
         yield {"name": name, "summary": kind + known.summary, "rule": known.rule}
 
 

@@ -211,7 +211,7 @@ def group_findings(
     return doubts
 
 
-def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
+def build_summary_table(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
     """Return the long table (SUMMARY_COLUMNS) of the rows of cells.csv, in their order.
 
     The column `flags` has severity and name of the audit's rules that concern the value, except notes.

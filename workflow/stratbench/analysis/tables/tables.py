@@ -16,11 +16,17 @@ import pandas as pd
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import SEVERITIES, read_audit
 from stratbench.analysis.records.groups import GROUP, Group
-from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, list_measures, marked
+from stratbench.analysis.records.measures import (
+    DOUBT,
+    NO_CELL,
+    Measure,
+    append_audit_dagger,
+    list_measures,
+)
 from stratbench.analysis.records.score import read_score
-from stratbench.analysis.tables.summary import summarise
+from stratbench.analysis.tables.summary import build_summary_table
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import format_count, worker_noun
+from stratbench.cell.text.words import choose_noun_for_workers, format_count
 from stratbench.statistics.intervals import QUARTILES_FROM
 
 _LATEX = {
@@ -42,7 +48,7 @@ _LATEX = {
 }
 
 
-def workers_are(cells: pd.DataFrame) -> str:
+def describe_worker_devices(cells: pd.DataFrame) -> str:
     """Return a sentence on the devices of the workers in rows of cells.csv.
 
     If no worker of a cell reported, as in a timeout, only the kind of device is known.
@@ -155,7 +161,7 @@ def group_lines_by_model(
     return [(model, *line) for model, lines in by_model.items() for line in lines.items()]
 
 
-def describe_marks(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
+def describe_table_daggers(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
     """Return a sentence on a table's daggers with the audit's rules. Return an empty text without daggers."""
     by_severity = group_rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
     text = " or ".join(
@@ -187,10 +193,14 @@ def build_wide_table(
         lines: From `build_wide_rows`.
     """
     texts = (
-        (model, strategy, {n: marked(row["text"], row["flags"]) for n, row in by_count.items()})
+        (
+            model,
+            strategy,
+            {n: append_audit_dagger(row["text"], row["flags"]) for n, row in by_count.items()},
+        )
         for model, strategy, by_count in lines
     )
-    return build_table_by_count(counts, texts, worker_noun(cells["device_kind"]))
+    return build_table_by_count(counts, texts, choose_noun_for_workers(cells["device_kind"]))
 
 
 def build_table_by_count(
@@ -224,7 +234,7 @@ def escape_latex(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
 
 
-def latex(table: pd.DataFrame, title: str) -> str:
+def format_latex(table: pd.DataFrame, title: str) -> str:
     """Return the table as a LaTeX float, which needs the package booktabs."""
     columns = "ll" + "r" * (len(table.columns) - 2)
     lines = [r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(title)}}}"]
@@ -262,7 +272,7 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
     """
     write_atomic(stem.with_suffix(".csv"), table.to_csv(index=False))
     write_atomic(stem.with_suffix(".md"), format_markdown(table, title))
-    write_atomic(stem.with_suffix(".tex"), latex(table, title))
+    write_atomic(stem.with_suffix(".tex"), format_latex(table, title))
 
 
 def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
@@ -278,7 +288,7 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
     written = 0
     for experiment, rows in cells.groupby("experiment", sort=False):
         folder = out_dir / str(experiment)
-        workers, here = workers_are(rows), summary[summary["experiment"] == experiment]
+        workers, here = describe_worker_devices(rows), summary[summary["experiment"] == experiment]
         for measure in list_measures(rows).values():
             if not has_table(rows, here, measure):
                 for kind in ("csv", "md", "tex"):
@@ -289,7 +299,7 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
             title = (
                 f"{format_table_heading(rows, measure)} {describe_numbers(rows, measure, workers)}"
             )
-            title += describe_marks(lines)
+            title += describe_table_daggers(lines)
             write_table(table, title, folder / measure.name)
             written += 1
     return written
@@ -306,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out-dir", type=Path, required=True, help="folder for the tables")
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)
-    summary = summarise(cells, read_audit(args.audit))
+    summary = build_summary_table(cells, read_audit(args.audit))
     write_atomic(args.summary_out, summary.to_csv(index=False))
     print(f"{write_tables(cells, summary, args.out_dir)} tables in {args.out_dir}")
     return 0

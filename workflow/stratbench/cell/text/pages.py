@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratbench.cell.text.words import printable
+from stratbench.cell.text.words import replace_control_characters
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SHARED = Path(__file__).parent / "templates"
 
 
-def render(
+def render_page(
     template: str,
     *folders: Path,
     values: dict[str, Any],
@@ -43,7 +43,7 @@ def render(
     import jinja2  # machines that only train may lack it
 
     in_terminal = template.endswith(".txt.j2")
-    shown = printable if in_terminal else unbroken
+    shown = replace_control_characters if in_terminal else insert_no_break_spaces
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, SHARED]),
         autoescape=not in_terminal,
@@ -52,29 +52,33 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"breakable": breakable} | (filters or {})
+    environment.filters |= {"breakable": allow_line_breaks} | (filters or {})
     return environment.get_template(template).render(values)
 
 
-def unbroken(text: str) -> str:
+def insert_no_break_spaces(text: str) -> str:
     """Return a printable text with no-break spaces before `%` and in `ddp × 8`."""
-    return re.sub(r"(?<=\d) (?=%)| (?=× \d)|(?<=×) (?=\d)", "\u00a0", printable(text))
+    return re.sub(
+        r"(?<=\d) (?=%)| (?=× \d)|(?<=×) (?=\d)", "\u00a0", replace_control_characters(text)
+    )
 
 
-def breakable(name: str) -> Markup:
+def allow_line_breaks(name: str) -> Markup:
     """Return a name in which a line may break after `_`, `.` and `/`."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(printable(name)))))
+    return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(replace_control_characters(name)))))
 
 
-def as_json(data: Any) -> str:
+def format_html_safe_json(data: Any) -> str:
     """Return data as JSON that contains no characters of HTML markup."""
-    text = printable(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    text = replace_control_characters(
+        json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    )
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def script_values(path: Path) -> dict[str, str]:
+def read_page_script(path: Path) -> dict[str, str]:
     """Return a page's whole script, and its hash for the content security policy."""
     script = "".join(p.read_text(encoding="utf-8") for p in (SHARED / "interactive.js", path))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

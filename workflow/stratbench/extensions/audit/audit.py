@@ -83,8 +83,8 @@ def audit(
             "affects": rule.affects,
             "explanation": rule.explanation,
         }
-        | {"figures": case.figures}
-        | case.where
+        | {"figures": case.values_text}
+        | case.coordinates
         for rule in RULES
         for case in run_rule(rule, evidence)
     ]

@@ -40,8 +40,8 @@ Case = tuple[Any, str]
 class Finding:
     """A finding of a rule: the coordinates of the cells, and a text with the values."""
 
-    where: Row
-    figures: str
+    coordinates: Row
+    values_text: str
 
 
 class AuditData:
@@ -79,7 +79,7 @@ class AuditData:
             self._alike[group.with_gpus(0)].append(group)
 
     @cached_property
-    def rows(self) -> list[Any]:
+    def finished_rows(self) -> list[Any]:
         """Rows of the cells that ended well, as tuples. They are cached, because pandas is slow here."""
         return list(self.ok.itertuples())
 
@@ -90,14 +90,14 @@ class AuditData:
         """
         return self._alike.get(group.with_strategy(""), [])
 
-    def list_groups_on_any_count(self, group: Group) -> list[Group]:
+    def list_groups_with_any_worker_count(self, group: Group) -> list[Group]:
         """Return the groups of the same strategy and model on all numbers of workers.
 
         The group itself is included.
         """
         return self._alike.get(group.with_gpus(0), [])
 
-    def median(self, group: Group, column: str) -> float | None:
+    def compute_median(self, group: Group, column: str) -> float | None:
         """Return the median of a column over the repeats of a group.
 
         The result is None if there are no values.
@@ -109,7 +109,7 @@ class AuditData:
 
         The result is None if a median is missing.
         """
-        values = [self.median(group, column) for column in columns]
+        values = [self.compute_median(group, column) for column in columns]
         return None if None in values else math.prod(values)
 
     def get_common_value(self, group: Group, column: str) -> Any:

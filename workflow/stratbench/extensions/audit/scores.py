@@ -43,7 +43,7 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
         name: read_score(rows) for name, rows in evidence.ok.groupby("experiment", sort=False)
     }
     expected: dict[tuple[str, str, float | None], tuple[str, float | None]] = {}
-    for row in evidence.rows:
+    for row in evidence.finished_rows:
         if pd.isna(row.score_final):
             continue
         score = scores[row.experiment]
@@ -144,14 +144,14 @@ def find_async_unlike_sync_on_one_worker(evidence: AuditData) -> Iterator[Case]:
         ] or plain
         if not nearest:
             continue
-        mine, its = (evidence.median(k, "score_final") for k in (group, nearest[0]))
+        mine, its = (evidence.compute_median(k, "score_final") for k in (group, nearest[0]))
         if mine is None or its is None:
             continue
         score = read_score(evidence.groups[group])
         n = evidence.multiply_medians(
             group, "test_samples", "counts_per_sample"
-        ) or evidence.median(group, "test_samples")
-        error = evidence.median(group, "score_error") or 0.0
+        ) or evidence.compute_median(group, "test_samples")
+        error = evidence.compute_median(group, "score_error") or 0.0
         if score.is_share:
             error = math.sqrt(its * (1 - its) / n) if n else 0.0
         chance = DEVIATIONS * math.sqrt(2) * error

@@ -49,12 +49,12 @@ def find_slow_sharding_on_one_worker(evidence: AuditData) -> Iterator[Case]:
             or not evidence.get_common_value(group, "shards_states")
         ):
             continue
-        its_s, other_s = (evidence.median(k, "train_time_s") for k in (group, other))
+        its_s, other_s = (evidence.compute_median(k, "train_time_s") for k in (group, other))
         if not its_s or not other_s or its_s / other_s <= SLOW_ALONE:
             continue
         # The host's work per wrap group takes a fixed time per step, which matters in small models. A busy
         # machine has a rule of its own.
-        steps = evidence.median(group, "steps") or evidence.multiply_medians(
+        steps = evidence.compute_median(group, "steps") or evidence.multiply_medians(
             group, "steps_per_epoch", "epochs"
         )
         busy = any(is_mostly_busy(evidence, k) for k in (group, other))
@@ -85,15 +85,15 @@ def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
     for group in evidence.groups:
         strategy, gpus = group.strategy, group.gpus
         alone = group.with_strategy(ALONE).with_gpus(1)
-        here = evidence.median(group, column)
+        here = evidence.compute_median(group, column)
         if not here:
             continue
-        own = [k for k in evidence.list_groups_on_any_count(group) if k.gpus < gpus]
+        own = [k for k in evidence.list_groups_with_any_worker_count(group) if k.gpus < gpus]
         bases = [min(own, key=lambda k: k.gpus)] if own else []
         if strategy != ALONE and alone in evidence.groups:
             bases.append(alone)
         for base in bases:
-            base_time, times = evidence.median(base, column), gpus / base.gpus
+            base_time, times = evidence.compute_median(base, column), gpus / base.gpus
             if times == 1 and any(is_mostly_busy(evidence, k) for k in (group, base)):
                 continue  # a busy machine has a rule of its own
             limit = (SUPERLINEAR if times > 1 else FASTER_ALONE) * times
@@ -114,13 +114,14 @@ def iter_superlinear_over_stopped(
         group: A group on more workers.
         stopped: Numbers of workers on which the strategy was stopped, each with its shortest limit.
     """
-    time_s = evidence.median(group, "train_time_s")
+    time_s = evidence.compute_median(group, "train_time_s")
     few, limit_s = max((s for s in stopped if s[0] < group.gpus), default=(0, 0.0))
     if not time_s or not few:
         return
     # The limit is on the whole cell. All phases except training are assumed to take as long in both cells.
     rest_s = sum(
-        evidence.median(group, f"{part}_s") or 0.0 for part in ("setup", "data", "warmup", "eval")
+        evidence.compute_median(group, f"{part}_s") or 0.0
+        for part in ("setup", "data", "warmup", "eval")
     )
     least_s = limit_s - rest_s
     if least_s / time_s > SUPERLINEAR * group.gpus / few:
@@ -199,7 +200,7 @@ def find_recompilations(facts: Facts) -> Iterator[str]:
 @rule("input-bound", "warning", "time")
 def find_input_bound_cells(evidence: AuditData) -> Iterator[Case]:
     """The workers wait for data, so that the times say little about the strategy."""
-    for row in evidence.rows:
+    for row in evidence.finished_rows:
         if row.data_ms > INPUT * row.step_mean_ms:
             yield row, f"data {row.data_ms:.4g} ms of a step of {row.step_mean_ms:.4g} ms"
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from stratbench.cell.files import replacing
+from stratbench.cell.files import replace_file_atomically
 
 if TYPE_CHECKING:  # the launcher, which also looks for checkpoints, does not import PyTorch
     import torch
@@ -35,9 +35,9 @@ class DamagedCheckpoint(ValueError):
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
-    from stratbench.workload.flat import as_bytes
+    from stratbench.workload.flat import get_tensor_bytes
 
-    return as_bytes(tensor.reshape(-1))
+    return get_tensor_bytes(tensor.reshape(-1))
 
 
 def list_steps(folder: Path) -> set[int]:
@@ -71,7 +71,10 @@ def write_checkpoint(
         "facts": facts or {},
         "facts_crc32": _compute_crc(facts or {}),
     }
-    with replacing(get_checkpoint_path(folder, step)) as temporary, temporary.open("xb") as file:
+    with (
+        replace_file_atomically(get_checkpoint_path(folder, step)) as temporary,
+        temporary.open("xb") as file,
+    ):
         file.write(json.dumps(head).encode() + b"\n")
         for tensor in tensors:
             file.write(_view_bytes(tensor))

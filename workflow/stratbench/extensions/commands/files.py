@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import RunFolder
-from stratbench.workload.users_code import find_sources
+from stratbench.workload.users_code import find_source_files
 
 #: The largest file that counts as a part of a command, in bytes: a larger one is data.
 MAX_PART_BYTES = 1 << 20
@@ -59,13 +59,13 @@ def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
     for argument in arguments:
         path = Path(argument).expanduser()
         if before == "-m":
-            by_name |= find_sources(argument, [Path.cwd()])
+            by_name |= find_source_files(argument, [Path.cwd()])
         elif (
             path.is_file()
             and path.stat().st_size <= MAX_PART_BYTES
             and b"\0" not in path.read_bytes()
         ):
-            beside = find_sources(path.stem, [path.parent]) if path.suffix == ".py" else {}
+            beside = find_source_files(path.stem, [path.parent]) if path.suffix == ".py" else {}
             by_name |= {name: p for name, p in beside.items() if p != path} | {argument: path}
         before = argument
     return dict(sorted(by_name.items()))

@@ -10,13 +10,13 @@ from stratbench.cell.files import read_last_lines
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands.files import get_command_name, get_report_path, read_ends
 from stratbench.extensions.commands.reading import CommandReport, ReportError, read_report
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.machine import environment
 from stratbench.telemetry.machine.foreign_processes import find_worker_gpu
 from stratbench.telemetry.machine.node import collect_node_facts
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.timeline import PhaseLog, read_samples
-from stratbench.train.inputs import files_entry, unbuilt_model
+from stratbench.train.inputs import build_files_entry, build_unbuilt_model_entry
 from stratbench.train.job import Job
 
 #: A command whose last step was longer ago than both of these when its time limit ended had hung, and was not
@@ -47,17 +47,19 @@ def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
     origin_s = get_origin_s(job)
     starts = [begin - origin_s for begin, _ in report.training_intervals]
     evaluated_s = sum(
-        s.at_s - e for s, e in zip(report.scores, list_ends_before_scores(report), strict=True)
+        s.reported_at_s - e
+        for s, e in zip(report.scores, list_ends_before_scores(report), strict=True)
     )
     phases = {"build_s": starts[0]}
     if report.scores and not job.settings.steps:
         phases["eval_s"] = evaluated_s
     return {
-        "status": "diverged" if report.first_nonfinite else "ok",
-        "reason": report.first_nonfinite and f"{report.first_nonfinite} is not a finite number",
+        "status": "diverged" if report.first_nonfinite_value_name else "ok",
+        "reason": report.first_nonfinite_value_name
+        and f"{report.first_nonfinite_value_name} is not a finite number",
         "rank": 0,
         "steps": len(report.step_times_s),
-        "samples": sum(report.samples),
+        "samples": sum(report.samples_per_step),
         "train_time_s": report.train_time_s,
         "epoch_starts_s": [begin for begin, _ in report.training_intervals],
         "epoch_times_s": compute_epoch_times_s(job.settings, report),
@@ -75,7 +77,8 @@ def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
             "updates_applied": len(report.step_times_s),
         },
         "communication": None,
-        "model": unbuilt_model(job) | {"parameters": report.facts.get("parameters")},
+        "model": build_unbuilt_model_entry(job)
+        | {"parameters": report.reported_facts.get("parameters")},
         "provenance": collect_provenance(job, report),
         "told": make_self_reported_entry(report, origin_s),
     }
@@ -83,19 +86,21 @@ def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
 
 def make_self_reported_entry(report: CommandReport, origin_s: float) -> dict[str, Any]:
     """Return the record's section `program.self_reported`."""
-    sizes = set(report.samples)
+    sizes = set(report.samples_per_step)
     return {
-        "workers": report.facts["workers"],
-        "parameters": report.facts.get("parameters"),
+        "workers": report.reported_facts["workers"],
+        "parameters": report.reported_facts.get("parameters"),
         # The last step of an epoch may have fewer samples, so that the largest number is the batch.
         "batch": max(sizes),
         "batches_differ": len(sizes) > 1,
         "steps": len(report.step_times_s),
-        "samples": sum(report.samples),
+        "samples": sum(report.samples_per_step),
         "first_s": report.training_intervals[0][0] - origin_s,
         "last_s": report.training_intervals[-1][1] - origin_s,
         "evaluations": len(report.scores),
-        "facts": {k: v for k, v in report.facts.items() if k not in ("workers", "parameters")},
+        "facts": {
+            k: v for k, v in report.reported_facts.items() if k not in ("workers", "parameters")
+        },
     }
 
 
@@ -106,9 +111,9 @@ def list_ends_before_scores(report: CommandReport) -> list[float]:
     """
     ends, latest = [], report.training_intervals[0][0]
     for score in report.scores:
-        done = [end for _, end in report.training_intervals if end <= score.at_s]
+        done = [end for _, end in report.training_intervals if end <= score.reported_at_s]
         ends.append(max([latest, *done]))
-        latest = score.at_s
+        latest = score.reported_at_s
     return ends
 
 
@@ -124,7 +129,7 @@ def list_epoch_entries(s: Settings, report: CommandReport) -> list[dict[str, Any
             "train_loss": score.train_loss,
             "test_loss": score.test_loss,
             "score": score.score,
-            "score_error": score.error,
+            "score_error": score.standard_error,
         }
         for i, score in enumerate(scores, 1)
     ]
@@ -178,7 +183,7 @@ def collect_provenance(job: Job, report: CommandReport) -> dict[str, Any]:
         "load_1m": os.getloadavg()[0],
         "environment": environment.select_training_variables(os.environ),
     }
-    if version := report.facts.get("torch"):
+    if version := report.reported_facts.get("torch"):
         facts["software"] = {"torch": str(version)}
     places = [p["gpu"] for p in job.folder.read_places().values() if "gpu" in p]
     gpu = find_worker_gpu(Nvml(), places[0]) if places else None
@@ -187,10 +192,10 @@ def collect_provenance(job: Job, report: CommandReport) -> dict[str, Any]:
 
 def make_program_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `program`: external measurements, and the command's report."""
-    files = strategy_class(job.settings.strategy).files(job.settings.options)
+    files = get_strategy_class(job.settings.strategy).files(job.settings.options)
     worker = job.folder.read_worker(0) or {}
     return {
-        **files_entry(files),
+        **build_files_entry(files),
         "external": make_external_entry(job),
         "self_reported": worker.get("told"),
     }
@@ -254,7 +259,7 @@ def find_hang_reason(job: Job) -> str | None:
         report = read_report(get_report_path(job.folder))
     except ReportError as e:
         return f"no step within {limit}: {e}"
-    quiet_s = get_origin_s(job) + job.time_limit_s - report.last_line_s
+    quiet_s = get_origin_s(job) + job.time_limit_s - report.last_line_at_s
     longest_s = max(report.step_times_s)
     if report.is_paused or quiet_s <= max(QUIET_S, QUIET_STEPS * longest_s):
         return None

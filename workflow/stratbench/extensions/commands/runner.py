@@ -8,13 +8,18 @@ from typing import Any
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands import results
 from stratbench.extensions.commands.files import get_command_name, read_ends
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency
-from stratbench.train.ending import KILLED_FOR_MEMORY, Ending, has_killed, make_error_or_timeout
+from stratbench.train.ending import (
+    KILLED_FOR_MEMORY,
+    Ending,
+    has_oom_kill_since,
+    make_error_or_timeout,
+)
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import trained_of
-from stratbench.train.out_of_memory import line_out_of_memory
+from stratbench.train.nodes.paused import read_training_phases
+from stratbench.train.out_of_memory import find_out_of_memory_line
 from stratbench.train.running.runner import Runner
 
 
@@ -26,7 +31,7 @@ class CommandRunner(Runner):
 
     @classmethod
     def takes(cls, s: Settings) -> bool:
-        return strategy_class(s.strategy).kind == "own"
+        return get_strategy_class(s.strategy).kind == "own"
 
     def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
         ends = {e["node"]: e["exit_code"] for e in read_ends(job.folder, job.n_nodes)}
@@ -50,9 +55,9 @@ class CommandRunner(Runner):
             return Ending("diverged", worker["reason"])
         failed = [p for p in exits.processes if p.exit_code not in (0, None)]
         if failed:
-            if has_killed(kills_before):
+            if has_oom_kill_since(kills_before):
                 return KILLED_FOR_MEMORY
-            line = line_out_of_memory(results.read_last_log_lines(job))
+            line = find_out_of_memory_line(results.read_last_log_lines(job))
             if line is None:
                 return Ending("error", results.describe_failure(job, exits.processes))
             if job.folder.read_foreign_processes():
@@ -72,7 +77,7 @@ class CommandRunner(Runner):
         return results.make_program_entry(job)
 
     def trained(self, job: Job, node: int) -> list[PhaseInterval]:
-        return trained_of(job, range(1))
+        return read_training_phases(job, range(1))
 
     def gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
@@ -81,5 +86,5 @@ class CommandRunner(Runner):
         places = [p for p in job.folder.read_places().values() if "gpu" in p]
         if any(p["gpu"].get("index") is None for p in places):
             return None
-        spans = [(i.start_s, i.end_s) for i in trained_of(job, range(1))]
+        spans = [(i.start_s, i.end_s) for i in read_training_phases(job, range(1))]
         return {(p["host"], str(p["gpu"]["index"])): spans for p in places}

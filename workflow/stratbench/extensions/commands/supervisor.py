@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from stratbench.cell.files import write_atomic
-from stratbench.train.locks import hold_as_worker
+from stratbench.train.locks import lock_cell_as_worker
 
 #: Options of prctl(2): orphaned descendants become children of this process; a child dies with its parent.
 _SET_CHILD_SUBREAPER, _SET_PDEATHSIG = 36, 1
@@ -53,7 +53,7 @@ def main() -> None:
         signal.signal(
             number, signal.SIG_IGN
         )  # only the agent may stop this process, by closing its input
-    hold_as_worker(args.logs)
+    lock_cell_as_worker(args.logs)
     set_process_attribute(_SET_CHILD_SUBREAPER, 1)
     begun_s = time.monotonic()
     with args.log.open("ab") as log:

@@ -14,7 +14,7 @@ from stratbench.cell.text.words import format_names, format_wrong_value
 from stratbench.strategies import base
 from stratbench.strategies.counted import Counted
 from stratbench.strategies.needs import check_installed
-from stratbench.strategies.sharding.sharded import Sharded, averaging_buffers
+from stratbench.strategies.sharding.sharded import Sharded, average_batchnorm_buffers
 from stratbench.workload.network.precision import PURE_BF16
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class DeepSpeed(Counted):
     whose mean is evaluated.
     """
 
-    family = "engines"  # libraries that do backward and update themselves
+    family = "engines"  # family of libraries that do backward and update themselves
     mark = 0
     rigid = base.STATE_IN_PARTS
     needs = ("deepspeed==0.19.8",)
@@ -127,7 +127,7 @@ class DeepSpeed(Counted):
                 f"forward reads {format_names(early)} outside of a call of its module, but stage 3 gathers "
                 "parameters only for the call; call the module itself, or use stage 1 or 2"
             )
-        yield from base.iter_sharding_refusals(trial, as_parameters=False)
+        yield from base.iter_unshardable_model_reasons(trial, as_parameters=False)
         if worker.world_size == 1:
             return
         if trial.by_chance:
@@ -206,9 +206,9 @@ class DeepSpeed(Counted):
 
     def restore(self, saved: SavedState) -> None:
         super().restore(saved)
-        self._free_gathered()  # gathered parameters still have the values of the warm-up
+        self._free_gathered_parameters()  # gathered parameters still have the values of the warm-up
 
-    def _free_gathered(self) -> None:
+    def _free_gathered_parameters(self) -> None:
         """Free the gathered and prefetched parameters in stage 3."""
         if self.options.stage == 3:
             self.zero._partition_all_parameters()
@@ -218,7 +218,7 @@ class DeepSpeed(Counted):
         return [*self.local, *self._flat, *self.model.buffers()]
 
     def kept_tensors(self) -> dict[str, list[Tensor]]:
-        tensors = {"optimizer": self.local}  # the master copy
+        tensors = {"optimizer": self.local}  # the engine's master copy of the weights
         if self.options.stage == 3:
             tensors["parameters"] = [*self._flat, *self.model.parameters()]
             tensors["gradients"] = [self.zero.grad_partitions_flat_buffer]
@@ -243,9 +243,12 @@ class DeepSpeed(Counted):
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        with averaging_buffers(self.model, self.worker.world_size), super().evaluating() as model:
+        with (
+            average_batchnorm_buffers(self.model, self.worker.world_size),
+            super().evaluating() as model,
+        ):
             yield model
-        self._free_gathered()
+        self._free_gathered_parameters()
 
     def model_states(self) -> dict[str, int]:
         from stratbench.telemetry.memory import measure_model_states
@@ -332,7 +335,7 @@ def make_engine_config(
         ),
         "gradient_accumulation_steps": s.gradient_accumulation_steps,
         "gradient_clipping": s.max_grad_norm or 0.0,
-        "zero_allow_untested_optimizer": True,  # SGD
+        "zero_allow_untested_optimizer": True,  # allows SGD, which DeepSpeed has not tested
         "steps_per_print": None,
         "zero_optimization": zero,
     }
@@ -347,7 +350,7 @@ def make_engine_config(
         return config
     config["timers"] = {
         "throughput": {"enabled": False}
-    }  # the timer waits for the device in each step
+    }  # with the timer, the host would wait for the device in each step
     # A bucket larger than the model would waste memory.
     bucket = min((bucket_cap_mb << 20) // NUMBER_BYTES, trained)
     zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}

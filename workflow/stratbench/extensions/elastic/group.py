@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stratbench.workload.torch_internals import abort_collectives, limit_collectives
+from stratbench.workload.torch_internals import abort_collectives, set_collective_timeout
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class ElasticGroup:
 
     def form_single_member(self) -> None:
         """Form a group of this process alone, for its warm-up before it joins the others."""
-        self._init(dist.HashStore(), 0, 1)
+        self._init_process_group(dist.HashStore(), 0, 1)
 
-    def form(self, meeting: str, rank: int, world: int) -> None:
+    def form_group(self, meeting: str, rank: int, world: int) -> None:
         """Form a group with the other members of a generation.
 
         Args:
@@ -64,12 +64,12 @@ class ElasticGroup:
         # Only this user may write the file: any process that can write it could join the group.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         before = _list_sockets()
-        self._init(dist.FileStore(os.fspath(path), world), rank, world)
+        self._init_process_group(dist.FileStore(os.fspath(path), world), rank, world)
         self._connected = sorted(_list_sockets() - before)
         if rank == 0:  # all members have connected, since their first collective has ended
             path.unlink(missing_ok=True)
 
-    def _init(self, store: dist.Store, rank: int, world: int) -> None:
+    def _init_process_group(self, store: dist.Store, rank: int, world: int) -> None:
         on_cuda = self._device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
@@ -81,7 +81,7 @@ class ElasticGroup:
         dist.all_reduce(torch.zeros(1))
         if on_cuda:  # NCCL connects in its first collective
             dist.all_reduce(torch.zeros(1, device=self._device))
-        limit_collectives(timedelta(seconds=COLLECTIVE_S))
+        set_collective_timeout(timedelta(seconds=COLLECTIVE_S))
 
     def dissolve(self) -> None:
         """Leave the group, even if it is broken."""
@@ -90,7 +90,7 @@ class ElasticGroup:
             _last_group[:] = [dist.group.WORLD]
             dist.destroy_process_group()
 
-    def check(self) -> None:
+    def check_intact(self) -> None:
         """Raise RuntimeError if the group was broken up.
 
         Collectives on a GPU then end without an error.

@@ -53,13 +53,15 @@ class Elastic(Keys):
     @classmethod
     def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
         """Yield messages on strategies and settings that elastic workers do not support."""
-        from stratbench.strategies import strategy_class
+        from stratbench.strategies import get_strategy_class
         from stratbench.study.config.consistency import iter_strategy_options
 
         if not block["elastic"]:
             return
         for name, base, options in iter_strategy_options(block, study):
-            if (reason := strategy_class(base).explain_fixed_workers(options, block)) is not None:
+            if (
+                reason := get_strategy_class(base).explain_fixed_workers(options, block)
+            ) is not None:
                 yield (
                     f".elastic = true: {name}: {reason}; remove {name} from strategies, or move it to "
                     "another experiment"

@@ -29,9 +29,9 @@ from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import agent
 from stratbench.train.ending import Ending, make_timeout
-from stratbench.train.forkserver import fork_server, shares_gpus
+from stratbench.train.forkserver import is_shared_with_same_gpus, run_fork_server
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import is_over
+from stratbench.train.nodes.paused import is_deadline_over
 from stratbench.workload.tasks import get_task
 
 #: Longest time for which members may write their files after the end of the training, in seconds.
@@ -142,7 +142,7 @@ def _wait_for_end(
         # Time in the queue does not count towards the time limit.
         if limit_s is not None and deadline is None and coordinator.has_begun:
             deadline = time.monotonic() + limit_s
-        if deadline is not None and is_over(deadline, watch):
+        if deadline is not None and is_deadline_over(deadline, watch):
             return make_timeout(limit_s)
     if coordinator.failure:
         return Ending("error", coordinator.failure)
@@ -159,7 +159,7 @@ def find_ending_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> En
         if result["status"] in ("oom", "unsupported"):
             return Ending(result["status"], result["reason"])
     try:
-        keeper.check()
+        keeper.check_can_start_jobs()
     except NoWorkersError as gave_up:
         reasons = (
             r["reason"] for r in _iter_worker_results(folder, keeper) if r["status"] == "error"
@@ -179,7 +179,7 @@ def _iter_worker_results(
 
 def _wait_for_last_files(coordinator: Coordinator) -> None:
     ends = time.monotonic() + LAST_FILES_S
-    while coordinator.present and time.monotonic() < ends:
+    while coordinator.num_present_members and time.monotonic() < ends:
         time.sleep(POLL_S / 4)
 
 
@@ -229,7 +229,7 @@ def open_backend(job: Job, worker_job: WorkerJob | None) -> Iterator[Backend]:
         folder.write_busy(0, measure_other_load())
         yield SlurmJobs(worker_job, folder, job.cell.path)
         return
-    with fork_server(may_share=not job.use_cuda or shares_gpus()) as server:
+    with run_fork_server(may_share=not job.use_cuda or is_shared_with_same_gpus()) as server:
         sampler = Sampler(folder.samples(0), folder.pids(0), job.origin_s)
         try:
             folder.write_busy(0, measure_other_load())

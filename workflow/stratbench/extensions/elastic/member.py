@@ -25,7 +25,8 @@ from stratbench.extensions.servers.wire.transport import (
     connect_to_server,
 )
 
-#: Seconds after which a worker asks again if all places are taken, and after which it ends if nobody answers.
+#: Seconds after which a worker asks again if all places are taken, and after which it ends if the coordinator
+#: does not answer.
 AGAIN_S, NOBODY_S = 30.0, 60.0
 
 

@@ -14,8 +14,8 @@ from stratbench.study.resources import (
     JobRequest,
     PlannedNeeds,
     build_plain_request,
+    compute_job_runtime_min,
     count_workers_per_node,
-    runtime_min,
 )
 
 
@@ -43,7 +43,7 @@ def request_workers(
         PlannedNeeds(host_mem_mib=each_mib, longest_s=needs.longest_s),
     )
     each = replace(each, runtime_min=cluster["worker_time_limit_min"] or each.runtime_min)
-    minutes = runtime_min(time_limit_s, cluster, needs.longest_s)
+    minutes = compute_job_runtime_min(time_limit_s, cluster, needs.longest_s)
     minutes += math.ceil(60 * cluster["elastic_wait_h"])
     request = request_servers(settings, cluster, minutes, needs.servers_mem_mib)
     return replace(request, workers=cell.gpus, worker=each)

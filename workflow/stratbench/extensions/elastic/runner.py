@@ -17,14 +17,14 @@ from stratbench.extensions.elastic.accounts import accounts, served_accounts
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.servers.cells import has_servers, read_servers
 from stratbench.extensions.servers.figures import served_run, server_entry
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval, read_phases
 from stratbench.train import efficiency
 from stratbench.train.agent import Exits
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import keep_pauses
+from stratbench.train.nodes.paused import write_worker_pauses
 from stratbench.train.running.runner import Runner
 from stratbench.workload.data import prepared
 
@@ -67,7 +67,7 @@ class ElasticRunner(Runner):
         finally:
             watch.stop()
             # The pauses of earlier launchers are kept in the same file.
-            keep_pauses(job, 0, watch, job.folder.read_pauses().get("0", ()))
+            write_worker_pauses(job, 0, watch, job.folder.read_pauses().get("0", ()))
         return job, Exits([], False), ending
 
     def workers(self, job: Job) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ class ElasticRunner(Runner):
         s, servers, per_epoch = job.settings, read_servers(job), self.epochs(job)
         if not servers:
             return accounts.sum_members_run(job, per_epoch)
-        samples = strategy_class(s.strategy).samples_per_step(s)
+        samples = get_strategy_class(s.strategy).samples_per_step(s)
         kept = served_accounts.cut_after_end(servers, len(per_epoch))
         return served_run(workers, kept, samples, per_epoch)
 

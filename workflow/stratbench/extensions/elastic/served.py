@@ -35,9 +35,9 @@ from stratbench.extensions.servers.strategy import server_configs
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.train import agent
 from stratbench.train.ending import Ending, make_timeout
-from stratbench.train.forkserver import Process, fork_server
+from stratbench.train.forkserver import Process, run_fork_server
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import is_over
+from stratbench.train.nodes.paused import is_deadline_over
 from stratbench.workload.tasks import get_task
 
 #: Seconds in which servers may save their state before they are killed. SLURM allows 30 by default.
@@ -58,7 +58,7 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     # No server or worker may read the mark of an earlier incarnation.
     delete_end_mark(folder.servers)
     configs = make_server_configs(job, across_nodes=worker_job is not None)
-    with fork_server(may_share=True) as path, open_backend(job, worker_job) as backend:
+    with run_fork_server(may_share=True) as path, open_backend(job, worker_job) as backend:
         servers = server_processes(path, folder, configs, SERVER)
         try:
             for process in servers:
@@ -85,14 +85,14 @@ def make_server_configs(job: Job, across_nodes: bool) -> list[ElasticServerConfi
     elastic = ElasticConfig(
         str(own),
         incarnation=1 + read_last_incarnation(own),
-        resumes=has_state(own, count_servers(s)),
+        resumes_saved_state=has_state(own, count_servers(s)),
         target_score=s.of(Elastic).ends_at,
         higher_is_better=get_task(s, job.data_shape).better == "higher",
     )
     if elastic.incarnation > 1:
         how = (
             "resume from their saved state"
-            if elastic.resumes
+            if elastic.resumes_saved_state
             else "start from scratch, because no state was saved"
         )
         print(f"incarnation {elastic.incarnation} of the servers: they {how}", flush=True)
@@ -125,7 +125,7 @@ def _wait_for_end(
             return ending
         if failed := next((p for p in servers if p.exitcode), None):
             return Ending("error", _find_failure_reason(job, failed))
-        for event in journal.read():
+        for event in journal.read_new_events():
             has_begun |= event["event"] == "join"
             if event["event"] in ("join", "leave", "loss"):
                 keeper.poll_soon()
@@ -134,7 +134,7 @@ def _wait_for_end(
         # Time in the queue does not count towards the time limit.
         if limit_s is not None and deadline is None and has_begun:
             deadline = time.monotonic() + limit_s
-        if deadline is not None and is_over(deadline, watch):
+        if deadline is not None and is_deadline_over(deadline, watch):
             return make_timeout(limit_s)
         time.sleep(POLL_S)
     return _make_ending(job, servers)
@@ -182,7 +182,7 @@ def _stop_servers(servers: list[Process]) -> None:
     for process in servers:
         if process.pid is not None:
             process.join(max(0.0, ends - time.monotonic()))
-    agent.end_all(servers)
+    agent.kill_processes(servers)
 
 
 def _clean_up(folder: RunFolder) -> None:

@@ -40,7 +40,7 @@ from stratbench.extensions.servers.wire.link import Left, ServerLost
 from stratbench.strategies.mesh import Mesh
 from stratbench.train import agent, loop, worker
 from stratbench.train.job import Job
-from stratbench.train.locks import scratch
+from stratbench.train.locks import create_scratch_folder
 
 
 def main(job_file: str, number: int, local_rank: int = 0) -> None:
@@ -58,13 +58,13 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
     agent.set_environment(job, on_one_host=False)
     folder = job.folder
     if folder.ended.exists():
-        worker.leave(0)
-    worker.log_to(folder.log(format_worker_name(number)))
+        worker.exit_immediately(0)
+    worker.redirect_output(folder.log(format_worker_name(number)))
     origin_s = time.monotonic() - (began_unix_s - job.origin_unix_s)
-    with scratch() if folder.local is None else nullcontext(folder.local) as local:
+    with create_scratch_folder() if folder.local is None else nullcontext(folder.local) as local:
         job = replace(job, origin_s=origin_s, folder=replace(folder, local=local))
         code = _train_and_write(job, number, local_rank, leaving)
-    worker.leave(code)
+    worker.exit_immediately(code)
 
 
 def set_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
@@ -80,7 +80,7 @@ def set_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) 
         number = reading.recv(1)[0]
         leaving.set()
         print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
-        writing.close()  # later signals need not be reported
+        writing.close()  # signals from here on need not be reported
 
     for each in signals:
         signal.signal(each, lambda number, frame: None)
@@ -98,7 +98,7 @@ def _train_and_write(job: Job, number: int, local_rank: int, leaving: threading.
         return 0
     except Exception as error:
         traceback.print_exc()
-        result, code = worker.outcome_of(error)
+        result, code = worker.describe_worker_error(error)
     job.folder.write_worker(number, result)
     return code
 
@@ -117,7 +117,7 @@ def train_synchronous(
     Raises:
         Over: If it is not admitted.
     """
-    s, start = job.settings, worker.begin(job, number, local_rank)
+    s, start = job.settings, worker.start_worker(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
     group = ElasticGroup(job.folder.path, device)
     seat = join_as_member(job.folder, number, group.break_up, leaving)
@@ -126,20 +126,20 @@ def train_synchronous(
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
-        ready = worker.set_up(
+        ready = worker.set_up_model(
             s, strategy, data, device, seat.place,
             rank=0, world_size=1, local_world=1, folder=job.folder, heartbeat=start.heartbeat, mesh=Mesh(1),
         )  # fmt: skip
     with phases("warmup"):
         loop.warm_up(strategy, data, ready.worker)
     split = ElasticSynchronous(strategy, data, ready.worker, phases, group, seat, leaving, number)
-    measured = worker.worker_result(split.run(start.memory), start, number)
+    measured = worker.build_worker_result(split.run(start.memory), start, number)
     # The traffic depends on the number of members in each step, so that no single number describes it.
     measured |= {"communication": None, "generations": split.generations}
     measured["checkpoints"] = split.checkpoint_times_s
-    worker.describe(measured, ready, strategy, data)
+    worker.add_model_descriptions(measured, ready, strategy, data)
     if split.is_rank_zero:
-        measured |= worker.flops_of(s, ready.built)
+        measured |= worker.count_sample_flops(s, ready.built)
     return measured
 
 
@@ -159,14 +159,14 @@ def train_served(
         Left: If this worker must leave before it has joined.
         ServerLost: If no server answers.
     """
-    s, start = job.settings, worker.begin(job, number, local_rank)
+    s, start = job.settings, worker.start_worker(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
         # Numbers of workers increase without end, so that `slowdown.workers` refers to the number modulo
         # `gpus`.
-        ready = worker.set_up(
+        ready = worker.set_up_model(
             s, strategy, data, device, number % s.gpus,
             rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
             heartbeat=start.heartbeat, mesh=Mesh(1),
@@ -175,10 +175,10 @@ def train_served(
     result = served_loop.train(
         strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
     )
-    measured = worker.worker_result(result, start, number)
-    worker.describe(measured, ready, strategy, data)
+    measured = worker.build_worker_result(result, start, number)
+    worker.add_model_descriptions(measured, ready, strategy, data)
     if not strategy.channel.left:
-        measured |= worker.flops_of(s, ready.built)
+        measured |= worker.count_sample_flops(s, ready.built)
     measured["left"], measured["returns"] = strategy.channel.left, strategy.channel.returns
     strategy.close()
     return measured

@@ -47,7 +47,7 @@ class Choice:
         self._written = set(MEASUREMENT_SETTINGS)
         self._notes: list[str] = []
 
-    def take(self, key: str) -> Any:
+    def take_setting(self, key: str) -> Any:
         """Return a setting's value, and mark the setting as written to the file."""
         self._written.add(key)
         return self._values[key]
@@ -57,7 +57,7 @@ class Choice:
         self._written.add(key)
         return self.options.get(key, default)
 
-    def note(self, text: str, *keys: str) -> None:
+    def add_note(self, text: str, *keys: str) -> None:
         """Add `text` to the file's comments, after `keys` and their values.
 
         The keys are settings or options.
@@ -88,7 +88,7 @@ class Choice:
         return self.record["provenance"]["device"]
 
     @property
-    def nodes(self) -> int:
+    def num_nodes(self) -> int:
         """Number of nodes on which the workers ran."""
         return self.record["provenance"]["nodes"]
 
@@ -98,9 +98,9 @@ class Choice:
         return self.record["provenance"]["workers_per_node"]
 
     @property
-    def micro_batch(self) -> int:
+    def micro_batch_size(self) -> int:
         """Number of samples that a worker computes at once."""
-        return self.take("per_worker_batch") // self.settings.gradient_accumulation_steps
+        return self.take_setting("per_worker_batch") // self.settings.gradient_accumulation_steps
 
     @property
     def total_steps(self) -> int:
@@ -117,7 +117,7 @@ class Choice:
         return traits.weight_parts or 1
 
     @property
-    def block_classes(self) -> list[str]:
+    def block_class_names(self) -> list[str]:
         """Class names of the modules that are sharded one by one.
 
         The list is empty if a rule by size made the groups.
@@ -132,7 +132,7 @@ class Choice:
         return [path.partition(":")[2] for path in FAMILIES[network.family].blocks]
 
     @property
-    def title(self) -> list[str]:
+    def title_comments(self) -> list[str]:
         """Comment lines on the chosen cell and its measurements."""
         s, time, memory = self.settings, self.record.get("time") or {}, self.record.get("memory")
         lines = [

@@ -19,7 +19,12 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.figures.marks import FAMILIES, FILLS, assign_marks_by_strategy, corners
+from stratbench.analysis.figures.marks import (
+    FAMILIES,
+    FILLS,
+    assign_marks_by_strategy,
+    compute_shape_corners,
+)
 from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, Column, Row
 from stratbench.analysis.records.findings import SEVERITIES
 from stratbench.analysis.records.groups import GROUP, map_base_strategies
@@ -275,7 +280,7 @@ def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[st
         "markers": [f"{hue.shape} {fill}" for fill in FILLS for hue in FAMILIES.values()],
         "fills": FILLS,
         "shapes": {
-            hue.shape: [[round(x, 3), round(y, 3)] for x, y in corners(hue.shape)]
+            hue.shape: [[round(x, 3), round(y, 3)] for x, y in compute_shape_corners(hue.shape)]
             for hue in FAMILIES.values()
         },
         "audit": audit,
@@ -338,11 +343,11 @@ def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str |
         "title": title,
         "notices": notices,
         "back": back,
-        "data": compress_text(pages.as_json(data)),
+        "data": compress_text(pages.format_html_safe_json(data)),
         **list_controls(data),
-        **pages.script_values(TEMPLATES / "explore.js"),
+        **pages.read_page_script(TEMPLATES / "explore.js"),
     }
-    return pages.render("explore.html.j2", TEMPLATES, values=values)
+    return pages.render_page("explore.html.j2", TEMPLATES, values=values)
 
 
 def make_page(given: ReportInput, notices: Sequence[str]) -> str:

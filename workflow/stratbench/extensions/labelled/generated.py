@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stratbench.workload.data.generated import CHUNK_SAMPLES, MarkovChain, make_source
+from stratbench.workload.data.generated import CHUNK_SAMPLES, MarkovChain, make_generated_source
 from stratbench.workload.data.kinds import Generator
 from stratbench.workload.data.sources import Source
 from stratbench.workload.tasks import IGNORED
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from stratbench.workload.data.generated import Chunk
 
-#: Of how many tokens of a masked text one is hidden (BERT hides 15 %).
+#: One of this many tokens of a masked text is hidden (BERT hides 15 %).
 MASKED_EVERY = 7
 #: The share of noisy labels that name another class than the sample's own.
 LABEL_NOISE = 0.1
@@ -53,7 +53,9 @@ def masked_markov_text(
             rng = np.random.default_rng([seed, stream, start])
             yield hide_tokens(chain.draw(rng, count, sequence), hides, rng)
 
-    return make_source((train_samples, test_samples), chunks, compute_entropy_between(chain))
+    return make_generated_source(
+        (train_samples, test_samples), chunks, compute_entropy_between(chain)
+    )
 
 
 def hide_tokens(text: np.ndarray, hides: int, rng: np.random.Generator) -> Chunk:
@@ -117,7 +119,7 @@ def labelled_markov_text(
                 text[of == number] = chain.draw(rng, int((of == number).sum()), sequence)
             yield text, _noisy(of, classes, rng)
 
-    return make_source((train_samples, test_samples), chunks, _least_loss(classes))
+    return make_generated_source((train_samples, test_samples), chunks, _least_loss(classes))
 
 
 def tones(
@@ -150,7 +152,7 @@ def tones(
             noise = rng.standard_normal(tone.shape)
             yield (tone + noise).astype(np.float32), _noisy(of, classes, rng)
 
-    return make_source((train_samples, test_samples), chunks, _least_loss(classes))
+    return make_generated_source((train_samples, test_samples), chunks, _least_loss(classes))
 
 
 def _noisy(of: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:

@@ -31,7 +31,7 @@ class Scores(nn.Module):
         #: Number of heads of keys and values, which have the fewest; 0 without attention.
         self.num_heads = next((n for n in counts if type(n) is int), 0)
 
-        #: Whether it takes waveforms of one channel, without a dimension for the channel.
+        #: Whether the model takes waveforms of one channel, without a dimension for the channel.
         self.takes_values = network.main_input_name == "input_values"
 
     def forward(self, x: Tensor) -> Tensor:

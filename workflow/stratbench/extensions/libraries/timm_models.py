@@ -37,7 +37,7 @@ class Timm(Library):
         if not isinstance(name, str):
             return None
         known = _read_names(folder)
-        network = name.partition(".")[0]  # what follows names weights
+        network = name.partition(".")[0]  # the part after the dot names weights
         if not known or network in known or ":" in name:
             return None
         return f"timm has no {network!r}{suggest_name(network, known)}"

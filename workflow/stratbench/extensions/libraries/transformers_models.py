@@ -86,9 +86,9 @@ class Transformers(Library):
         for key in spec["kwargs"].get("arguments", {}):
             if keys and key not in keys:
                 return f"arguments.{key}: its config has no {key!r}{suggest_name(key, keys)}"
-        return self._find_fault_of_lora(spec)
+        return self._find_lora_fault(spec)
 
-    def _find_fault_of_lora(self, spec: Mapping[str, Any]) -> str | None:
+    def _find_lora_fault(self, spec: Mapping[str, Any]) -> str | None:
         for package in self.packages_beside(spec):
             folder = find_folder(package)
             if folder is None:
@@ -238,7 +238,8 @@ def _keys_of_config(folder: Path, modeling: Path, name: str) -> frozenset[str]:
     keys, left = {"attn_implementation", "experts_implementation", "num_labels"}, [named[1]]
     while left:
         definition = classes.get(left.pop())
-        if definition is None:  # made elsewhere
+        # The class is not defined in the files of transformers that were read.
+        if definition is None:
             return frozenset()
         keys |= set(iter_config_keys(definition))
         ours = [

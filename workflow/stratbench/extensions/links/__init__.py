@@ -21,7 +21,7 @@ def add_subcommands(add: Any) -> None:
     Args:
         add: Adds a subcommand (`SubcommandAdder`).
     """
-    from stratbench.command.subcommands import add_training
+    from stratbench.command.subcommands import add_training_subcommand
 
     text = "measure latency and bandwidth between workers here, for `project`"
-    add_training(add, "links", text)
+    add_training_subcommand(add, "links", text)

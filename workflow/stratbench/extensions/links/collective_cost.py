@@ -21,12 +21,12 @@ class LinkModel:
     """Latency and bandwidth of links on one level of a layout.
 
     Attributes:
-        alpha_s: Latency of a step, in seconds.
+        latency_s: Latency of a step, in seconds.
         bytes_per_s: Bandwidth; between nodes that of a whole node's connection, one way.
         log_sd: Standard deviation of ln(measured / fitted time).
     """
 
-    alpha_s: float
+    latency_s: float
     bytes_per_s: float
     log_sd: float = 0.0
 
@@ -61,19 +61,19 @@ class CollectiveCost:
     """Steps and bytes on each level that a rank waits for, one after the other.
 
     Attributes:
-        steps: Number of steps by level, each of which costs the latency.
-        n_bytes: Bytes by level.
+        steps_by_level: Number of steps by level, each of which costs the latency.
+        bytes_by_level: Bytes by level.
     """
 
-    steps: Mapping[Level, float]
-    n_bytes: Mapping[Level, float]
+    steps_by_level: Mapping[Level, float]
+    bytes_by_level: Mapping[Level, float]
 
-    def seconds(self, links: Mapping[Level, LinkModel]) -> float:
+    def compute_seconds(self, links: Mapping[Level, LinkModel]) -> float:
         total_s = 0.0
-        for level, steps in self.steps.items():
+        for level, steps in self.steps_by_level.items():
             if steps:
                 link = links[level]
-                total_s += steps * link.alpha_s + self.n_bytes[level] / link.bytes_per_s
+                total_s += steps * link.latency_s + self.bytes_by_level[level] / link.bytes_per_s
         return total_s
 
 
@@ -95,12 +95,13 @@ def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     volume = rounds * (n - 1) / n * n_bytes
     if nodes == 1:
         return CollectiveCost({"within": rounds * (n - 1)}, {"within": volume})
+    # Bytes pass within and between nodes at once, and the interconnect between nodes is slower.
     return CollectiveCost(
         {"within": rounds * (n - 1) - between, "between": between},
         {
             "within": 0.0,
             "between": volume,
-        },  # bytes pass both levels at once, and the network is slower
+        },
     )
 
 
@@ -259,13 +260,13 @@ class _Fit:
     """Fitted links of one kind of collective.
 
     Attributes:
-        misfit: Root mean square of ln(median time / fitted time).
+        rms_log_error: Root mean square of ln(median time / fitted time).
         log_sd: Root mean square of ln(time / fitted time) over all times.
         links: Fitted links by level.
         algorithm: Name of the algorithm, or "fastest".
     """
 
-    misfit: float
+    rms_log_error: float
     log_sd: float
     links: Mapping[Level, LinkModel]
     algorithm: str
@@ -286,8 +287,8 @@ def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
         sizes = [t.n_bytes for t in same_kind]
         rows += [
             FittedLink(
-                library, kind, level, fit.algorithm, link.alpha_s, link.bytes_per_s,
-                link.alpha_s * link.bytes_per_s, fit.log_sd,
+                library, kind, level, fit.algorithm, link.latency_s, link.bytes_per_s,
+                link.latency_s * link.bytes_per_s, fit.log_sd,
                 max(t.workers for t in same_kind), min(sizes), max(sizes), len(same_kind),
             )
             for level, link in fit.links.items()
@@ -302,11 +303,12 @@ def _find_best_fit(library: str, kind: str, times: Sequence[CollectiveTime]) -> 
     fits = [_fit_alternately((a,), times, a) for a in algorithms]
     if len(algorithms) > 1:
         fastest = min(
-            (_fit_alternately(algorithms, times, a) for a in algorithms), key=lambda fit: fit.misfit
+            (_fit_alternately(algorithms, times, a) for a in algorithms),
+            key=lambda fit: fit.rms_log_error,
         )
         fits.append(replace(fastest, algorithm=FASTEST))
-    best = min(fit.misfit for fit in fits)
-    return next(fit for fit in fits if fit.misfit < best + ALIKE)
+    best = min(fit.rms_log_error for fit in fits)
+    return next(fit for fit in fits if fit.rms_log_error < best + ALIKE)
 
 
 def _fit_alternately(
@@ -329,7 +331,7 @@ def _fit_alternately(
         links = _solve_links(
             [a(*tensor) for a, tensor in zip(chosen, tensors, strict=True)], medians
         )
-        costs = [[(a(*tensor).seconds(links), a) for a in algorithms] for tensor in tensors]
+        costs = [[(a(*tensor).compute_seconds(links), a) for a in algorithms] for tensor in tensors]
         fastest = [min(of_one, key=lambda cost: cost[0]) for of_one in costs]
         fitted = [seconds for seconds, _ in fastest]
         misfit = math.sqrt(statistics.fmean(map(squared_log_error, medians, fitted)))
@@ -341,7 +343,7 @@ def _fit_alternately(
         before, chosen = chosen, [a for _, a in fastest]
         if chosen == before:
             break
-    return min(fits, key=lambda fit: fit.misfit)
+    return min(fits, key=lambda fit: fit.rms_log_error)
 
 
 def _solve_links(
@@ -354,9 +356,11 @@ def _solve_links(
     import numpy as np  # imported here, since only fits need numpy and scipy
     from scipy.optimize import nnls
 
-    levels = list(dict.fromkeys(level for c in costs for level in c.steps if c.steps[level]))
-    columns = [[c.steps.get(level, 0.0) for c in costs] for level in levels]
-    columns += [[c.n_bytes.get(level, 0.0) for c in costs] for level in levels]
+    levels = list(
+        dict.fromkeys(level for c in costs for level in c.steps_by_level if c.steps_by_level[level])
+    )
+    columns = [[c.steps_by_level.get(level, 0.0) for c in costs] for level in levels]
+    columns += [[c.bytes_by_level.get(level, 0.0) for c in costs] for level in levels]
     design = np.array(columns, dtype=float).T / np.array(seconds)[:, None]
     scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
     values = nnls(design / scale, np.ones(len(costs)))[0] / scale

@@ -26,10 +26,10 @@ from stratbench.extensions.links.collective_cost import CollectiveTime
 from stratbench.extensions.links.processes import TIMEOUT_S, run_all
 from stratbench.extensions.links.timing import Sweep, measure_collectives
 from stratbench.train.nodes.interface import set_gloo_interface
-from stratbench.train.nodes.rendezvous import tcp_store
-from stratbench.train.nodes.srun import run_on_nodes
+from stratbench.train.nodes.rendezvous import connect_tcp_store
+from stratbench.train.nodes.srun import run_module_on_nodes
 
-#: All times, and the slowdown of computation during a collective.
+#: Times of all collectives, and the slowdown of computation during a collective.
 MeasuredLinks = tuple[list[CollectiveTime], float]
 
 
@@ -100,7 +100,7 @@ def measure_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
         def left_s() -> float:
             return ends_s - time.monotonic()
 
-        if code := run_on_nodes(group.nodes, cpus, __spec__.name, [str(plan)], left_s):
+        if code := run_module_on_nodes(group.nodes, cpus, __spec__.name, [str(plan)], left_s):
             raise RuntimeError(
                 f"the measurement on {group.nodes} nodes ended with exit code {code}; the output of its "
                 "processes above says why"
@@ -113,7 +113,7 @@ def measure_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
 def _run_member(group: LinkGroup, node: int, number: int) -> None:
     rank = node * group.workers_per_node + number
     if group.nodes > 1:
-        store = tcp_store(RunFolder(Path(group.folder)), rank, group.world_size)
+        store = connect_tcp_store(RunFolder(Path(group.folder)), rank, group.world_size)
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         store = dist.FileStore(f"{group.folder}/group", group.world_size)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stratbench.strategies import get_mesh, strategy_class
+from stratbench.strategies import get_mesh, get_strategy_class
 from stratbench.study.config.config import Study
 from stratbench.study.resources import (
     JobRequest,
     build_plain_request,
     combine_requests,
-    runtime_min,
+    compute_job_runtime_min,
 )
 from stratbench.study.slurm.nodes import Node, count_fitting_nodes
 from stratbench.workload.network import models
@@ -39,7 +39,7 @@ def links_request(study: Study, cluster: Mapping[str, Any], offered: Sequence[No
         workers = nodes * cluster["gpus_per_node"]
         full = {replace(c, gpus=workers, repeat=0): study.settings(c) for c in study.cells}
         requests = [build_plain_request(c, s, cluster, LINKS_S) for c, s in full.items()]
-        return combine_requests(requests, runtime_min(LINKS_S, cluster))
+        return combine_requests(requests, compute_job_runtime_min(LINKS_S, cluster))
 
     return make_request(2 if count_fitting_nodes(make_request(2), offered) > 1 else 1)
 
@@ -56,7 +56,7 @@ def links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:
     largest_mib, every_kind, on_gpus = 1, False, False
     for cell in study.cells:
         s = study.settings(cell)
-        strategy = strategy_class(s.strategy)
+        strategy = get_strategy_class(s.strategy)
         on_gpus |= s.device != "cpu"
         if strategy.kind == "server":
             wire = s.options["transport"]

@@ -35,7 +35,7 @@ from stratbench.extensions.links.group import (
 )
 from stratbench.extensions.links.servers import measure_servers
 from stratbench.extensions.links.timing import KINDS, Sweep
-from stratbench.train.nodes.srun import size_of_job
+from stratbench.train.nodes.srun import read_slurm_job_size
 
 TRANSPORTS = ("shm", "tcp")
 
@@ -66,7 +66,7 @@ def measure_all(
     if "RANK" in os.environ:
         return measure_as_member(sweep, args.gpus)
     times, compute_slowdown = [], math.nan
-    nodes, cpus = size_of_job()
+    nodes, cpus = read_slurm_job_size()
     if args.kinds and nodes > 1:
         # Groups on one node, and all workers of all nodes. `measure_collectives` adds one worker per node.
         here = [n for n in sweep.workers if n <= args.a_node]

@@ -98,7 +98,8 @@ def _draw_times(
         layout = LinkLayout(workers, nodes)
         sizes = sorted(points)
         line = [
-            (size, min(a(kind, size, layout).seconds(levels) for a in algorithms)) for size in sizes
+            (size, min(a(kind, size, layout).compute_seconds(levels) for a in algorithms))
+            for size in sizes
         ]
         on = f", {nodes} nodes" if nodes > 1 else ""
         series.append(

@@ -41,7 +41,7 @@ class PushMeasurement:
     repeat: int
 
     @property
-    def timed_pushes(self) -> int:
+    def num_timed_pushes(self) -> int:
         """Number of timed pushes per worker."""
         return max(MIN_PUSHES, min(MAX_PUSHES, PUSHED_BYTES // self.n_bytes))
 
@@ -50,7 +50,7 @@ class PushMeasurement:
             rendezvous=rendezvous,
             workers=self.workers,
             epochs=1,
-            steps_per_epoch=self.workers * (WARM_PUSHES + self.timed_pushes),
+            steps_per_epoch=self.workers * (WARM_PUSHES + self.num_timed_pushes),
             slices=1,
             policy="ps-async",
             hyper={"lr": 1e-3},

@@ -33,7 +33,7 @@ class Sweep:
     workers: tuple[int, ...]
     largest_bytes: int
     repeats: int
-    kinds: tuple[str, ...] = KINDS
+    collective_kinds: tuple[str, ...] = KINDS
 
     def list_sizes_bytes(self) -> list[int]:
         """Return the tensor sizes in bytes.
@@ -56,7 +56,7 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[Collec
     groups = {ranks: dist.new_group(list(ranks)) for ranks in _list_rank_groups(sweep, nodes)}
     cells = [
         (k, ranks, size)
-        for k in sweep.kinds
+        for k in sweep.collective_kinds
         for ranks in groups
         for size in sweep.list_sizes_bytes()
     ]

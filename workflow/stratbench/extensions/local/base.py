@@ -110,7 +110,8 @@ class Local(base.Collective):
     def evaluating(self) -> Iterator[nn.Module]:
         own, sent_bytes = [flat.clone() for flat in self.exchanged_tensors], self.sent_bytes
         self.average_tensors(self.exchanged_tensors)
-        self.sent_bytes = sent_bytes  # traffic of the evaluation does not count for steps
+        # The traffic of the evaluation does not count as traffic of a step.
+        self.sent_bytes = sent_bytes
         self.distances.append(self.compute_distance_from_mean(own[: len(self.weights)]))
         with super().evaluating() as model:
             yield model
@@ -155,7 +156,7 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     import torch
 
-    from stratbench.workload.flat import copied_into, offsets_of
+    from stratbench.workload.flat import compute_flat_offsets, copy_into_flat
 
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
@@ -163,10 +164,10 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     flats = []
     with torch.no_grad():
         for dtype, group in by_dtype.items():
-            starts, numel = offsets_of(group)
+            starts, numel = compute_flat_offsets(group)
             flat = torch.zeros(numel, dtype=dtype, device=group[0].device)
             for t, start in zip(group, starts, strict=True):
-                t.data = copied_into(t.data, flat, start)
+                t.data = copy_into_flat(t.data, flat, start)
             flats.append(flat)
     return flats
 

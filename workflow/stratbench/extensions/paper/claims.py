@@ -28,11 +28,16 @@ def add_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
     A claim fails if one of its figures fails. So its intervals hold for all figures together, and the
     variances of the figures are pooled.
     """
-    paired = [figure for figure in figures if figure.pair is not None]
+    paired = [figure for figure in figures if figure.paired_values is not None]
     ratios = iter(
-        compute_paired_ratios([f.pair for f in paired], [f.served for f in paired], len(paired))
+        compute_paired_ratios(
+            [f.paired_values for f in paired], [f.has_servers for f in paired], len(paired)
+        )
     )
-    return [figure if figure.pair is None else figure.with_ends(next(ratios)) for figure in figures]
+    return [
+        figure if figure.paired_values is None else figure.with_interval(next(ratios))
+        for figure in figures
+    ]
 
 
 def judge_figures(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
@@ -72,7 +77,7 @@ def describe_figures(figures: Sequence[ClaimFigure]) -> str:
 
 def describe_single_repeats(figures: Sequence[ClaimFigure]) -> str:
     """Return a remark if figures come from one repeat, else an empty text."""
-    single = sum(f.low is None and f.ends != "exact" for f in figures)
+    single = sum(f.low is None and f.range_kind != "exact" for f in figures)
     which = "" if len(figures) == 1 else "all " if single == len(figures) else f"{single} "
     return f"; {which}from one repeat, so that it may be chance" if single else ""
 
@@ -83,7 +88,7 @@ def describe_figure(figure: ClaimFigure) -> str:
     The forms are `1.23 [1.10, 1.31]` for an interval, `1.23 (1.10 to 1.31)` for a range, and `at least 1.23`
     for a bound.
     """
-    match figure.ends:
+    match figure.range_kind:
         case "bound":
             return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
         case "range" if figure.low is not None:
@@ -121,7 +126,7 @@ def describe_weak_figures(
     parts = []
     if lost := [label for label in printed if label not in believed]:
         parts.append(f"{', '.join(lost)}: from a time that is printed for two cells")
-    if bounds := [label for label, figure in printed.items() if figure.ends == "bound"]:
+    if bounds := [label for label, figure in printed.items() if figure.range_kind == "bound"]:
         parts.append(f"{', '.join(bounds)}: from a time above its limit, so a bound")
     return "; ".join(parts)
 

@@ -21,7 +21,7 @@ SIZES = {"parameters of vgg16 in fp32 (MB)": 4e-6, "parameters of vgg16 / 4 (mil
 class ClaimFigure:
     """One value of a claim's metric, with its origin and its range.
 
-    `ends` is the kind of `low` and `high`: a 95 % `interval`, which holds for all figures of a claim
+    `range_kind` is the kind of `low` and `high`: a 95 % `interval`, which holds for all figures of a claim
     together; the `range` from the lowest to the highest repeat; or the `bound` that a time limit
     leaves. An `exact` value has no ends.
     """
@@ -30,18 +30,19 @@ class ClaimFigure:
     value: float
     low: float | None = None
     high: float | None = None
-    ends: Literal["interval", "range", "bound", "exact"] = "interval"
-    #: The data of an interval: `value` is `scale` of the mean ratio of `pair`, which has shape [2, repeats].
-    #: `served` is whether parameter servers take part.
-    pair: np.ndarray | None = None
-    scale: Callable[[float], float] = float
-    served: bool = False
+    range_kind: Literal["interval", "range", "bound", "exact"] = "interval"
+    #: The data of an interval: `scale_ratio` turns the mean ratio of `paired_values`,
+    #: which have shape [2, repeats], into `value`.
+    #: `has_servers` is whether parameter servers take part.
+    paired_values: np.ndarray | None = None
+    scale_ratio: Callable[[float], float] = float
+    has_servers: bool = False
 
-    def with_ends(self, ratio: IntervalEstimate) -> ClaimFigure:
+    def with_interval(self, ratio: IntervalEstimate) -> ClaimFigure:
         """Return the figure with the interval of `ratio`, if that has one."""
         if ratio.low is None:
             return self
-        low, high = sorted(map(self.scale, ratio[1:]))
+        low, high = sorted(map(self.scale_ratio, ratio[1:]))
         return replace(self, low=low, high=high)
 
 
@@ -72,7 +73,11 @@ def make_ratio_figure(
     if pair.size:
         served = groups.have_servers((one, other))
         return ClaimFigure(
-            label, scale(compute_mean_ratio(*pair)), pair=pair, scale=scale, served=served
+            label,
+            scale(compute_mean_ratio(*pair)),
+            paired_values=pair,
+            scale_ratio=scale,
+            has_servers=served,
         )
     if column != "train_time_s":
         return None
@@ -229,7 +234,7 @@ def make_vgg16_metric(scale: float) -> Callable[[Repeats], Iterator[ClaimFigure]
         for (_, _, model, _), rows in groups.ok.items():
             counts = rows["model_parameters"].dropna()
             if model == "vgg16" and len(counts):
-                yield ClaimFigure("vgg16", float(counts.iloc[0]) * scale, ends="exact")
+                yield ClaimFigure("vgg16", float(counts.iloc[0]) * scale, range_kind="exact")
                 return
 
     return iter_figures

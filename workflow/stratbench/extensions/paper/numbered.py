@@ -18,11 +18,11 @@ from stratbench.analysis.records.groups import map_base_strategies
 from stratbench.analysis.records.measures import (
     NO_CELL,
     Measure,
+    append_audit_dagger,
     format_number,
     list_measures_by_experiment,
-    marked,
 )
-from stratbench.analysis.tables.tables import workers_are, write_table
+from stratbench.analysis.tables.tables import describe_worker_devices, write_table
 from stratbench.cell.files import write_atomic
 
 
@@ -35,7 +35,7 @@ class NumberedTable:
     strategies: tuple[str, ...]
     measures: tuple[str, ...]
     #: Whether only the largest worker count of each experiment is shown.
-    largest_only: bool = False
+    largest_count_only: bool = False
 
 
 # fmt: off
@@ -52,7 +52,7 @@ TABLES = {
             ("ps-sync", "ps-async-modified"), ("training_time",)),
         NumberedTable("table_7", "Standard, modified and staleness-mitigated asynchronous server",
             ("ps-async", "ps-async-modified", "ps-dana", "ps-ormo", "ps-preview"),
-            ("score", "training_time"), largest_only=True),
+            ("score", "training_time"), largest_count_only=True),
     )
 }
 # fmt: on
@@ -92,7 +92,7 @@ def make_numbered_table(
     """
     rows = summary[summary["measure"].isin(table.measures)]
     rows = rows[[bases.get(name, name) in table.strategies for name in rows["strategy"]]]
-    if table.largest_only and len(rows):
+    if table.largest_count_only and len(rows):
         rows = rows[rows["gpus"] == rows.groupby("experiment")["gpus"].transform("max")]
     counts = sorted(rows["gpus"].unique())
     lines = []
@@ -114,7 +114,7 @@ def format_as_in_paper(row: object) -> str:
     A time limit has the form of the paper (`>3000`).
     """
     text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
-    return marked(text, row.flags)
+    return append_audit_dagger(text, row.flags)
 
 
 def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
@@ -169,7 +169,9 @@ def widen_table_8(long: pd.DataFrame) -> pd.DataFrame:
     """Return table 8 with a row per strategy, and columns for properties and outcomes."""
     lines = []
     for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
-        texts = {row.property: marked(row.text, row.flags) for row in rows.itertuples()}
+        texts = {
+            row.property: append_audit_dagger(row.text, row.flags) for row in rows.itertuples()
+        }
         first = rows.iloc[0]
         place = {"experiment": experiment, "strategy": strategy, "workers": str(first["workers"])}
         lines.append(place | texts | {"not finished": first["outcomes"] or NO_CELL})
@@ -204,7 +206,9 @@ def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) ->
     table_8 = make_table_8(cells, summary)
     for name, table in iter_paper_tables(cells, summary, table_8):
         table = table if len(table) else pd.DataFrame([{"": NO_STRATEGIES}])
-        caption = f"Table {name.removeprefix('table_')}. {TITLES[name]}. {workers_are(cells)}"
+        caption = (
+            f"Table {name.removeprefix('table_')}. {TITLES[name]}. {describe_worker_devices(cells)}"
+        )
         write_table(table, caption, out_dir / name)
     write_atomic(out_dir / "table_8_sources.csv", table_8.to_csv(index=False))
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.installation import ROOT
-from stratbench.cell.text.words import folded, format_count
+from stratbench.cell.text.words import format_count, wrap_lines
 from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.device_rates import named_gpus
 from stratbench.extensions.plan.duration import ProjectedDuration
@@ -60,13 +60,13 @@ def main(argv: list[str] | None = None) -> int:
         set_job_environment(config, str(ROOT / "workflow"))
         checked = check_study(config, study, resharding=not args.check and not args.model)
         if args.check:
-            print(folded([check_text(checked)]))
+            print(wrap_lines([check_text(checked)]))
             nodes = select_partition_nodes(read_cluster_nodes(), args.partition)
             requests = (
                 build_job_request(s.cell, s.settings, cluster, None) for s in checked.subjects
             )
             if mixed := describe_mixed_gpu_types(nodes, requests):
-                print(folded([mixed]))
+                print(wrap_lines([mixed]))
             return 1 if checked.refused else 0
         if checked.refused:
             text = (
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         projected = list_projected(config, study, timed)
         plan = make_plan(config, checked, records, args.partition, projected)
     except ConfigError as error:
-        print(folded([f"error: {error}"]), file=sys.stderr)
+        print(wrap_lines([f"error: {error}"]), file=sys.stderr)
         return 1
     out = args.out or Path(config["results"]) / study.name
     table.write_csv(plan, out / "plan.csv")
@@ -113,7 +113,7 @@ def list_projected(
     """
     projected: dict[Cell, ProjectedDuration] = {}
     try:
-        for _, addition in iter_resolved("plans"):
+        for _, addition in iter_imported_additions("plans"):
             if addition.durations is not None:
                 projected |= addition.durations(config, study, records)
     except ValueError as error:

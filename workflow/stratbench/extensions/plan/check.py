@@ -23,12 +23,12 @@ from stratbench.extensions.plan.footprint.few_parts import make_by_few_parts
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING, Request
 from stratbench.extensions.plan.needs import Subject, subject_of
-from stratbench.strategies import acceptance, strategy_class
+from stratbench.strategies import acceptance, get_strategy_class
 from stratbench.study.config.config import Study
 from stratbench.workload.network import models
-from stratbench.workload.network.libraries import library_of
+from stratbench.workload.network.libraries import find_library_of_call
 from stratbench.workload.task_trial import NO_SUM
-from stratbench.workload.users_code import ModelError, format_error
+from stratbench.workload.users_code import ModelError, format_user_error
 
 if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
@@ -215,7 +215,7 @@ def cell_refusal_reason(s: Subject, network: CheckResult, rehearsal: Rehearsal) 
     if network.fault is not None:
         return network.fault
     try:
-        acceptance.check_batch(
+        acceptance.check_batchnorm_samples(
             s.request.network,
             network.batchnorm,
             s.samples_per_step,
@@ -272,7 +272,7 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
         for n, each in sharing.items()
     }
     own = (r.settings.own_model for r in firsts.values())
-    builders = {library_of(spec["call"]).built_by for spec in own if spec}
+    builders = {find_library_of_call(spec["call"]).built_by for spec in own if spec}
     return compute_results(
         "models to check: {}",
         CheckResult,
@@ -306,7 +306,7 @@ def check_network(request: Request) -> CheckResult:
         result = CheckResult(fault=str(error))
     except Exception as error:  # a model may raise anything
         result = CheckResult(
-            fault=f"{models.describe_model(request.network)}: {format_error(error)}"
+            fault=f"{models.describe_model(request.network)}: {format_user_error(error)}"
         )
     return replace(result, seconds=time.perf_counter() - started)
 
@@ -320,7 +320,7 @@ def _check_with_task(request: Request) -> CheckResult:
 def _try_model(request: Request) -> CheckResult:
     from stratbench.workload.network.trial import NO_VALUES, PassFailed
 
-    if models.has_name_alone(request.network):
+    if models.is_built_by_user_program(request.network):
         return CheckResult(
             unchecked="config.yaml only names it, and the command that trains it builds it"
         )
@@ -405,7 +405,7 @@ def _count_model_parameters(request: Request) -> int:
     from stratbench.workload.known_values import KnownFakes
 
     with KnownFakes():
-        model = models.build_without_memory(request.network, request.classes, request.input_shape)
+        model = models.build_fake_model(request.network, request.classes, request.input_shape)
     return _count_elements(model.parameters())
 
 
@@ -473,7 +473,7 @@ def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(strategy_class(request.strategy).on_fakes())
+            stack.enter_context(get_strategy_class(request.strategy).on_fakes())
             stack.enter_context(fake.surroundings(request, by_rules))
             model, strategy, worker = fake.build_worker(request, by_rules)
             worker.trial = trial
@@ -491,5 +491,5 @@ def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str
             if by_rules:
                 return None
             label = models.describe_model(request.network)
-            return f"{label}: {request.strategy} cannot train it: its step raised {format_error(error)}"
+            return f"{label}: {request.strategy} cannot train it: its step raised {format_user_error(error)}"
     return None

@@ -171,7 +171,7 @@ def measure_cpu_flops_per_s() -> float:
     import numpy as np
 
     a = np.ones((1024, 1024), dtype=np.float32)
-    a @ a  # starts the library's threads
+    a @ a  # a first product starts the library's threads
     best_s = float("inf")
     for _ in range(3):
         begun = time.perf_counter()

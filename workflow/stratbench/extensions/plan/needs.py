@@ -18,7 +18,7 @@ from stratbench.extensions.plan.device_rates import CPU_PROCESS_BYTES, GPU_HOST_
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import Request, buffer_bytes, data_bytes
 from stratbench.extensions.plan.footprint.traffic import wire_bytes
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.strategies.mesh import Mesh
 from stratbench.study import resources
@@ -42,7 +42,7 @@ class Subject:
     @property
     def samples_per_step(self) -> int:
         """Number of samples that a worker computes at once."""
-        return strategy_class(self.settings.strategy).samples_per_step(self.settings)
+        return get_strategy_class(self.settings.strategy).samples_per_step(self.settings)
 
     @property
     def steps_per_batch(self) -> int:
@@ -62,7 +62,7 @@ class Subject:
     @property
     def strategy(self) -> Strategy:
         """The cell's strategy, without `setup`."""
-        cls = strategy_class(self.settings.strategy)
+        cls = get_strategy_class(self.settings.strategy)
         return cls(cls.Options(**self.settings.options))
 
     @property

@@ -22,7 +22,7 @@ def iter_remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
             f"tied: {' = '.join(names)} is one parameter, and stays one with every strategy; if a module "
             "outside its shard group shares it, it is sharded with the root"
         )
-    if formats := models.changed_formats(model):
+    if formats := models.changed_formats_reason(model):
         yield formats
     norms = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, BatchNorm))
     if written := [name for name in trial.written if not name.startswith(norms)]:

@@ -56,15 +56,15 @@ class DeviceFit:
     """
 
     device: str
-    peak: MemoryPeak  # during training, including the data set
+    peak: MemoryPeak  # peak during training, including the data set
     stage_peaks_bytes: tuple[int, ...]  # peak of each pipeline stage, if there are several
-    needed_bytes: int  # maximum, also during warm-up and evaluation
+    needed_bytes: int  # maximum need, also during warm-up and evaluation
     verdict: str  # FITS, TIGHT or DOES_NOT_FIT
     largest_batch: int
     room_bytes: float  # memory of a worker without reserve and margin
     #: Number of threads that the GPU holds at once, which sizes buffers of sums; 0 on CPUs.
     resident_threads: int
-    sending_s: tuple[float, float]  # communication per step
+    sending_s: tuple[float, float]  # seconds of communication per step, at best and at worst
     by_device: Span | None  # time of training, from the device's rates
     usual_s: float | None  # single time of training, by which cells are compared
     train: Span | None  # time of training, from records or else from the device's rates
@@ -94,12 +94,13 @@ class Planned:
     """
 
     subject: Subject
-    state: str  # done, recorded, failed, unsupported, infeasible, to do
+    state: str  # one of: done, recorded, failed, unsupported, infeasible, to do
     reason: str
     recorded: bool
     footprint: Footprint | None
     needs: Needs | None
-    fits_on: dict[str, DeviceFit]  # by device, the plan's own first; of a cell on CPUs only the CPU
+    # Fit per device, the plan's own first; a cell on CPUs has only the CPU.
+    fits_on: dict[str, DeviceFit]
     asked: resources.JobRequest
     least_samples: int
 
@@ -190,7 +191,7 @@ def make_plan(
     to_train = [c for c in cells if not c.recorded and c.state not in skipped]
     of_partition = nodes.select_partition_nodes(nodes.read_cluster_nodes(), partition)
     refusals = {
-        c.cell: nodes.too_large_reason(c.cell, c.subject.settings, c.asked, of_partition)
+        c.cell: nodes.job_too_large_reason(c.cell, c.subject.settings, c.asked, of_partition)
         for c in to_train
     }
     return Plan(
@@ -221,7 +222,7 @@ def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any
             except record.RecordError as error:
                 print(f"left out: {error}")
                 continue
-            if reason := record.describe_other_settings(of_cell, study.settings(cell)):
+            if reason := record.describe_settings_differences(of_cell, study.settings(cell)):
                 others.append(f"{path} {reason}")
             else:
                 records[cell] = of_cell
@@ -289,7 +290,7 @@ def _plan_cell(
                 longest_s=longest_time_s(fit),
             ),
         ),
-        least_samples=acceptance.compute_least_samples(
+        least_samples=acceptance.compute_min_samples(
             checked.networks[Network.of(s.request)].batchnorm,
             s.settings.gradient_accumulation_steps,
         ),

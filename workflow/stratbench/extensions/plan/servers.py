@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.strategy import node_of_server
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 
 #: Number of shard-sized buffers per worker's connection over TCP: a gradient, its reply, and one of them in
 #: the wire's format.
@@ -30,7 +30,7 @@ def predict_server_bytes(
         flat_bytes: Flat weights and buffers of a worker.
         n_nodes: Number of nodes.
     """
-    own, workers = strategy_class(s.strategy).Options(**s.options), s.gpus
+    own, workers = get_strategy_class(s.strategy).Options(**s.options), s.gpus
     moments = 2 if s.optimizer == "adamw" else int(s.momentum > 0)
     part_bytes = -(-flat_bytes["weights"] // s.options["servers"])
     tensors = own.optimizer_buffers(workers) + (moments - 1) * own.momentum_buffers(workers)
@@ -65,7 +65,7 @@ def worker_traffic_bytes(
     over_tcp = between_nodes or s.options["transport"] == "tcp"
     if over_tcp and s.options["wire"] == "bfloat16":
         gradients_bytes //= 2
-    pushes = strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
+    pushes = get_strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
     return pushes * (gradients_bytes + flat_bytes["buffers"]), pushes * flat_bytes["weights"]
 
 
@@ -85,7 +85,7 @@ def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int)
     workers, servers = s.gpus, s.options["servers"]
     a_node = -(-workers // n_nodes)
     sent, received = worker_traffic_bytes(s, flat_bytes, between_nodes=True)
-    pushes = strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
+    pushes = get_strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
     buffers = pushes * flat_bytes["buffers"]
     busiest = 0.0
     for node in range(n_nodes):

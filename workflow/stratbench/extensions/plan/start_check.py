@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import folded
-from stratbench.strategies import strategy_class
+from stratbench.cell.text.words import wrap_lines
+from stratbench.strategies import get_strategy_class
 from stratbench.study.config.config import Study
 
 #: Errors that may not occur on a machine with a GPU, or with other files.
@@ -60,7 +60,7 @@ def faults_of_networks(
     for reason, on_gpus in json.loads(done.stdout).items():
         if (elsewhere or on_gpus) and MAY_BE_MACHINES.search(reason):
             print(
-                folded(
+                wrap_lines(
                     [
                         f"cannot be trained here, but is started, since other machines may differ: {reason}"
                     ]
@@ -80,7 +80,7 @@ def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
     settings = study.settings(cell)
     own = settings.own_model or settings.own_task
     # Data sets of users are unknown until a job of this run has prepared them.
-    by_command = strategy_class(settings.strategy).kind == "own"
+    by_command = get_strategy_class(settings.strategy).kind == "own"
     if not own or by_command or not study.dataset(cell.dataset).is_read:
         return None
     return cell.experiment, cell.model

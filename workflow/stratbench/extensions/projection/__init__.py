@@ -22,6 +22,10 @@ def add_subcommands(add: Any) -> None:
     Args:
         add: Adds a subcommand (`SubcommandAdder`).
     """
-    from stratbench.command.subcommands import answer_with_torch
+    from stratbench.command.subcommands import print_rule_answer_with_torch
 
-    add("project", answer_with_torch, "project step times to more workers than were measured")
+    add(
+        "project",
+        print_rule_answer_with_torch,
+        "project step times to more workers than were measured",
+    )

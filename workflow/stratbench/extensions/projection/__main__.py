@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     write_csv(out, [row for _, rows, _ in by_evidence for row in rows])
-    if args.most:  # the caller prints it
+    if args.most:  # with `--most`, the caller prints the result
         return 0
     if not by_evidence:
         print(

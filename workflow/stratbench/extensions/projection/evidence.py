@@ -260,7 +260,8 @@ def make_link_replay(
 
     @cache
     def make_schedule(request: Request, samples: int) -> Schedule:
-        from stratbench.extensions.projection.traced import trace_schedule  # imports PyTorch
+        # This import loads PyTorch.
+        from stratbench.extensions.projection.traced import trace_schedule
 
         return trace_schedule(request, samples, device)
 
@@ -270,7 +271,9 @@ def make_link_replay(
         layout = LinkLayout(workers, nodes_of(workers))
 
         def compute_collective_s(call: CollectiveCall) -> float:
-            log_sd = max((link.log_sd for link in links.levels_of(call.kind).values()), default=0.0)
+            log_sd = max(
+                (link.log_sd for link in links.get_links_by_level(call.kind).values()), default=0.0
+            )
             return links.time_collective(call, layout, samples)[0] * math.exp(spreads * log_sd)
 
         slowest_s = compute_s * slowest_factor(workers, spreads)
@@ -289,7 +292,7 @@ def make_link_replay(
     return LinkReplay(
         replay_step,
         partial(replay_step, spreads=1.0),
-        frozenset(level for kind in links.measured.values() for level in kind),
+        frozenset(level for kind in links.links_by_kind.values() for level in kind),
         # The host issued each measured step, so that it needs at most the shortest step time.
         host_issue_s=min(host_issue_s, *(p.step_s for p in evidence.measured_steps)),
     )
@@ -302,7 +305,7 @@ def _make_slowest_factor(stragglers: Stragglers | None) -> Callable[[int, float]
     """
     if stragglers is None:
         return lambda workers, spreads: 1.0
-    return cache(stragglers.mean_slowest_factor)
+    return cache(stragglers.compute_mean_slowest_factor)
 
 
 def _make_server_replay(
@@ -328,7 +331,7 @@ def _make_server_replay(
         return None
     transport = subject.settings.options["transport"]
     links = read_links(path, f"servers-{'shm' if transport == 'auto' else transport}")
-    link = links.levels_of("push_pull")["within"]
+    link = links.get_links_by_level("push_pull")["within"]
     slowest_factor = _make_slowest_factor(evidence.stragglers)
 
     @cache
@@ -340,7 +343,7 @@ def _make_server_replay(
 
     def make_queue(workers: int, compute_s: float, slower: float = 1.0) -> ServerQueue:
         # The links' fit lets all workers wait for the latency at the same time (`served`).
-        latency_s = at(workers).steps_per_batch * link.alpha_s
+        latency_s = at(workers).steps_per_batch * link.latency_s
         return ServerQueue(compute_s + slower * latency_s, (slower * compute_service_s(workers),))
 
     @cache

@@ -33,29 +33,29 @@ class Links:
 
     Attributes:
         library: nccl or gloo.
-        measured: Latency and bandwidth, by kind of collective and level.
+        links_by_kind: Latency and bandwidth, by kind of collective and level.
         compute_slowdown: Factor by which computation is slower during a collective.
-        largest: Bytes of the largest measured tensor, by kind.
-        algorithms: Algorithm of the fit, by kind.
+        largest_bytes_by_kind: Bytes of the largest measured tensor, by kind.
+        algorithm_by_kind: Algorithm of the fit, by kind.
     """
 
     library: str
-    measured: Mapping[str, Mapping[Level, LinkModel]]
+    links_by_kind: Mapping[str, Mapping[Level, LinkModel]]
     compute_slowdown: float = 1.0
-    largest: Mapping[str, int] = field(default_factory=dict)
-    algorithms: Mapping[str, str] = field(default_factory=dict)
+    largest_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
+    algorithm_by_kind: Mapping[str, str] = field(default_factory=dict)
 
     def check_size(self, kind: str, n_bytes: float) -> None:
         """Raise Unmeasured if a collective is much larger than all measured ones, which latency dominated."""
-        largest = self.largest.get(kind, RATE_RULES_BYTES)
+        largest = self.largest_bytes_by_kind.get(kind, RATE_RULES_BYTES)
         if n_bytes > MAX_LARGER * largest and largest < RATE_RULES_BYTES:
             raise Unmeasured(
                 f"{kind} was measured up to {format_bytes(largest)} with {self.library}, and a step sends "
                 f"{format_bytes(n_bytes)} at once: run `links` again with larger tensors"
             )
 
-    def levels_of(self, kind: str) -> Mapping[Level, LinkModel]:
-        return self.measured.get(kind, {})
+    def get_links_by_level(self, kind: str) -> Mapping[Level, LinkModel]:
+        return self.links_by_kind.get(kind, {})
 
     def time_collective(
         self, call: CollectiveCall, layout: LinkLayout, samples: int = 0
@@ -78,7 +78,7 @@ class Links:
         if layout.workers == 1:
             return 0.0, "none"
         self.check_size(call.kind, n_bytes)
-        links = self.levels_of(call.kind)
+        links = self.get_links_by_level(call.kind)
         levels: list[Level] = ["within"] if layout.workers_per_node > 1 else []
         levels += ["between"] if layout.nodes > 1 else []
         if missing := [level for level in levels if level not in links]:
@@ -92,9 +92,9 @@ class Links:
         )
         shared = links["between"].bytes_per_s / together
         links["between"] = replace(links["between"], bytes_per_s=shared)
-        name = self.algorithms.get(call.kind, FASTEST)
+        name = self.algorithm_by_kind.get(call.kind, FASTEST)
         return min(
-            (a(call.kind, n_bytes, layout).seconds(links), a.__name__)
+            (a(call.kind, n_bytes, layout).compute_seconds(links), a.__name__)
             for a in named_algorithms(name, self.library, call.kind)
         )
 

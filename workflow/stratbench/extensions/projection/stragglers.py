@@ -22,16 +22,16 @@ class Stragglers:
 
     own_times: NDArray
 
-    def mean_slowest_factor(self, workers: int, spreads: float = 0.0) -> float:
+    def compute_mean_slowest_factor(self, workers: int, spreads: float = 0.0) -> float:
         """Return the mean time of the slowest of `workers` workers, over the mean of all.
 
         Each worker has a step of any measured worker, with equal probability. The duration of slow periods
         does not change the mean step. The factor is raised by `spreads` standard deviations, in ln.
         """
-        more = spreads * self._log_slowest_sd(workers) if spreads else 0.0
+        more = spreads * self._compute_log_slowest_sd(workers) if spreads else 0.0
         return math.exp(_log_slowest(self.own_times, workers) + more)
 
-    def _log_slowest_sd(self, workers: int) -> float:
+    def _compute_log_slowest_sd(self, workers: int) -> float:
         """Return the standard deviation of ln of the slowest worker's factor.
 
         A jackknife over workers gives one part. The other part is that the unmeasured workers may have
@@ -43,10 +43,10 @@ class Stragglers:
         n = len(self.own_times)
         without = [_log_slowest(np.delete(self.own_times, i, axis=0), workers) for i in range(n)]
         jackknife = math.sqrt((n - 1) * float(np.var(without)))
-        of_levels = self._log_level_contribution(workers) / math.sqrt(n - 1)
+        of_levels = self._compute_log_level_contribution(workers) / math.sqrt(n - 1)
         return float(stdtrit(n - 1, 0.9) / ndtri(0.9)) * math.hypot(jackknife, of_levels)
 
-    def _log_level_contribution(self, workers: int) -> float:
+    def _compute_log_level_contribution(self, workers: int) -> float:
         """Return how much log-normal levels of workers add to ln of the slowest one's factor."""
         import numpy as np
         from scipy.special import ndtri

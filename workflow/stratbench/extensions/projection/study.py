@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.progress import progress_bar
+from stratbench.cell.text.progress import create_progress_bar
 from stratbench.extensions.plan.device_rates import (
     Device,
     make_cpu_device,
@@ -130,7 +130,7 @@ def project_trainings(
 
 def iter_with_progress(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInputs]:
     """Yield each strategy's measurements, and show a progress bar, since a trace takes seconds."""
-    with progress_bar(len(evidences), " strategies", "projected") as bar:
+    with create_progress_bar(len(evidences), " strategies", "projected") as bar:
         for evidence in evidences:
             yield evidence
             bar.update(1)

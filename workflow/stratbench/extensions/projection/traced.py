@@ -20,7 +20,7 @@ def trace_schedule(request: Request, samples: int, device: Device) -> Schedule:
         samples: Samples of the step.
         device: Device whose rates are used.
     """
-    from stratbench.extensions.plan.footprint import fake  # imports PyTorch
+    from stratbench.extensions.plan.footprint import fake  # this import loads PyTorch
 
     trace, _ = fake.trace_steps(request, [samples])
     flops_per_s = device.flops_per_s or 1e12

@@ -78,8 +78,8 @@ def answer(
     load = request.load
     if (
         history is not None
-    ):  # the load is the GPUs in use, and those that the growing wait would need
-        load = (history.mean_gpus + history.growth_gpus) / capacity
+    ):  # the load counts the GPUs in use, and those that the growing queue would need
+        load = (history.mean_gpus_in_use + history.queue_growth_gpus) / capacity
     known = [] if history is None else list(describe_history(history, nodes, gpus_per_node))
     if reason := _find_refusal_reason(history, load, capacity):
         return {
@@ -129,7 +129,7 @@ def answer(
     basis = (
         f"Simulated at {BLOCKS * MOMENTS} submission times in "
         f"{'synthetic' if history is None else 'recorded'} queues of {format_count(nodes, 'node')} of "
-        f"{format_count(gpus_per_node, 'GPU')}, with load {load:.2f} ({times.busy:.0%} of the GPUs in "
+        f"{format_count(gpus_per_node, 'GPU')}, with load {load:.2f} ({times.busy_share:.0%} of the GPUs in "
         "use). At each submission time all modes have the same queue. Intervals are 95 % intervals of "
         "means."
     )
@@ -148,7 +148,7 @@ def answer(
 def _count_min_nodes(history: AccountingHistory, gpus_per_node: int) -> int:
     """Return the smallest number of nodes that can run the history's jobs."""
     widest = max(e.gpus for e in history.entries)
-    return -(-max(history.most_gpus, widest) // gpus_per_node)
+    return -(-max(history.max_gpus_in_use, widest) // gpus_per_node)
 
 
 def _find_refusal_reason(
@@ -159,11 +159,11 @@ def _find_refusal_reason(
             "The history has jobs of a single user, so that the load is unknown: run sacct with -a, or "
             "ask an administrator if PrivateData hides other users' jobs."
         )
-    if history is not None and history.growth_gpus > MAX_GROWTH * capacity:
-        waits_h = history.growth_gpus * history.days * 24
+    if history is not None and history.queue_growth_gpus > MAX_GROWTH * capacity:
+        waits_h = history.queue_growth_gpus * history.window_days * 24
         return (
-            f"The history's queue is not steady: in {history.days:.1f} days the waiting work grew by "
-            f"{waits_h:,.0f} GPU-hours ({history.mean_gpus:.1f} of {capacity} GPUs in use). A growing "
+            f"The history's queue is not steady: in {history.window_days:.1f} days the waiting work grew by "
+            f"{waits_h:,.0f} GPU-hours ({history.mean_gpus_in_use:.1f} of {capacity} GPUs in use). A growing "
             "queue has no mean wait; give the accounting of steadier days."
         )
     if load > MAX_STEADY_LOAD:
@@ -209,9 +209,9 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
     """
     capacity = nodes * gpus_per_node
     lines = [
-        f"The history has {format_count(len(history.entries), 'job')} with GPUs in {history.days:.1f} "
-        f"days. Of {capacity} GPUs, {history.mean_gpus:.1f} were in use on average, and at most "
-        f"{history.most_gpus}."
+        f"The history has {format_count(len(history.entries), 'job')} with GPUs in {history.window_days:.1f} "
+        f"days. Of {capacity} GPUs, {history.mean_gpus_in_use:.1f} were in use on average, and at most "
+        f"{history.max_gpus_in_use}."
     ]
     if history.gpus_by_nodes:
         lines.append(
@@ -223,19 +223,19 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
         lines.append(
             f"A node failed under a job once in {mtbf_days:.0f} node-days (state NODE_FAIL)."
         )
-    return [*lines, *map(_describe_width, history.iter_widths())]
+    return [*lines, *map(_describe_width, history.iter_waits_by_width())]
 
 
 def _describe_width(row: WidthRow) -> str:
     text = (
-        f"{row.label} GPUs: {format_count(row.jobs, 'job')} waited {format_hours(row.mean_s / 3600)} h on "
-        f"average, {format_hours(row.median_s / 3600)} h in the median, and one in ten over "
+        f"{row.label} GPUs: {format_count(row.num_jobs, 'job')} waited {format_hours(row.mean_s / 3600)} h "
+        f"on average, {format_hours(row.median_s / 3600)} h in the median, and one in ten over "
         f"{format_hours(row.p90_s / 3600)} h"
     )
     if row.used is not None:
         text += f"; they used {row.used:.0%} of their requested wall time"
-    if row.backfilled is not None:
-        text += f"; {row.backfilled:.0%} of them started by backfill"
+    if row.backfilled_share is not None:
+        text += f"; {row.backfilled_share:.0%} of them started by backfill"
     return f"{text}."
 
 
@@ -248,7 +248,7 @@ class _AnswerText:
 
     def compute_break_even(self, rival: str) -> IntervalEstimate:
         """Return the sample efficiency at which asynchronous workers take as long as mode `rival`."""
-        return self.times.break_even(rival)
+        return self.times.compute_break_even(rival)
 
     def get_simulated_mode(self, mode: str) -> str:
         """Return the name of the simulated mode; asynchronous workers have the lowest sample efficiency."""
@@ -282,7 +282,7 @@ class _AnswerText:
         )
         if self.choice == GANG:
             return text
-        ratio = self.times.ratio(self.get_simulated_mode(self.choice), GANG)
+        ratio = self.times.compute_ratio(self.get_simulated_mode(self.choice), GANG)
         gang_h = _format_hours(self.times.average_hours(GANG).value)
         text += f" That is {_format_ratio(ratio)} times as long as a gang takes ({gang_h})"
         doubtful = ratio.high is not None and ratio.high > 1
@@ -294,7 +294,7 @@ class _AnswerText:
         for mode in MODES[1:]:
             mean, ratio = (
                 self.times.average_hours(self.get_simulated_mode(mode)),
-                self.times.ratio(self.get_simulated_mode(mode), GANG),
+                self.times.compute_ratio(self.get_simulated_mode(mode), GANG),
             )
             others.append(f"{mode} {_format_hours(mean.value)}, {_format_ratio(ratio)}")
         worth = f"at a sample efficiency of {min(self.request.sample_efficiency or (1.0,)):g}"
@@ -343,7 +343,7 @@ class _AnswerText:
         table = []
         for mode in MODES:
             mean = self.times.average_hours(self.get_simulated_mode(mode))
-            ratio = self.times.ratio(self.get_simulated_mode(mode), GANG)
+            ratio = self.times.compute_ratio(self.get_simulated_mode(mode), GANG)
             names = ("hours", "hours_low", "hours_high", "ratio", "ratio_low", "ratio_high")
             table.append(
                 {"mode": mode, "chosen": mode == self.choice}

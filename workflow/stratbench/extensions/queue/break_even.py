@@ -49,9 +49,9 @@ class QueuedTraining:
     loss_per_worker: float = 0.02
     pause_s: float = 60.0
     #: Whether a synchronous worker that joins gets its state from another worker, not from a checkpoint.
-    from_peers: bool = False
+    resumes_from_peers: bool = False
     #: Whether workers that are separate jobs may be preempted.
-    preemptible: bool = False
+    is_preemptible: bool = False
 
     @property
     def work_s(self) -> float:
@@ -87,14 +87,18 @@ class QueuedTraining:
                 self.compute_request_s(self.width, worth),
                 Scaling(self.loss_per_worker, worth),
             )
-            how["preemptible"] = self.preemptible
+            how["is_preemptible"] = self.is_preemptible
             return partial(ElasticTraining, self.work_s, asked_s, self.width, scaled, **how)
 
-        stops = {"from_peers": True, "checkpoints": PEER_CHECKPOINTS} if self.from_peers else {}
+        stops = (
+            {"resumes_from_peers": True, "checkpoints": PEER_CHECKPOINTS}
+            if self.resumes_from_peers
+            else {}
+        )
         return {
             GANG: gang(self.width),
             HALF: gang(max(1, self.width // 2)),
-            SYNCHRONOUS: split(1.0, synchronous=True, pause_s=self.pause_s, **stops),
+            SYNCHRONOUS: split(1.0, is_synchronous=True, pause_s=self.pause_s, **stops),
         } | {name_asynchronous_mode(worth): split(worth) for worth in worths}
 
 
@@ -118,36 +122,42 @@ class TrainingQueue:
 class ModeTimes:
     """Hours from submission to result, by mode. Each array has the shape [blocks, submission times]."""
 
-    hours: dict[str, np.ndarray]
+    hours_by_mode: dict[str, np.ndarray]
     #: Mean share of the GPUs that other users' jobs use until the last submission time.
-    busy: float
+    busy_share: float
 
     def average_hours(self, mode: str) -> IntervalEstimate:
         """Return the mean hours of a mode, with a 95 % interval."""
-        return jackknife(lambda kept: float(self.hours[mode][kept].mean()), len(self.hours[mode]))
+        return jackknife(
+            lambda kept: float(self.hours_by_mode[mode][kept].mean()), len(self.hours_by_mode[mode])
+        )
 
-    def ratio(self, mode: str, other: str) -> IntervalEstimate:
+    def compute_ratio(self, mode: str, other: str) -> IntervalEstimate:
         """Return the ratio of two modes' mean times, with a 95 % interval.
 
         Both means are at equal submission times.
         """
 
         def ratio(kept: np.ndarray) -> float:
-            return float(self.hours[mode][kept].mean() / self.hours[other][kept].mean())
+            return float(
+                self.hours_by_mode[mode][kept].mean() / self.hours_by_mode[other][kept].mean()
+            )
 
-        return jackknife(ratio, len(self.hours[mode]))
+        return jackknife(ratio, len(self.hours_by_mode[mode]))
 
     def compute_late_hours(self, mode: str) -> float:
         """Return the hours within which nine out of ten trainings are done (90 % quantile)."""
-        return float(np.quantile(self.hours[mode], 0.9))
+        return float(np.quantile(self.hours_by_mode[mode], 0.9))
 
     def list_simulated_worths(self) -> list[float]:
         """Return the simulated sample efficiencies of asynchronous workers, the highest first."""
         prefix = f"{ASYNCHRONOUS} "
-        efficiencies = [float(a.removeprefix(prefix)) for a in self.hours if a.startswith(prefix)]
+        efficiencies = [
+            float(a.removeprefix(prefix)) for a in self.hours_by_mode if a.startswith(prefix)
+        ]
         return sorted(efficiencies, reverse=True)
 
-    def break_even(self, rival: str) -> IntervalEstimate:
+    def compute_break_even(self, rival: str) -> IntervalEstimate:
         """Return the sample efficiency at which asynchronous workers take as long as another mode.
 
         It has a 95 % interval. Outside of the simulated range it has none: it is infinite if even the highest
@@ -156,9 +166,10 @@ class ModeTimes:
         worths = self.list_simulated_worths()
 
         def even(kept: np.ndarray) -> float:
-            target = self.hours[rival][kept].mean()
+            target = self.hours_by_mode[rival][kept].mean()
             mine = [
-                float(self.hours[name_asynchronous_mode(worth)][kept].mean()) for worth in worths
+                float(self.hours_by_mode[name_asynchronous_mode(worth)][kept].mean())
+                for worth in worths
             ]
             if target < mine[0]:
                 return math.inf
@@ -166,7 +177,7 @@ class ModeTimes:
                 return 0.0
             return 1 / float(np.interp(target, mine, [1 / worth for worth in worths]))
 
-        return jackknife(even, len(self.hours[rival]))
+        return jackknife(even, len(self.hours_by_mode[rival]))
 
 
 def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> IntervalEstimate:
@@ -217,11 +228,11 @@ def simulate_modes(
         for moment_s in moments:
             base.run_until(moment_s)
             for name, make in made.items():
-                sim, training = base.branch(), make()
-                training.begin(sim)
+                sim, training = base.copy_cluster(), make()
+                training.submit_training(sim)
                 end_s = sim.now_s + MAX_S
-                sim.run_until(end_s, done=lambda training=training: training.finished)
-                took_s = training.time_to_result_s if training.finished else MAX_S
+                sim.run_until(end_s, done=lambda training=training: training.is_finished)
+                took_s = training.time_to_result_s if training.is_finished else MAX_S
                 hours[name][-1].append(took_s / 3600)
             tick()
         busy.append(base.busy_gpu_s / base.now_s / base.capacity)

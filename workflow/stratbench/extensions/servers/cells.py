@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from stratbench.cell.settings import Settings
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.train.job import Job
 
 
 def has_servers(s: Settings) -> bool:
     """Return whether a cell with these settings has parameter servers."""
-    return strategy_class(s.strategy).kind == "server"
+    return get_strategy_class(s.strategy).kind == "server"
 
 
 def count_servers(s: Settings) -> int:

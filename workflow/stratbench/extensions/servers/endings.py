@@ -10,7 +10,7 @@ from stratbench.extensions.servers.cells import count_servers, read_servers
 from stratbench.extensions.servers.node import has_joined
 from stratbench.extensions.servers.wire.link import RunEnded, ServerLost
 from stratbench.train.agent import Exits
-from stratbench.train.ending import Ending, first_reason, make_ending_at_limit
+from stratbench.train.ending import Ending, find_first_reason, make_ending_at_limit
 from stratbench.train.job import Job
 
 
@@ -23,7 +23,7 @@ def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, A
         workers: Results of the workers by rank.
     """
     servers = read_servers(job)
-    if diverged := first_reason(workers, "diverged"):
+    if diverged := find_first_reason(workers, "diverged"):
         return Ending("diverged", diverged)
     lost = next((f["error"] for f in servers if f["error"]), None)
     if lost:
@@ -40,9 +40,9 @@ def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, A
             (p for p in exits.processes if parse_rank(p.name) is None and p.exit_code), None
         )
         return Ending("error", str(dead or "a parameter server left no statistics"))
-    evaluates = not job.settings.steps  # else whoever is through tells as much
+    evaluates = not job.settings.steps  # without evaluation, a worker that finished is enough
     if not any(w["status"] == "ok" and (w["per_epoch"] or not evaluates) for w in workers.values()):
-        return Ending("error", first_reason(workers, "error") or "no worker lived to evaluate")
+        return Ending("error", find_first_reason(workers, "error") or "no worker lived to evaluate")
     return Ending("ok", None)
 
 

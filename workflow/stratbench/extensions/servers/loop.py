@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stratbench.cell.files import finite
+from stratbench.cell.files import finite_or_none
 from stratbench.cell.settings import Settings
 from stratbench.strategies.base import Worker
 from stratbench.strategies.mesh import Mesh
@@ -21,10 +21,10 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.loop import (
     Progress,
     Result,
+    build_epoch_entry,
+    collect_and_freeze_garbage,
     describe_score,
-    epoch_entry,
-    evaluate,
-    settle_garbage,
+    evaluate_test_set,
     warm_up,
 )
 from stratbench.workload.data.device_data import DeviceData, EpochTables
@@ -75,7 +75,7 @@ def train(
     samples = taken = 0
     reports = ThreadPoolExecutor(1)  # prints in a thread, so that a slow disk does not delay a step
     tables(0)
-    settle_garbage()
+    collect_and_freeze_garbage()
     for epoch, where in strategy.tickets(evaluate_now):
         if not samples:
             reports.submit(log.write, "train", "start", at_s=time.monotonic())
@@ -108,7 +108,7 @@ def train(
         if not isfinite(sum(x for x, _ in steps.values()))
     ]
     finite_losses = {
-        e: {n: (finite(x), w) for n, (x, w) in steps.items()} for e, steps in sums.items()
+        e: {n: (finite_or_none(x), w) for n, (x, w) in steps.items()} for e, steps in sums.items()
     }
     if strategy.is_evaluator and not s.steps:
         with phases("eval"):
@@ -205,8 +205,8 @@ def served_entry(
         epoch: Number of the epoch, from 0.
         train_time_s: Training time in seconds until the end of the epoch.
     """
-    evaluation = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
-    entry = epoch_entry(epoch, train_time_s, None, evaluation)
+    evaluation = evaluate_test_set(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
+    entry = build_epoch_entry(epoch, train_time_s, None, evaluation)
     print(
         f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
         f"{train_time_s:.2f} s: {describe_score(worker.task, entry['score'])}",

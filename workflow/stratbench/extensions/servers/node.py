@@ -14,7 +14,7 @@ from stratbench.cell.run_folder import RunFolder, format_server_name, format_wor
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.strategy import node_of_server, server_configs
 from stratbench.telemetry.timeline import read_phases
-from stratbench.train.agent import NodeProcesses, forking, workers_of
+from stratbench.train.agent import NodeProcesses, create_workers, start_fork_server
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
 
@@ -25,9 +25,9 @@ SERVER = "stratbench.extensions.servers.process:serve_parameters"
 @contextmanager
 def processes_of(job: Job, node: int) -> Iterator[NodeProcesses]:
     """Yield the servers and workers of this node, not yet started."""
-    with forking(job) as path:
+    with start_fork_server(job) as path:
         servers = server_processes(path, job.folder, servers_of(job, node))
-        yield ServedProcesses(job, workers_of(job, node, path), servers)
+        yield ServedProcesses(job, create_workers(job, node, path), servers)
 
 
 class ServedProcesses(NodeProcesses):
@@ -45,14 +45,15 @@ class ServedProcesses(NodeProcesses):
 
     def stuck(self, ended: Mapping[str, int]) -> bool:
         """Return whether the servers have nobody left, or wait for a worker that cannot come."""
-        # The servers may still have the workers of other nodes.
+        # On several nodes, the servers may still have workers of other nodes, so that this is checked on one
+        # node only.
         return super().stuck(ended) or (
             self.job.n_nodes == 1 and all(p.name in ended for p in self.workers)
         )
 
     def hangs(self, awake_since_s: float) -> bool:
         """Return whether no worker of the cell makes progress."""
-        # Workers on other nodes may get on.
+        # On several nodes, workers of other nodes may make progress while those of this node do not.
         return self.job.n_nodes == 1 and super().hangs(awake_since_s)
 
     def abandoned(self) -> set[str]:

@@ -13,8 +13,13 @@ from stratbench.cell.run_folder import RunFolder, format_server_name
 from stratbench.extensions.servers.ps.server import serve
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.wire.handshake import load_secret
-from stratbench.train.locks import hold_as_worker
-from stratbench.train.worker import EXIT_ERROR, leave, log_to, tell_stacks
+from stratbench.train.locks import lock_cell_as_worker
+from stratbench.train.worker import (
+    EXIT_ERROR,
+    exit_immediately,
+    redirect_output,
+    write_stacks_on_signal,
+)
 
 
 def serve_parameters(config_json: str, run_dir: str) -> None:
@@ -33,13 +38,13 @@ def serve_as_process(
         serve: Runs the server, given its config and the secret.
     """
     folder = RunFolder(Path(run_dir))
-    log_to(folder.log(format_server_name(config.server)))
-    tell_stacks(folder.stack(format_server_name(config.server)))
-    hold_as_worker(folder.logs)
+    redirect_output(folder.log(format_server_name(config.server)))
+    write_stacks_on_signal(folder.stack(format_server_name(config.server)))
+    lock_cell_as_worker(folder.logs)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         status = serve(config, load_secret(folder.secret))["status"]
     except Exception:
         traceback.print_exc()
-        leave(EXIT_ERROR)
-    leave(0 if status == "ok" else EXIT_ERROR)
+        exit_immediately(EXIT_ERROR)
+    exit_immediately(0 if status == "ok" else EXIT_ERROR)

@@ -11,9 +11,9 @@ from stratbench.extensions.servers.cells import has_servers, read_servers
 from stratbench.extensions.servers.endings import classify_served
 from stratbench.extensions.servers.figures import served_run, server_entry, traffic_of_servers
 from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.train.agent import Exits
-from stratbench.train.ending import Ending, classify
+from stratbench.train.ending import Ending, classify_ending
 from stratbench.train.job import Job
 from stratbench.train.running.runner import Runner
 
@@ -36,7 +36,7 @@ class ServedRunner(Runner):
             return super().launch(job, cpus_per_node)
         finally:
             job.folder.secret.unlink(missing_ok=True)
-            # Of a cell that was not evaluated.
+            # Snapshots are left if the cell was not evaluated.
             shutil.rmtree(job.folder.snapshots(job.n_nodes > 1), ignore_errors=True)
 
     def classify(self, job: Job, exits: Exits, kills_before: int | None) -> Ending:
@@ -47,7 +47,7 @@ class ServedRunner(Runner):
             exits: How its processes exited.
             kills_before: The kernel's count of memory kills before the cell, or None if unknown.
         """
-        return classify(job, exits, kills_before, classify_served)
+        return classify_ending(job, exits, kills_before, classify_served)
 
     def totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         """Return time, samples and epochs as the servers saw them."""
@@ -56,7 +56,7 @@ class ServedRunner(Runner):
             return super().totals(job, workers)
         each = (w["per_epoch"] for w in workers if w["per_epoch"])
         per_epoch: list[dict[str, Any]] = next(each, [])
-        samples = strategy_class(s.strategy).samples_per_step(s)
+        samples = get_strategy_class(s.strategy).samples_per_step(s)
         return served_run(workers, servers, samples, per_epoch)
 
     def communication(

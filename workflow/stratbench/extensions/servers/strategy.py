@@ -19,9 +19,13 @@ from stratbench.extensions.servers.policies.options import EveryPushOptions
 from stratbench.extensions.servers.policies.policies import list_policies_for, policy_class
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
-from stratbench.strategies import base, strategy_class
-from stratbench.workload.network.precision import PURE_BF16, autocast, effective_dtypes
-from stratbench.workload.tasks import divide_or_zero, loss_and_weight
+from stratbench.strategies import base, get_strategy_class
+from stratbench.workload.network.precision import (
+    PURE_BF16,
+    create_autocast_context,
+    get_effective_dtypes,
+)
+from stratbench.workload.tasks import compute_loss_and_weight, divide_or_zero
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
@@ -92,7 +96,7 @@ def server_configs(
         host: Name by which other nodes reach this one. None if there are no others; the servers then
             listen on loopback only.
     """
-    strategy = strategy_class(s.strategy)
+    strategy = get_strategy_class(s.strategy)
     options = strategy.Options(**s.options)
     own = [spec.name for spec in fields(policy_class(strategy.policy).Options)]
     return [
@@ -132,7 +136,7 @@ def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
         server: Number of the server.
         n_nodes: Number of nodes.
     """
-    server_placement = strategy_class(s.strategy).Options(**s.options).server_placement
+    server_placement = get_strategy_class(s.strategy).Options(**s.options).server_placement
     return node_by_placement(server_placement, server, s.gpus, n_nodes)
 
 
@@ -145,7 +149,7 @@ def node_by_placement(server_placement: str, server: int, workers: int, n_nodes:
         workers: Number of workers.
         n_nodes: Number of nodes.
     """
-    # As workers are: each node full but the last (`Job.ranks_of`).
+    # Servers are divided as workers are: each node has equally many, except the last (`Job.ranks_of`).
     return server // -(-workers // n_nodes) if server_placement == "colocated" else server % n_nodes
 
 
@@ -261,7 +265,8 @@ class ParameterServer(base.Strategy):
         self.scale = LossScale() if worker.settings.precision == "fp16" else None
         self.channel = self.connect()
         self.ticket: Ticket | Evaluation | None = None
-        self._exchange: Callable[[], None] | None = self.channel.rehearse  # None: the run is over
+        # None once the run is over.
+        self._exchange: Callable[[], None] | None = self.channel.rehearse
         self._before: tuple[float, ...] = (0.0,)
         self.reset()
 
@@ -341,7 +346,7 @@ class ParameterServer(base.Strategy):
         is known after the push only.
         """
         s, t = self.worker.settings, self.ticket
-        assert isinstance(t, Ticket)  # it trains, and evaluates nothing
+        assert isinstance(t, Ticket)  # a worker that steps has a ticket and no evaluation
         steps = train_samples // s.global_batch
         following = t.epoch * steps + t.step + 1
         if following >= self.worker.total_steps:
@@ -383,10 +388,11 @@ class ParameterServer(base.Strategy):
         import torch
 
         mark = self.worker.mark
-        with autocast(self.worker.settings.precision, self.worker.device):
-            loss, weight = loss_and_weight(self.worker.task, self.compiled(x), y)
+        with create_autocast_context(self.worker.settings.precision, self.worker.device):
+            loss, weight = compute_loss_and_weight(self.worker.task, self.compiled(x), y)
         detached = loss.detach()
-        if weight is not None:  # a push is a mean, too; a mean of several goes by their weights
+        # A push is a mean over its samples; a mean of pushes needs their weights.
+        if weight is not None:
             detached = torch.stack([detached.double(), weight])
             loss = loss * divide_or_zero(1.0, weight).to(loss.dtype)
             self.channel.weigh(weight / y.numel())
@@ -453,9 +459,9 @@ class ParameterServer(base.Strategy):
                 "push_lr": s.lr * self.options.lr_factor(s.gpus),
                 "optimizer_dtype": self.flat.layout.dtype if s.momentum or s.betas else None,
             }
-            | effective_dtypes(s.precision, self.worker.device),
+            | get_effective_dtypes(s.precision, self.worker.device),
             "evaluated_on": self.evaluated_on,
-            "updates_applied": None,  # the servers count them
+            "updates_applied": None,  # the servers count the updates
         }
 
     def communication(self) -> dict[str, Any] | None:

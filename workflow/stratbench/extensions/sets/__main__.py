@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     one.add_argument(
         "--out", type=Path, required=True, help="folder below which to write a folder per format"
     )
-    collect.add_options(one)
+    collect.add_expectation_options(one)
     one.set_defaults(run=export_to_formats)
     args = parser.parse_args(argv)
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench import __version__
-from stratbench.cell.files import parse_json, replacing
+from stratbench.cell.files import parse_json, replace_file_atomically
 
 SCHEMA_VERSION = 1
 #: Ending of a bundle's file name: `<study>.stratbench.zip`.
@@ -82,13 +82,13 @@ def write_archive(
     manifest["sha256"] = hash_manifest(manifest)
     packed = {MANIFEST: (json.dumps(manifest, indent=1) + "\n").encode()} | packed
     with (
-        replacing(out) as unfinished,
+        replace_file_atomically(out) as unfinished,
         zipfile.ZipFile(unfinished, "x", zipfile.ZIP_DEFLATED, compresslevel=9) as archive,
     ):
         for name, content in packed.items():
             member = zipfile.ZipInfo(
                 name
-            )  # has the date 1980, so that bytes do not depend on the clock
+            )  # the date is 1980 by default, so that bytes do not depend on the clock
             member.compress_type = zipfile.ZIP_DEFLATED
             member.create_system = 3
             member.external_attr = (stat.S_IFREG | 0o644) << 16

@@ -8,7 +8,7 @@ import pandas as pd
 
 from stratbench.analysis.records.findings import SEVERITIES, format_tally
 from stratbench.analysis.report.report import STATUS_WORDS, format_distinct_values
-from stratbench.cell.text.words import format_count, pluralize, worker_noun
+from stratbench.cell.text.words import choose_noun_for_workers, format_count, pluralize
 from stratbench.extensions.sets.reading import ResultSet
 
 #: Exit codes of `stratbench check`: valid; valid, but with values that the audit calls unusable; invalid.
@@ -46,7 +46,7 @@ def describe_workers(cells: pd.DataFrame) -> str:
     """Describe the workers: their devices, their numbers per cell, and the version of PyTorch."""
     known = cells.dropna(subset=["device_name"])
     counts = sorted(map(int, cells["gpus"].unique()))
-    noun = worker_noun(known["device_kind"])
+    noun = choose_noun_for_workers(known["device_kind"])
     return (
         f"{format_distinct_values(known, 'device_name')}; cells on "
         f"{' or '.join(map(str, counts))} {pluralize(noun) if counts[-1] > 1 else noun}; "

@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import make_decisions, read_evidence, write_decisions
-from stratbench.cell.text.words import folded, printable
+from stratbench.cell.text.words import replace_control_characters, wrap_lines
 from stratbench.command import CommandError
 from stratbench.command.subcommands import apply_config_pairs
 from stratbench.extensions.sets.archive import SetError, extract_bundle
@@ -20,8 +20,12 @@ from stratbench.extensions.sets.folders import claim_folder
 from stratbench.extensions.sets.keys import list_existing_sets
 from stratbench.extensions.sets.reading import ResultSet, read_set
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import check_block, check_keys, collect_constraints
-from stratbench.workload.data.own_data import is_own
+from stratbench.study.config.schema import (
+    check_config_block,
+    check_extension_keys,
+    collect_constraints,
+)
+from stratbench.workload.data.own_data import is_own_data_set
 from stratbench.workload.tasks import TASKS
 
 
@@ -48,7 +52,7 @@ def check(text: str) -> int:
     except SetError as error:
         print(f"stratbench check: {error}")
         return INVALID
-    print(printable(folded(describe_set(result_set))))
+    print(replace_control_characters(wrap_lines(describe_set(result_set))))
     return compute_exit_code(result_set)
 
 
@@ -64,8 +68,10 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     folder = out or Path(f"{result_set.study}.decision")
     config = apply_config_pairs(result_set.config or {}, pairs)
     try:
-        blocks = {key: check_block(key, config.get(key, {})) for key in ("decide", "cluster")}
-        check_keys("decide", blocks["decide"], blocks)
+        blocks = {
+            key: check_config_block(key, config.get(key, {})) for key in ("decide", "cluster")
+        }
+        check_extension_keys("decide", blocks["decide"], blocks)
     except ConfigError as error:
         raise CommandError(str(error)) from None
     claim_folder(folder)
@@ -76,9 +82,9 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
         tables = (result_set.cells, result_set.findings)
         made = make_decisions(*tables, constraints, list(evidence.values()))
         answers = write_decisions(made, tables[1], constraints, *written, evidence)
-    except ValueError as error:  # ConfigError is one
+    except ValueError as error:  # a ConfigError is a ValueError
         raise CommandError(str(error)) from None
-    print(printable(answers))
+    print(replace_control_characters(answers))
     print(f"Written: {', '.join(map(str, written))}")
     return 0
 
@@ -101,9 +107,9 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
         )
     try:
         keys = ("compare", "decide", "cluster")
-        blocks = {key: check_block(key, config.get(key, {})) for key in keys}
-        blocks["sets"] = check_block("sets", named)
-        check_keys("top", blocks, blocks)
+        blocks = {key: check_config_block(key, config.get(key, {})) for key in keys}
+        blocks["sets"] = check_config_block("sets", named)
+        check_extension_keys("top", blocks, blocks)
         return compare_sets(
             list_existing_sets(blocks),
             out or Path("compare"),
@@ -180,7 +186,7 @@ def check_no_foreign_code(text: str, config: Mapping[str, Any]) -> None:
     own += [
         f"datasets.{name}"
         for name, spec in datasets.items()
-        if isinstance(spec, dict) and is_own(spec)
+        if isinstance(spec, dict) and is_own_data_set(spec)
     ]
     for name in studies:
         for block in get_experiments(config, name).values():

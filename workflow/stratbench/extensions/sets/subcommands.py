@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from stratbench.command import CommandError
-from stratbench.command.in_folder import require
+from stratbench.command.in_folder import check_packages_installed
 from stratbench.command.subcommands import (
     Run,
     SubcommandAdder,
-    answer_by_rule,
-    check_no_unknown,
-    pairs,
+    check_no_unknown_arguments,
+    list_config_pairs,
+    print_rule_answer,
 )
 
 SET = "a bundle, a folder results/STUDY, or paper:v2"
@@ -103,7 +103,7 @@ def run_on_set(
 ) -> int:
     """Run `of_set` if the user named a set, else `of_study`."""
     if given.set:
-        if others:  # the value of an option of Snakemake would be taken for a set
+        if others:  # a value of one of Snakemake's options would be taken for a set
             raise CommandError(
                 f"{' '.join(others)}: is no option for a set; write the value of an option of Snakemake "
                 "with =, as in --jobs=4"
@@ -121,26 +121,26 @@ def decide_set(given: argparse.Namespace) -> int:
     """Run `stratbench decide SET`."""
     from stratbench.extensions.sets import from_set
 
-    return from_set.decide(given.set, pairs(given), given.out)
+    return from_set.decide(given.set, list_config_pairs(given), given.out)
 
 
 def plan_set(given: argparse.Namespace) -> int:
     """Run `stratbench plan BUNDLE`."""
-    require("torch")
+    check_packages_installed("torch")
     from stratbench.extensions.plan.subcommands import refuse_question
     from stratbench.extensions.sets import from_set
 
     if given.model is not None:
-        check_no_unknown([given.set])
+        check_no_unknown_arguments([given.set])
     refuse_question(given)
-    return from_set.plan(given.set, pairs(given), given.out)
+    return from_set.plan(given.set, list_config_pairs(given), given.out)
 
 
 def check_set(given: argparse.Namespace) -> int:
     """Run `stratbench check SET`."""
     from stratbench.extensions.sets import from_set
 
-    check_no_unknown(pairs(given))
+    check_no_unknown_arguments(list_config_pairs(given))
     return from_set.check(given.set)
 
 
@@ -152,9 +152,9 @@ def run_compare(given: argparse.Namespace, others: list[str]) -> int:
     def compare_named(given: argparse.Namespace) -> int:
         from stratbench.extensions.sets import from_set
 
-        return from_set.compare(given.set, [*pairs(given), *limit], given.out)
+        return from_set.compare(given.set, [*list_config_pairs(given), *limit], given.out)
 
-    return run_on_set(compare_named, partial(answer_by_rule, config=limit), True, given, others)
+    return run_on_set(compare_named, partial(print_rule_answer, config=limit), True, given, others)
 
 
 def check_formats(given: argparse.Namespace) -> list[str]:
@@ -170,16 +170,16 @@ def export_set(given: argparse.Namespace) -> int:
     """Run `stratbench export SET`."""
     from stratbench.extensions.sets import from_set
 
-    check_no_unknown(pairs(given))
+    check_no_unknown_arguments(list_config_pairs(given))
     return from_set.export(given.set, check_formats(given), given.out)
 
 
 def run_export(given: argparse.Namespace, others: list[str]) -> int:
     """Run `stratbench export`, which runs the rule `export`."""
-    return answer_by_rule(given, others, [f"export=[{', '.join(check_formats(given))}]"])
+    return print_rule_answer(given, others, [f"export=[{', '.join(check_formats(given))}]"])
 
 
 def run_bundle(given: argparse.Namespace, others: list[str]) -> int:
     """Run `stratbench bundle`, which runs the rule `bundle`."""
     hosts = ["bundle={hosts: replaced}"] if given.replace_hosts else []
-    return answer_by_rule(given, others, hosts)
+    return print_rule_answer(given, others, hosts)

@@ -28,7 +28,7 @@ def _get_declaration(network: str | Model, key: str, built: nn.Module) -> Any:
         return path and import_attribute(path)
     declared = getattr(model.own, key)
     if isinstance(declared, str):
-        declared = users_code.import_name(model.own, declared)
+        declared = users_code.import_user_object(model.own, declared)
     return declared(built) if callable(declared) else declared
 
 

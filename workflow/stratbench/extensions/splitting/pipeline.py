@@ -13,9 +13,9 @@ from stratbench.cell.options import option
 from stratbench.extensions.splitting import declared
 from stratbench.extensions.splitting.split import ModelSplit, describe_divisible_models
 from stratbench.strategies import base
-from stratbench.strategies.mesh import Mesh, MeshCoordinate, refuse_uneven
+from stratbench.strategies.mesh import Mesh, MeshCoordinate, check_equal_groups
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import autocast, batch_format
+from stratbench.workload.network.precision import create_autocast_context, get_batch_memory_format
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Pipeline(ModelSplit):
     def mesh(self, gpus: int) -> Mesh:
         chosen = self.options.pipeline_parallel_size
         workers = gpus if chosen == "all" else min(chosen, gpus)
-        refuse_uneven(f"pipeline_parallel_size = {workers}", workers, gpus)
+        check_equal_groups(f"pipeline_parallel_size = {workers}", workers, gpus)
         return Mesh(gpus // workers, stages=workers)
 
     @property
@@ -222,8 +222,8 @@ class Pipeline(ModelSplit):
         self._work = [sum(u.flops for u in units) for _, units in cut]
         self._shapes = [units[-1].shape for _, units in cut]
         self._dtype = next(model.parameters()).dtype
-        layout = batch_format(worker.settings.precision, worker.device.type)
-        precision = partial(autocast, worker.settings.precision, worker.device)
+        layout = get_batch_memory_format(worker.settings.precision, worker.device.type)
+        precision = partial(create_autocast_context, worker.settings.precision, worker.device)
         shared = self._find_shared_parameters(model)
         self._drop_parameters_of_others(
             model, [i for i in range(n) if i % workers == coordinate.stage]
@@ -318,7 +318,7 @@ class Pipeline(ModelSplit):
         mesh, rank = self.worker.mesh, self.worker.rank
         users: dict[nn.Parameter, list[int]] = {}
         for i, pieces in enumerate(self._cut):
-            for p in dict.fromkeys(p for piece in pieces for p in piece.parameters(model)):
+            for p in dict.fromkeys(p for piece in pieces for p in piece.iter_parameters(model)):
                 users.setdefault(p, []).append(i)
         several = {p: stages for p, stages in users.items() if len(stages) > 1}
         #: Process group of the workers of this pipeline that share a parameter, by parameter.
@@ -345,7 +345,7 @@ class Pipeline(ModelSplit):
 
         Their memory is thereby freed.
         """
-        used = {p for i in own for piece in self._cut[i] for p in piece.parameters(model)}
+        used = {p for i in own for piece in self._cut[i] for p in piece.iter_parameters(model)}
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if p not in used:
@@ -378,7 +378,7 @@ class Pipeline(ModelSplit):
         The receive buffers are allocated in the first step.
         """
         from stratbench.extensions.splitting.stages import SCHEDULES
-        from stratbench.workload.torch_internals import skip_votes
+        from stratbench.workload.torch_internals import disable_pipeline_shape_vote
 
         o = self.options
         self._stages = [self._make_stage(i, samples // o.microbatches) for i in self._parts]
@@ -386,7 +386,7 @@ class Pipeline(ModelSplit):
         stages = self._stages if STAGES_PER_WORKER[o.schedule] > 1 else self._stages[0]
         # Gradients are not scaled, because the loss is divided by the number of micro-batches.
         schedule = kind(stages, o.microbatches, loss_fn=self._compute_loss, scale_grads=False)
-        skip_votes(schedule)
+        disable_pipeline_shape_vote(schedule)
         return schedule
 
     def _make_stage(self, i: int, samples: int) -> Stage:
@@ -397,7 +397,7 @@ class Pipeline(ModelSplit):
             input_args=self._make_example(i - 1, samples), output_args=self._make_example(i, samples),
             group=self._pipe,
         )  # fmt: skip
-        stage.mark, stage.last = self._mark, partial(self._note_last_backward, i)
+        stage.mark, stage.last = self._mark_phase, partial(self._note_last_backward, i)
         return stage
 
     def _make_example(self, i: int, samples: int) -> Tensor:
@@ -417,20 +417,20 @@ class Pipeline(ModelSplit):
         shape = (samples, *self._shapes[i])
         return torch.empty(shape, dtype=self._dtype, device=device).requires_grad_()
 
-    def _mark(self, phase: str) -> None:
+    def _mark_phase(self, phase: str) -> None:
         self.worker.mark(phase)
 
     def _note_last_backward(self, stage: int, last: bool) -> None:
         self._ending = stage if last and self._is_last else None
 
     def _compute_loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        self._mark("bubble")
-        with autocast(self.worker.settings.precision, self.worker.device):
+        self._mark_phase("bubble")
+        with create_autocast_context(self.worker.settings.precision, self.worker.device):
             loss = self.loss_of(scores, y) / self._divisor
         self._losses.append(loss.detach())
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        self._mark("forward")
+        self._mark_phase("forward")
         return loss
 
     def synchronising(self, last: bool) -> AbstractContextManager:
@@ -498,7 +498,7 @@ class Pipeline(ModelSplit):
                 work.wait()
             self._pending_reductions.clear()
             self._sent.clear()
-        self._mark("bubble")
+        self._mark_phase("bubble")
 
     def normed_tensors(self) -> list[Tensor]:
         return [p for p in self.parameters if p not in self._counted_elsewhere]
@@ -526,7 +526,7 @@ class Pipeline(ModelSplit):
             if i and (i - 1) not in self._parts:
                 x = torch.empty_like(self._make_example(i - 1, samples), requires_grad=False)
                 dist.recv(x, dist.get_global_rank(self._pipe, (i - 1) % workers), group=self._pipe)
-            x = part.compute(x)
+            x = part.compute_modules(x)
             if i != last and (i + 1) not in self._parts:
                 dist.send(x, dist.get_global_rank(self._pipe, (i + 1) % workers), group=self._pipe)
         if last in self._parts:

@@ -66,19 +66,19 @@ class ModelSplit(Counted):
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().refusals_of_model(model, worker)
-        yield from base.iter_sharding_refusals(worker.trial)
+        yield from base.iter_unshardable_model_reasons(worker.trial)
 
-    def partly_trained(self, x: Tensor, y: Tensor) -> list[str]:
+    def list_partly_trained_parameters(self, x: Tensor, y: Tensor) -> list[str]:
         """Return undivided parameters whose gradient is incomplete on a worker. All workers must call it."""
         return []
 
-    def divides(self, gpus: int) -> bool:
+    def is_model_divided(self, gpus: int) -> bool:
         """Return whether each of `gpus` workers has only a part of the model states."""
         mesh = self.mesh(gpus)
         return mesh.tensor * mesh.stages > 1
 
     def traits(self, gpus: int) -> base.Traits:
-        divides = self.divides(gpus)
+        divides = self.is_model_divided(gpus)
         # The number of parts is None, because norms are on all workers and stages are unequal.
         parts = None if divides else 1
         return base.Traits(

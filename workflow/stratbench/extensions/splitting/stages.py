@@ -64,7 +64,7 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
     like = deepcopy(model, memo)
     figures = []
     for unit in units:
-        own = {p for piece in unit for p in piece.parameters(like)}
+        own = {p for piece in unit for p in piece.iter_parameters(like)}
         weights = {get_storage_key(p.untyped_storage()) for p in own}
         kept: dict[int, int] = {}
 
@@ -170,11 +170,11 @@ class StageModule(nn.Module):
         self.pieces, self._is_last, self._dtype = list(pieces), is_last, dtype
         self._layout, self._precision = layout, precision
         # Schedules read the parameters of a stage here; the model itself has the names of all parameters.
-        own = dict.fromkeys(p for piece in self.pieces for p in piece.parameters(model))
+        own = dict.fromkeys(p for piece in self.pieces for p in piece.iter_parameters(model))
         self.held = nn.ParameterList(own)
         self._model = (model,)
 
-    def compute(self, x: Tensor) -> Tensor:
+    def compute_modules(self, x: Tensor) -> Tensor:
         """Compute the modules in sequence, without mixed precision."""
         (model,) = self._model
         if x.dim() == 4:
@@ -189,7 +189,7 @@ class StageModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with self._precision():
-            return self.compute(x)
+            return self.compute_modules(x)
 
 
 class Stage(PipelineStage):

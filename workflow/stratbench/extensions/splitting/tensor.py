@@ -15,7 +15,7 @@ from stratbench.cell.text.words import format_names
 from stratbench.extensions.splitting import declared
 from stratbench.extensions.splitting.split import ModelSplit, describe_divisible_models
 from stratbench.strategies import base
-from stratbench.strategies.mesh import Mesh, refuse_uneven
+from stratbench.strategies.mesh import Mesh, check_equal_groups
 from stratbench.strategies.sharding.sharded import Sharded
 from stratbench.workload.network import models
 from stratbench.workload.users_code import Refused
@@ -87,7 +87,7 @@ class TensorParallel(ModelSplit, Sharded):
     def mesh(self, gpus: int) -> Mesh:
         chosen = self.options.tensor_parallel_size
         workers = gpus if chosen == "all" else min(chosen, gpus)
-        refuse_uneven(f"tensor_parallel_size = {workers}", workers, gpus)
+        check_equal_groups(f"tensor_parallel_size = {workers}", workers, gpus)
         return Mesh(gpus // workers, tensor=workers)
 
     @classmethod
@@ -143,8 +143,8 @@ class TensorParallel(ModelSplit, Sharded):
                     f"{format_names(sorted(missing))}; name them, or set sequence_parallel to false"
                 )
 
-    def divides(self, gpus: int) -> bool:
-        return super().divides(gpus) or (
+    def is_model_divided(self, gpus: int) -> bool:
+        return super().is_model_divided(gpus) or (
             self.options.data_parallel == "fsdp" and self.mesh(gpus).replicas > 1
         )
 
@@ -240,7 +240,7 @@ class TensorParallel(ModelSplit, Sharded):
                 p.grad = p.grad.redistribute(placements=p.placements)
         super().link_gradients()
 
-    def partly_trained(self, x: Tensor, y: Tensor) -> list[str]:
+    def list_partly_trained_parameters(self, x: Tensor, y: Tensor) -> list[str]:
         import torch
         import torch.distributed as dist
 

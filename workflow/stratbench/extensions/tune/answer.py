@@ -73,24 +73,26 @@ class TuneAnswer:
     verdict: Mapping[str, Any]
     comparison: Mapping[str, Any]
     baseline: str
-    measured: tuple[MeasuredCombination, ...]
+    measured_combinations: tuple[MeasuredCombination, ...]
     device_memory_bytes: float | None
 
-    def of(self, name: str | None) -> MeasuredCombination | None:
+    def get_measured_combination(self, name: str | None) -> MeasuredCombination | None:
         """Return the measured combination of a name, or None if there is none."""
-        return next((m for m in self.measured if m.name == name), None)
+        return next((m for m in self.measured_combinations if m.name == name), None)
 
     @property
-    def winner(self) -> MeasuredCombination | None:
+    def winning_combination(self) -> MeasuredCombination | None:
         """Combination that leads the verdict, or None before the first interim analysis."""
-        return self.of(self.comparison["leader"])
+        return self.get_measured_combination(self.comparison["leader"])
 
     @property
-    def front(self) -> list[MeasuredCombination]:
+    def pareto_front(self) -> list[MeasuredCombination]:
         """Pareto front: combinations that no other beats in both time and memory, fastest first."""
         fastest: list[MeasuredCombination] = []
         least = math.inf
-        for m in sorted(self.measured, key=lambda m: (m.step_s or math.inf, m.memory_bytes or 0)):
+        for m in sorted(
+            self.measured_combinations, key=lambda m: (m.step_s or math.inf, m.memory_bytes or 0)
+        ):
             if m.step_s and m.memory_bytes and m.memory_bytes < least:
                 fastest.append(m)
                 least = m.memory_bytes
@@ -207,7 +209,7 @@ def _join_values(values: Mapping[str, Any]) -> str:
 
 def describe_answer(answer: TuneAnswer) -> Iterator[str]:
     """Yield the lines of the answer, at most a screen."""
-    winner = answer.winner
+    winner = answer.winning_combination
     if winner is None:
         yield f"No result yet: {answer.comparison['text']}"
         return
@@ -215,7 +217,7 @@ def describe_answer(answer: TuneAnswer) -> Iterator[str]:
     yield f"  {compare_with_baseline(answer, winner)}"
     yield f"  {describe_memory_use(answer, winner)}"
     yield f"  {describe_further_gain(answer)}"
-    effects = estimate_choice_effects(answer.measured, answer.baseline)
+    effects = estimate_choice_effects(answer.measured_combinations, answer.baseline)
     if effects:
         yield "Effect of each choice on the time of a step, as a ratio with all else equal:"
         yield from (f"  {describe_effect(effect)}" for effect in effects)

@@ -15,7 +15,7 @@ from stratbench.analysis.figures.marks import (
     create_mark,
     format_css_variables,
 )
-from stratbench.cell.text.pages import render
+from stratbench.cell.text.pages import render_page
 from stratbench.cell.text.words import format_bytes, format_count, format_short_time
 from stratbench.extensions.tune.answer import (
     Effect,
@@ -48,14 +48,14 @@ def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str)
         sieved: All combinations.
         model: Name of the model.
     """
-    comparison = answer.comparison
-    return render("tune.html.j2", TEMPLATES, values={
+    comparison, measured = answer.comparison, answer.measured_combinations
+    return render_page("tune.html.j2", TEMPLATES, values={
         "title": f"The fastest configuration of {model} on {comparison['workers']}",
         "lead": comparison["text"],
         "facts": list(_list_facts(answer)),
-        "svg": _draw_time_over_memory(answer) if answer.front else "",
-        "effects": [_effect_row(e) for e in estimate_choice_effects(answer.measured, answer.baseline)],
-        "measured": [_measured_row(answer, m) for m in _sort_by_step_time(answer.measured)],
+        "svg": _draw_time_over_memory(answer) if answer.pareto_front else "",
+        "effects": [_effect_row(e) for e in estimate_choice_effects(measured, answer.baseline)],
+        "measured": [_measured_row(answer, m) for m in _sort_by_step_time(measured)],
         "others": list(_describe_dropped(sieved)),
         "light_marks": Markup(format_css_variables(dark=False)),
         "dark_marks": Markup(format_css_variables(dark=True)),
@@ -63,7 +63,7 @@ def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str)
 
 
 def _list_facts(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
-    winner = answer.winner
+    winner = answer.winning_combination
     if winner is not None:
         yield "Compared with the baseline", compare_with_baseline(answer, winner)
         yield "Memory per worker", describe_memory_use(answer, winner)
@@ -79,18 +79,18 @@ def _sort_by_step_time(measured: Sequence[MeasuredCombination]) -> list[Measured
 
 def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
     """Return a chart of time over memory by strategy, with the Pareto front."""
-    strategies = dict.fromkeys(m.combination.strategy for m in answer.measured)
+    strategies = dict.fromkeys(m.combination.strategy for m in answer.measured_combinations)
     marks = assign_marks_by_strategy((name, name) for name in strategies)
     series = []
     for strategy in strategies:
-        own = [m for m in answer.measured if m.combination.strategy == strategy]
+        own = [m for m in answer.measured_combinations if m.combination.strategy == strategy]
         dots = [(m.memory_bytes, m.step_s) for m in own if m.memory_bytes and m.step_s]
         if dots:
             mark = marks.get(strategy) or create_mark("other", 0)
             series.append(ChartSeries(strategy, mark.variable, dots, mark=mark))
-    front = [(m.memory_bytes, m.step_s) for m in answer.front if m.memory_bytes and m.step_s]
+    front = [(m.memory_bytes, m.step_s) for m in answer.pareto_front if m.memory_bytes and m.step_s]
     series.append(ChartSeries("", "muted", full=front))
-    sizes = [m.memory_bytes for m in answer.measured if m.memory_bytes]
+    sizes = [m.memory_bytes for m in answer.measured_combinations if m.memory_bytes]
     ends = sorted({min(sizes), max(sizes)})
     return render_log_chart(
         series, "peak memory per worker", "time per step", ends, format_bytes, format_short_time,
@@ -120,8 +120,10 @@ def _measured_row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
 def _describe_dropped(sieved: Sequence[Sieved]) -> Iterator[str]:
     """Yield sentences on the combinations that were dropped, one per outcome."""
     yield FIXED
-    for fate in dict.fromkeys(s.fate for s in sieved if s.fate not in (MEASURED, OUT_OF_MEMORY)):
-        own = [s for s in sieved if s.fate == fate]
+    for fate in dict.fromkeys(
+        s.outcome for s in sieved if s.outcome not in (MEASURED, OUT_OF_MEMORY)
+    ):
+        own = [s for s in sieved if s.outcome == fate]
         reasons = Counter(s.reason for s in own)
         if len(reasons) > MAX_REASONS:
             examples = "; ".join(f"{s.combination.name} ({s.reason})" for s in own[:MAX_REASONS])

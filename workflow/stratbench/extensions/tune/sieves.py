@@ -36,7 +36,7 @@ from stratbench.extensions.verdict.blocks import (
     list_block_files,
     read_block,
 )
-from stratbench.strategies import get_traits, strategy_class
+from stratbench.strategies import get_strategy_class, get_traits
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
@@ -59,7 +59,7 @@ class Sieved:
     """Outcome of the filters for one combination, with the reason and the planned values.
 
     Attributes:
-        fate: Outcome, one of the constants above.
+        outcome: Outcome, one of the constants above.
         time_s: Planned time of a whole training; None if unknown.
         memory_bytes: Planned memory of a worker; None if unknown.
         amounts: Amount of each kind of difference, if public sweeps cover its device.
@@ -69,7 +69,7 @@ class Sieved:
     """
 
     combination: Combination
-    fate: str
+    outcome: str
     reason: str = ""
     time_s: float | None = None
     memory_bytes: int | None = None
@@ -113,7 +113,7 @@ def sieve(
             name = planned.cell.strategy
             s = _apply_plan(by_name[name].combination, planned, whole["cluster"]["memory_margin"])
             if (name, hash_trained_settings(planned.subject.settings)) in out_of_memory:
-                s = replace(s, fate=OUT_OF_MEMORY, reason="ran out of memory in a block")
+                s = replace(s, outcome=OUT_OF_MEMORY, reason="ran out of memory in a block")
             by_name[name] = s
         drop_slow(by_name, baseline, whole["tune"]["keep_within"], fit_public_margins())
         postpone_beyond_budget(by_name, baseline, whole["tune"]["budget_gpu_hours"])
@@ -135,7 +135,7 @@ def drop_slow(
             the differences between two combinations.
         margins: Margins of planned ratios, by kind of difference.
     """
-    left = (each for each in by_name.items() if each[1].fate == MEASURED)
+    left = (each for each in by_name.items() if each[1].outcome == MEASURED)
     times = {name: s.time_s for name, s in left if s.time_s is not None}
     if keep_within is None:
         by_combination = find_beaten_combinations(times, by_name, margins)
@@ -148,7 +148,7 @@ def drop_slow(
     for name, (faster, ratio, margin) in by_combination.items():
         if name != baseline:
             reason = f"planned {ratio:.2f} times as long as {faster} (kept up to {margin:.2f})"
-            by_name[name] = replace(by_name[name], fate=TOO_SLOW, reason=reason)
+            by_name[name] = replace(by_name[name], outcome=TOO_SLOW, reason=reason)
 
 
 def postpone_beyond_budget(
@@ -164,7 +164,7 @@ def postpone_beyond_budget(
         baseline: Name of the baseline.
         budget_gpu_hours: Limit of GPU-hours, or None without limit.
     """
-    timed = [s for s in by_name.values() if s.fate == MEASURED and s.time_s is not None]
+    timed = [s for s in by_name.values() if s.outcome == MEASURED and s.time_s is not None]
     if budget_gpu_hours is None or not timed:
         return
     timed.sort(key=lambda s: (s.combination.name != baseline, s.time_s or 0.0))
@@ -181,7 +181,7 @@ def postpone_beyond_budget(
             f"it would raise the planned cost to {gpu_hours:.3g} GPU-hours, above the budget of "
             f"{budget_gpu_hours:g}; a larger budget measures it"
         )
-        by_name[s.combination.name] = replace(s, fate=LATER, reason=reason)
+        by_name[s.combination.name] = replace(s, outcome=LATER, reason=reason)
 
 
 def read_out_of_memory(results: str, study: str) -> set[tuple[str, str]]:
@@ -196,7 +196,9 @@ def read_out_of_memory(results: str, study: str) -> set[tuple[str, str]]:
         except BlockError:
             continue  # an unreadable block is measured again
         names |= {
-            (s.strategy, block.trained[s.strategy]) for s in block.segments if s.status == "oom"
+            (s.strategy, block.settings_hashes[s.strategy])
+            for s in block.segments
+            if s.status == "oom"
         }
     return names
 
@@ -226,7 +228,7 @@ def find_beaten_combinations(
 
 def _options_of_unknown_kind(c: Combination) -> str:
     """Return as JSON the options whose kind of difference is unknown."""
-    kinds = {f.name: f.metadata.get("kind") for f in fields(strategy_class(c.strategy).Options)}
+    kinds = {f.name: f.metadata.get("kind") for f in fields(get_strategy_class(c.strategy).Options)}
     return json.dumps({k: v for k, v in c.options.items() if kinds[k] is None}, sort_keys=True)
 
 
@@ -321,7 +323,7 @@ def _apply_plan(combination: Combination, planned: Planned, memory_margin: float
         return Sieved(combination, MEASURED, f"not planned: {planned.reason}")
     memory_bytes = fit.room_bytes * (
         1 + memory_margin
-    )  # the whole memory: the plan's room leaves out the reserve
+    )  # The device's whole memory is compared, because the plan's room excludes a reserve.
     fate, reason = MEASURED, fit.verdict
     if fit.needed_bytes > MEMORY_FACTOR * memory_bytes:
         fate = TOO_LARGE

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from stratbench.cell.settings import OF_A_VARIANT
-from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
 from stratbench.strategies.needs import iter_missing_requirements
 
 #: Values to try of settings that a variant may change. Those of `gradient_accumulation_steps` follow from
@@ -90,12 +90,12 @@ def list_strategies(gpus: int, tune: Mapping[str, Any]) -> list[str]:
         name
         for name in wanted
         if name not in tune["exclude"]
-        and not list(iter_missing_requirements([(name, strategy_class(name), {})]))
+        and not list(iter_missing_requirements([(name, get_strategy_class(name), {})]))
     ]
 
 
 def _has_ddp_updates(name: str, gpus: int) -> bool:
-    strategy = strategy_class(name)
+    strategy = get_strategy_class(name)
     if strategy.kind == "own" or (strategy.max_workers or gpus) < gpus:
         return False
     try:
@@ -107,10 +107,10 @@ def _has_ddp_updates(name: str, gpus: int) -> bool:
 def _iter_options(name: str, gpus: int) -> Iterator[dict[str, Any]]:
     """Yield the default options, then each value worth trying, one option at a time."""
     yield {}
-    for option in fields(strategy_class(name).Options):
+    for option in fields(get_strategy_class(name).Options):
         for value in option.metadata.get("tried", ()):
             if type(value) is int and option.name.endswith("_workers") and value >= gpus:
-                continue  # same as the default, `all`
+                continue  # this value is the same as the default, `all`
             yield {option.name: value}
 
 

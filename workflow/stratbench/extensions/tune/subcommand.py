@@ -40,21 +40,21 @@ def run_tune(args: argparse.Namespace, others: list[str]) -> int:
     from stratbench.command.in_folder import (
         QUIET,
         build_snakemake_command,
+        check_packages_installed,
         find_profile_folder,
-        require,
     )
-    from stratbench.command.subcommands import pairs
+    from stratbench.command.subcommands import list_config_pairs
 
-    require("torch")
+    check_packages_installed("torch")
     profile = find_profile_folder(args.profile)
     filter_command = build_snakemake_command(
-        "tune", "-c1", "--quiet", "all", config=pairs(args), program=QUIET
+        "tune", "-c1", "--quiet", "all", config=list_config_pairs(args), program=QUIET
     )
     code = subprocess.run(filter_command, check=False).returncode
     if code or args.sieve_only:
         return code
     tuned = tuned_config_path(args.study)
-    own = [pair for pair in pairs(args) if not pair.startswith("study=")]
+    own = [pair for pair in list_config_pairs(args) if not pair.startswith("study=")]
     arguments = (
         "verdict",
         "--profile",

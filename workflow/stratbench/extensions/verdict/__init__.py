@@ -20,7 +20,7 @@ EXTENSION = Extension(
 
 def add_subcommands(add: Any) -> None:
     """Add the command `stratbench verdict`. `add` is a `SubcommandAdder`."""
-    from stratbench.command.subcommands import add_training
+    from stratbench.command.subcommands import add_training_subcommand
 
     text = "find the fastest strategy by short blocks instead of whole trainings"
-    add_training(add, "verdict", text)
+    add_training_subcommand(add, "verdict", text)

@@ -30,23 +30,23 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.verdict import block_rules, blocks
 from stratbench.extensions.verdict.blocks import BURN_IN, FIRST, MIRROR, THIRD, BlockPlan, Segment
-from stratbench.strategies import make_strategy, strategy_class
+from stratbench.strategies import get_strategy_class, make_strategy
 from stratbench.strategies.needs import check_installed
 from stratbench.study.job_values import insert_values
-from stratbench.telemetry.compiling import missing_compiler
+from stratbench.telemetry.compiling import missing_compiler_reason
 from stratbench.train import agent, assemble, gpu_locks
-from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
-from stratbench.train.inputs import check_inputs
+from stratbench.train.forkserver import FOLDER_VARIABLE, run_fork_server
+from stratbench.train.inputs import check_code_and_data
 from stratbench.train.job import Job
 from stratbench.train.launch import (
     Failure,
-    begin_log,
-    job_of,
-    launchers_parser,
-    run_to_end,
+    create_job,
+    create_launcher_parser,
+    run_launcher,
+    truncate_log,
 )
-from stratbench.train.locks import hold_cell
-from stratbench.train.running.runner import runner_of
+from stratbench.train.locks import lock_cell
+from stratbench.train.running.runner import create_runner
 
 #: Additional steps after the timed ones, for strategies with servers: no worker may run out of batches
 #: before the servers have received the last timed push.
@@ -62,20 +62,20 @@ def main(argv: list[str] | None = None) -> int:
     run = BlockRun(args, plan, settings)
 
     def train_under_locks(locks: ExitStack) -> None:
-        locks.enter_context(hold_cell(args.logs))
+        locks.enter_context(lock_cell(args.logs))
         # Workers of a launcher that was killed may still run: their locks are free once they have ended.
         for log in args.logs.glob("*/workers.lock"):
-            with hold_cell(log.parent):
+            with lock_cell(log.parent):
                 pass
-        begin_log(args.logs, begun)
+        truncate_log(args.logs, begun)
         run.run()
 
-    return run_to_end(plan, begun, args.parent, train_under_locks, lambda: run.logs)
+    return run_launcher(plan, begun, args.parent, train_under_locks, lambda: run.logs)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line of a block's job."""
-    parser = launchers_parser(__doc__)
+    parser = create_launcher_parser(__doc__)
     parser.add_argument("--block", required=True, help="the block's plan, as JSON")
     parser.add_argument("--out", required=True, type=Path, help="folder of block.json and segments")
     return parser.parse_args(insert_values(sys.argv[1:] if argv is None else argv))
@@ -109,18 +109,20 @@ class BlockRun:
         ]  # data and devices are the same for all strategies
         for name in plan.order:
             s = self._settings[name]
-            check_installed(name, strategy_class(s.strategy), s.options)
-        check_inputs(args.data, any_settings)
-        with gpu_locks.hold_devices(any_settings, args.nodes) as self._use_cuda:
+            check_installed(name, get_strategy_class(s.strategy), s.options)
+        check_code_and_data(args.data, any_settings)
+        with gpu_locks.reserve_cell_gpus(any_settings, args.nodes) as self._use_cuda:
             started, begun_s = (
                 datetime.now(UTC),
                 time.monotonic(),
-            )  # the wait for devices does not count
-            if any_settings.compile and (reason := missing_compiler(self._use_cuda)):
+            )  # the clock starts here, because the wait for devices does not count
+            if any_settings.compile and (reason := missing_compiler_reason(self._use_cuda)):
                 raise gpu_locks.DeviceError(reason)
             with self._share_fork_server():
                 done = run_segments_in_order(plan, self._run_segment, self._choose_segment_length)
-        agent.on_signals(lambda _: None)  # all segments have run: a signal must not discard them
+        agent.handle_stop_signals(
+            lambda _: None
+        )  # all segments have run: a signal must not discard them
         wall_s = time.monotonic() - begun_s
         result = {
             "schema_version": blocks.SCHEMA_VERSION,
@@ -163,11 +165,11 @@ class BlockRun:
         if self._args.nodes > 1:
             yield
             return
-        with fork_server(may_share=not self._use_cuda) as path:
+        with run_fork_server(may_share=not self._use_cuda) as path:
             before = os.environ.get(FOLDER_VARIABLE)
             os.environ[FOLDER_VARIABLE] = str(path.parent)
             try:
-                with fork_server(may_share=True):  # returns when PyTorch is imported
+                with run_fork_server(may_share=True):  # returns when PyTorch is imported
                     pass
                 yield
             finally:
@@ -194,9 +196,9 @@ class BlockRun:
         self.logs = args.logs / name
         settings, discarded, timed = self._compute_settings_with_discarded_and_timed_steps(strategy)
         RunFolder.of_logs(self.logs).create()
-        runner = runner_of(settings)
+        runner = create_runner(settings)
         begun_s = time.monotonic()
-        with job_of(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
+        with create_job(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
             job, exits, ending = runner.run(job, args)
         wall_s = time.monotonic() - begun_s
         if ending.status == "error":
@@ -337,7 +339,7 @@ def collect_timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
         discarded: Number of steps before the timed ones.
         timed: Number of timed steps.
     """
-    each = runner_of(job.settings).step_times_s(job)
+    each = create_runner(job.settings).step_times_s(job)
     slowest = max((times_s[discarded : discarded + timed] for times_s in each), key=sum)
     return {
         "discarded": discarded,

@@ -31,9 +31,9 @@ class PairedResult:
     times_s: pd.Series  # seconds of the whole training as each block predicts them, by block
     hosts: frozenset[str]
     on_cpu: bool
-    served: bool
+    uses_servers: bool
     traits: Traits
-    excluded: tuple[str, str] | None  # if excluded: kind and reason
+    exclusion: tuple[str, str] | None  # if excluded: kind and reason
     slower_than: (
         tuple[str, str] | None
     )  # if dropped as slower: the leader at that time, and the reason
@@ -81,9 +81,9 @@ def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
                 times_s=pd.Series(times, dtype=float),
                 hosts=frozenset(comparison["hosts"]),
                 on_cpu=comparison["device"] == "cpu",
-                served=bool(comparison.get("served", {}).get(strategy)),
+                uses_servers=bool(comparison.get("served", {}).get(strategy)),
                 traits=make_traits(comparison.get("traits", {}).get(strategy, {})),
-                excluded=None if kind is None else (kind, f"in the comparison: {state['reason']}"),
+                exclusion=None if kind is None else (kind, f"in the comparison: {state['reason']}"),
                 slower_than=(state["against"], f"in the comparison: {state['reason']}")
                 if state["state"] in ("slower", "much slower") and state["against"] != strategy
                 else None,
@@ -109,15 +109,15 @@ class BlocksEvidence(Evidence):
         result = self.paired.get(group)
         if result is None:
             return
-        if result.excluded is not None:
-            candidate.exclude(*result.excluded)
+        if result.exclusion is not None:
+            candidate.exclude(*result.exclusion)
         if not len(result.times_s):
             return
         candidate.times = result.times_s
         candidate.time_s = float(np.exp(np.log(result.times_s).mean()))
         candidate.basis, candidate.unit = PAIRED_BLOCKS, "block"
         candidate.hosts, candidate.on_cpu = result.hosts, result.on_cpu
-        candidate.traits, candidate.served = result.traits, result.served
+        candidate.traits, candidate.served = result.traits, result.uses_servers
         candidate.claim = result.claim
         # The number of blocks depends on what earlier blocks showed.
         candidate.repeats_fixed = False

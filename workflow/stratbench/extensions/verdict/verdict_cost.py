@@ -39,7 +39,7 @@ class VerdictCost:
         return self.blocks_s + self.full_runs_s
 
     @property
-    def share(self) -> float:
+    def share_of_matrix(self) -> float:
         """Cost of the verdict as a share of the full matrix."""
         return self.verdict_s / self.matrix_s
 
@@ -101,19 +101,19 @@ def iter_cost_sentences(plan: Plan) -> Iterator[str]:
         "to twice as much on nodes that others use, too)."
     )
     dear = {
-        key: min(pair, key=lambda c: c.share)
+        key: min(pair, key=lambda c: c.share_of_matrix)
         for key, pair in by_comparison.items()
-        if min(c.share for c in pair) > AIM
+        if min(c.share_of_matrix for c in pair) > AIM
     }
     short = {key: cost for key, cost in dear.items() if cost.blocks_s > cost.full_runs_s}
     if short:
-        experiment, model, gpus = max(short, key=lambda key: short[key].share)
+        experiment, model, gpus = max(short, key=lambda key: short[key].share_of_matrix)
         worst = short[experiment, model, gpus]
         yield (
             f"A tenth is out of reach for {len(short)} of {len(by_comparison)} models and worker counts: "
             f"their cells are too short. {experiment}, {model} on {gpus} would cost at least "
-            f"{worst.share:.0%}, since {worst.start_share:.0%} of a segment is the start of its processes. "
-            "Train these cells in full instead, or for longer."
+            f"{worst.share_of_matrix:.0%}, since {worst.start_share:.0%} of a segment is the start of its "
+            "processes. Train these cells in full instead, or for longer."
         )
     if len(dear) > len(short):
         yield (

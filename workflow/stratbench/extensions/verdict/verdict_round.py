@@ -103,7 +103,7 @@ class Round:
         cells = [Cell(**coordinates) for coordinates in self.content["full_runs"]]
         return [cell for cell in cells if cell.path not in self._jobs.skipped]
 
-    def files(self) -> list[str]:
+    def list_files(self) -> list[str]:
         """Return the paths of all files that the round makes: results of blocks, and records."""
         results = self._jobs.results
         made = [plan.folder(results) / BLOCK_FILE for plan in self.blocks.values()]
@@ -122,12 +122,12 @@ class Round:
             )
         return self.blocks[path]
 
-    def settings_of(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
+    def get_cell_settings(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
         """Return the settings of a block's cells, by strategy."""
         settings = {name: self._jobs.settings_of(plan.cell(name)) for name in plan.order}
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
-    def trained(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
+    def get_settings_in_common(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
         """Return by strategy the settings that a block shares with full runs.
 
         These are all settings except length, seed and profile.
@@ -142,10 +142,10 @@ class Round:
         cell = plan.cell(plan.order[0])
         samples = self._study.dataset(plan.dataset).train_samples
         total = self._jobs.settings_of(cell).total_steps(samples) if samples else None
-        longest = max(self._segment_steps(plan.cell(name), plan.steps) for name in plan.order)
+        longest = max(self._count_segment_steps(plan.cell(name), plan.steps) for name in plan.order)
         return compute_segment_limit_s(self._study.time_limit_s(cell), longest, total)
 
-    def _segment_steps(self, cell: Cell, steps: int | None) -> int:
+    def _count_segment_steps(self, cell: Cell, steps: int | None) -> int:
         """Return the number of all steps of a segment with `steps` timed steps.
 
         Discarded steps are included.
@@ -154,7 +154,7 @@ class Round:
         strategy = make_strategy(settings.strategy, settings.options)
         return sum(strategy.own_length(count_discarded_steps(timed), timed))
 
-    def request_of(self, plan: BlockPlan) -> JobRequest:
+    def make_block_request(self, plan: BlockPlan) -> JobRequest:
         """Return the resources that a block requests from the scheduler: the maximum over its strategies."""
         cells = [plan.cell(name) for name in plan.order]
         minutes = compute_block_limit_minutes(
@@ -194,14 +194,14 @@ class Round:
         try:
             comparisons = read_json(self.file.with_name("verdict.json"))["comparisons"]
             trained = {
-                (ComparisonKey.of(b), strategy): of
+                (ComparisonKey.from_cell(b), strategy): of
                 for b in comparisons
                 for strategy, of in b["trained"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         now = {
-            (ComparisonKey.of(cell), cell.strategy): self._jobs.settings_of(cell)
+            (ComparisonKey.from_cell(cell), cell.strategy): self._jobs.settings_of(cell)
             for cell in self._study.cells
             if cell.repeat == 0
         }

@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.cell.text.words import format_names
 from stratbench.strategies import base
-from stratbench.strategies.mesh import refuse_uneven
+from stratbench.strategies.mesh import check_equal_groups
 from stratbench.strategies.sharding.sharded import Sharded
-from stratbench.workload.network.precision import autocast_dtype
+from stratbench.workload.network.precision import get_autocast_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -88,7 +88,7 @@ class FSDP(Sharded):
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
         workers = compute_group_size(options.get("shard_group_size", "all"), gpus, per_node)
         whose = " (those of a node)" if options.get("shard_group_size") == "node" else ""
-        refuse_uneven(f"shard_group_size = {workers}{whose}", workers, gpus)
+        check_equal_groups(f"shard_group_size = {workers}{whose}", workers, gpus)
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
@@ -139,7 +139,7 @@ class FSDP(Sharded):
                     f"{label} has parameters of several dtypes ({', '.join(dtypes)}), which FSDP "
                     "cannot gather together; use one dtype, or put them into different groups"
                 )
-        yield from base.iter_sharding_refusals(trial)
+        yield from base.iter_unshardable_model_reasons(trial)
         # Gathered parameters that are not freed after forward may be read until the next step.
         early = trial.uncalled
         if self.options.reshard_after_forward == "always":
@@ -154,7 +154,7 @@ class FSDP(Sharded):
             yield (
                 f"{format_names(trial.written_views)} gives a view, which forward then changes in place "
                 "(h += r), so that FSDP does not gather its group for backward; return .clone() of it, add "
-                f"out of place, or set reshard_after_forward to never {help_address('gives a view')}"
+                f"out of place, or set reshard_after_forward to never {format_help_address('gives a view')}"
             )
         if trial.at_times and worker.settings.gradient_accumulation_steps > 1:
             yield from self._accumulation_refusals(trial.at_times, worker)
@@ -272,7 +272,7 @@ class FSDP(Sharded):
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        dtype = autocast_dtype(precision)
+        dtype = get_autocast_dtype(precision)
         if dtype is None or self.options.mixed_precision == "autocast":
             return None
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

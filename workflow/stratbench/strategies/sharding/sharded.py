@@ -144,17 +144,20 @@ class Sharded(base.Collective):
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        from stratbench.telemetry.shards import free_gathered
+        from stratbench.telemetry.shards import free_gathered_parameters
 
-        with averaging_buffers(self.model, self.worker.world_size), super().evaluating() as model:
+        with (
+            average_batchnorm_buffers(self.model, self.worker.world_size),
+            super().evaluating() as model,
+        ):
             yield model
         # Parameters that are not freed after forward stay gathered, because no backward follows here. A later
         # step would use these outdated copies.
-        free_gathered(self.model)
+        free_gathered_parameters(self.model)
 
 
 @contextmanager
-def averaging_buffers(model: nn.Module, workers: int) -> Iterator[None]:
+def average_batchnorm_buffers(model: nn.Module, workers: int) -> Iterator[None]:
     """Set BatchNorm's statistics to the mean over all workers until the block ends."""
     import torch
     import torch.distributed as dist

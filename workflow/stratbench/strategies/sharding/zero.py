@@ -29,9 +29,14 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], rank: int, workers: int) -> None:
         import torch
 
-        from stratbench.workload.flat import ALIGN_BYTES, copied_into, offsets_of, strided
+        from stratbench.workload.flat import (
+            ALIGN_BYTES,
+            compute_flat_offsets,
+            copy_into_flat,
+            get_flat_view,
+        )
 
-        starts, numel = offsets_of(parameters)
+        starts, numel = compute_flat_offsets(parameters)
         unit = workers * max(1, ALIGN_BYTES // parameters[0].element_size())
         numel = -(-numel // unit) * unit
         self.weights = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
@@ -40,10 +45,11 @@ class Bucket:
         self.own_weights = self.weights.narrow(0, rank * share, share)
         self.own_grads = self.grads.narrow(0, rank * share, share)
         self.views = {
-            p: strided(p, self.grads, start) for p, start in zip(parameters, starts, strict=True)
+            p: get_flat_view(p, self.grads, start)
+            for p, start in zip(parameters, starts, strict=True)
         }
         for p, start in zip(parameters, starts, strict=True):
-            p.data = copied_into(p.data, self.weights, start)
+            p.data = copy_into_flat(p.data, self.weights, start)
         #: Parameters whose gradient of this step is not yet, or not completely, in `grads`.
         self.missing = set(parameters)
         #: Whether the reduction of this step's gradients has begun.

@@ -17,20 +17,20 @@ from stratbench.strategies import (
     REGISTRY,
     get_mesh,
     get_option_defaults,
+    get_strategy_class,
     resolve_options,
-    strategy_class,
 )
 from stratbench.study.config.consistency import check_experiment
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.schema import collect_extension_values
-from stratbench.study.config.validation import validate
+from stratbench.study.config.validation import validate_config
 from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.own_data import is_own
+from stratbench.workload.data.own_data import is_own_data_set
 from stratbench.workload.network import models
-from stratbench.workload.network.libraries import library_of
+from stratbench.workload.network.libraries import find_library_of_call
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Study:
 
     def strategy_kind(self, name: str) -> str:
         """Return the kind of a strategy: `collective` or `server`."""
-        return strategy_class(self.base_strategy(name)[0]).kind
+        return get_strategy_class(self.base_strategy(name)[0]).kind
 
     def settings(self, cell: Cell) -> Settings:
         """Return the resolved settings of a cell of this study."""
@@ -135,7 +135,7 @@ class Study:
         It has the model's call, its sharding and the fingerprint of its code.
         """
         return self._add_fingerprint(
-            name, models.get_specification(name, self._own.get("models", {}))
+            name, models.get_model_specification(name, self._own.get("models", {}))
         )
 
     def _own_model_for(self, name: str, data: Dataset) -> dict[str, Any] | None:
@@ -163,14 +163,16 @@ class Study:
         key = f"strategy {strategy}"
         if key not in self._own_code:
             base, options = self.base_strategy(strategy)
-            files = strategy_class(base).files(get_option_defaults(base) | options)
+            files = get_strategy_class(base).files(get_option_defaults(base) | options)
             self._own_code[key] = {"sha256": users_code.hash_named_files(files)} if files else None
         return self._own_code[key] or {}
 
     def _add_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         if key not in self._own_code:
-            self._own_code[key] = spec and spec | users_code.compute_fingerprint(
-                spec["call"], self._folders, library_of(spec["call"]).packages_beside(spec)
+            self._own_code[key] = spec and spec | users_code.compute_code_fingerprint(
+                spec["call"],
+                self._folders,
+                find_library_of_call(spec["call"]).packages_beside(spec),
             )
         return self._own_code[key]
 
@@ -198,8 +200,10 @@ class Study:
                 named = f"{what} ({spec['call']})" if spec else ""
                 if spec and named not in faults:
                     call = spec["call"]
-                    fault = library_of(call).find_fault(spec)
-                    faults[named] = fault or users_code.fault_of_code(call, self._folders)
+                    fault = find_library_of_call(call).find_fault(spec)
+                    faults[named] = fault or users_code.unimportable_code_reason(
+                        call, self._folders
+                    )
         return [f"{named}: {fault}" for named, fault in faults.items() if fault]
 
     def dataset(self, name: str) -> Dataset:
@@ -221,7 +225,7 @@ class Study:
 
     def own_data(self) -> list[str]:
         """Return the names of the user's own data sets in the study."""
-        return [name for name, spec in self.data_specs().items() if is_own(spec)]
+        return [name for name, spec in self.data_specs().items() if is_own_data_set(spec)]
 
     def time_limit_s(self, cell: Cell) -> float | None:
         return self.experiments[cell.experiment].values["time_limit_s"]
@@ -264,7 +268,7 @@ class Study:
             "experiment": experiment,
             "dataset": values["dataset"],
             "strategies": [
-                (name, strategy_class(self.base_strategy(name)[0]).max_workers)
+                (name, get_strategy_class(self.base_strategy(name)[0]).max_workers)
                 for name in values["strategies"]
             ],
             "models": values["models"],
@@ -299,5 +303,5 @@ def load_config(
     """
     for file in files:
         check_duplicate_keys(file)
-    config = validate(raw)
+    config = validate_config(raw)
     return config, Study(config, config["study"])

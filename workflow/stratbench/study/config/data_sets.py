@@ -8,8 +8,8 @@ from typing import Any
 
 from stratbench.workload.data import own_data
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.datasets import compute_data_identity, describe
-from stratbench.workload.data.own_data import is_own
+from stratbench.workload.data.datasets import compute_data_identity, describe_data_set
+from stratbench.workload.data.own_data import is_own_data_set
 
 
 class DataSets:
@@ -34,7 +34,7 @@ class DataSets:
         """
         if name not in self._identities:
             spec = self._specs.get(name)
-            if is_own(spec):
+            if is_own_data_set(spec):
                 known = self._folder / ".hashes" / f"{name}.json"
                 identity = own_data.read_own_data(name, spec).identity(self._code, known)
             else:
@@ -44,17 +44,17 @@ class DataSets:
 
     def describe_by_config(self, name: str) -> Dataset:
         """Return the metadata of a data set that follows from the config alone."""
-        return describe(name, self._specs.get(name))
+        return describe_data_set(name, self._specs.get(name))
 
     def describe_by_identity(self, name: str) -> Dataset:
         """Return the metadata of a data set that follows from its identity alone."""
-        return describe(name, self.identity(name))
+        return describe_data_set(name, self.identity(name))
 
     def facts(self, name: str) -> Dataset:
         """Return the metadata of a data set. That of a user's own is read from its prepared files."""
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
-            if is_own(spec):
+            if is_own_data_set(spec):
                 meta = own_data.read_prepared_meta(self._folder / name, self.identity(name))
-            self._facts[name] = describe(name, spec, meta)
+            self._facts[name] = describe_data_set(name, spec, meta)
         return self._facts[name]

@@ -13,7 +13,7 @@ class ConfigError(ValueError):
     """A mistake in config.yaml. Its message says what to change."""
 
 
-def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str]) -> str:
+def format_wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str]) -> str:
     """Return the message for a value that is not one of `allowed`.
 
     Args:

@@ -12,7 +12,7 @@ NOT_THERE = 127
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
 
 
-def ask_slurm(
+def run_slurm_command(
     command: list[str], text: str | None = None
 ) -> subprocess.CompletedProcess[str] | None:
     """Run one of SLURM's commands, without SLURM's own environment variables.
@@ -49,5 +49,5 @@ def read_command_output(command: list[str]) -> str | None:
 
     Return its output, or None if it fails or does not answer.
     """
-    done = ask_slurm(command)
+    done = run_slurm_command(command)
     return done.stdout if done is not None and done.returncode == 0 else None

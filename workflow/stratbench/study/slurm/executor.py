@@ -16,16 +16,16 @@ from typing import Any
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.cell.text.words import format_count
 from stratbench.study.slurm import job_states, submission
-from stratbench.study.slurm.commands import ask_slurm, read_command_output
+from stratbench.study.slurm.commands import read_command_output, run_slurm_command
 from stratbench.study.slurm.followed import ENDS, FollowedRun, get_first_output, read_signatures
 from stratbench.study.slurm.job_states import JobState
 from stratbench.study.slurm.live_jobs import make_job_comment, print_to_stderr
-from stratbench.study.slurm.unstarted_jobs import unstarted_reason
+from stratbench.study.slurm.unstarted_jobs import rule_not_started_reason
 from stratbench.study.slurm.waiting import describe_progress
-from stratbench.study.snakemake_internals import avoid_nodes, extend_executor, fail_silently
+from stratbench.study.snakemake_internals import exclude_nodes, extend_executor, fail_job_silently
 
 #: Seconds between two requests for the states of all jobs: at first, and at most while no job ends.
 FIRST_LOOK_S, MAX_LOOK_S = 5.0, 60.0
@@ -92,10 +92,10 @@ class JobFollower(RemoteExecutor):
                 f"SLURM refuses {first} for the same reason as a job above"
                 if known
                 else f"SLURM refuses it: {reason}. {f.request_texts.get(first, first)} "
-                f"{help_address('SLURM refuses it')}."
+                f"{format_help_address('SLURM refuses it')}."
             )
             # Snakemake's own report would print a page of command line.
-            fail_silently(self.workflow, job_info.job)
+            fail_job_silently(self.workflow, job_info.job)
             return
         self._note_end(job_info)
         f.failed_jobs.add(job_info.job)
@@ -130,13 +130,13 @@ class JobFollower(RemoteExecutor):
             return (
                 f"sbatch fails for now ({reason}); the remaining jobs are submitted later, and sbatch is "
                 f"tried again for {submission.SILENCE_S / 60:.0f} minutes "
-                f"{help_address('sbatch fails for now')}"
+                f"{format_help_address('sbatch fails for now')}"
             )
         live = len(self.followed.waiting_jobs.outputs) or 1
         return (
             f"SLURM takes no more jobs of yours at a time ({reason}); the remaining jobs are submitted when "
             f"earlier ones end; with `jobs: {live}` in the profile Snakemake submits no more at a time "
-            f"{help_address('SLURM takes no more jobs of yours')}"
+            f"{format_help_address('SLURM takes no more jobs of yours')}"
         )
 
     def _submit_postponed(self) -> None:
@@ -264,16 +264,16 @@ class JobFollower(RemoteExecutor):
         if word in ("NODE_FAIL", "PREEMPTED") and state and getattr(settings, "requeue", False):
             return None  # SLURM starts the job again
         if word == "NODE_FAIL" and state:
-            avoid_nodes(self, state.nodes)
+            exclude_nodes(self, state.nodes)
         if not word:
             text = "SLURM does not know it any more, and it has written no result "
-            text += help_address("SLURM does not know it any more")
+            text += format_help_address("SLURM does not know it any more")
         else:
             where = f" on {state.nodes}" if state and state.nodes else ""
             text = f"{word}{where}" + (f": {ENDS[word]}" if word in ENDS else "")
         log = info.aux.get("slurm_logfile") if info.aux else None
         own = [Path(path) for path in getattr(info.job, "log", None) or ()]
-        unstarted = unstarted_reason([*own, Path(log)]) if log else None
+        unstarted = rule_not_started_reason([*own, Path(log)]) if log else None
         return f"SLURM job {job} failed: {text}. " + (f"{unstarted}. " if unstarted else "")
 
     def _has_written_outputs(self, job: Any) -> bool:
@@ -289,7 +289,8 @@ class JobFollower(RemoteExecutor):
             f.told_of_silence = True
             f.tell(
                 f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; this run waits for its "
-                f"{format_count(jobs, 'job')}, which may still train {help_address('SLURM has not answered')}"
+                f"{format_count(jobs, 'job')}, which may still train "
+                f"{format_help_address('SLURM has not answered')}"
             )
 
     def _describe_progress(self, live: Mapping[str, JobState]) -> str:
@@ -339,7 +340,7 @@ class JobFollower(RemoteExecutor):
     def _cancel_run(self) -> bool:
         names = ",".join(sorted(self._list_clusters(self.followed.old_signatures)))
         where = [f"--clusters={names}"] if names else []
-        done = ask_slurm(["scancel", "--quiet", f"--name={self.run_uuid}", *where])
+        done = run_slurm_command(["scancel", "--quiet", f"--name={self.run_uuid}", *where])
         return done is not None and done.returncode == 0
 
     # ------------------------------------------------------------ Snakemake's jobs

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.study.slurm import submission
 from stratbench.study.slurm.live_jobs import print_to_stderr
 from stratbench.study.slurm.waiting import WaitingJobs
@@ -21,12 +21,12 @@ ENDS = {
     "DEADLINE": "its deadline passed",
     "NODE_FAIL": "its node failed; it runs again on another node if `retries` in the profile allows this",
     "OUT_OF_MEMORY": "it used more memory than it asked for: raise cluster.mem_mib_per_gpu or "
-    f"cluster.mem_mib_per_cpu_worker {help_address('it used more memory than it asked for')}",
+    f"cluster.mem_mib_per_cpu_worker {format_help_address('it used more memory than it asked for')}",
     "PREEMPTED": "SLURM gave its node to another job; it runs again if `retries` in the profile allows this "
-    f"{help_address('SLURM gave its node to another job')}",
+    f"{format_help_address('SLURM gave its node to another job')}",
     "TIMEOUT": "SLURM's time limit came before the cell's own; if its log does not say where it hung, raise "
     "cluster.startup_allowance_s "
-    f"{help_address('time limit came before')}",
+    f"{format_help_address('time limit came before')}",
 }
 
 

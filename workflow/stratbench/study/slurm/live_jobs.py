@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.study.slurm.commands import read_command_output
-from stratbench.study.snakemake_internals import restart
+from stratbench.study.snakemake_internals import restart_snakemake
 
 #: Seconds between two requests for the states of all jobs.
 POLL_S = 15
@@ -50,7 +50,7 @@ def wait_for_earlier_jobs(workflow: Any, planned: Sequence[Any]) -> None:
         make_job_comment(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned
     }
     if wait_for_live_jobs(cells, Path.cwd()):
-        restart(workflow)
+        restart_snakemake(workflow)
 
 
 def wait_for_live_jobs(cells: Mapping[str, str], directory: Path) -> bool:

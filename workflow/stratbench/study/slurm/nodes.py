@@ -167,7 +167,7 @@ def count_fitting_nodes(request: JobRequest, offered: Iterable[Node]) -> int:
     return max(able.values(), default=0)
 
 
-def too_large_reason(
+def job_too_large_reason(
     cell: Cell,
     settings: Settings,
     request: JobRequest,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.cell.text.words import format_count
 from stratbench.study.slurm.job_states import QUEUED, JobState
 
@@ -98,7 +98,7 @@ class WaitingJobs:
         text = f"{what} {'wait' if len(jobs) > 1 else 'waits'} for the reason {reason}"
         text += f": {meaning.replace('JOB', first)}" if meaning else ""
         text += f"; SLURM expects it to start at {start}" if "T" in start else ""
-        return f"{text}; `scancel {first}` cancels it {help_address('for the reason')}"
+        return f"{text}; `scancel {first}` cancels it {format_help_address('for the reason')}"
 
 
 def describe_progress(

@@ -44,7 +44,7 @@ def describe_gpu(gpu: dict[str, Any]) -> str:
     return f"GPU {number}" + (f" ({uuid})" if uuid else "")
 
 
-def is_broker(pid: int) -> bool:
+def is_mps_server(pid: int) -> bool:
     """Return whether a process is a server through which other processes compute (CUDA's MPS)."""
     import psutil
 
@@ -65,7 +65,7 @@ def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
     """
     import psutil
 
-    if is_broker(pid) or not psutil.pid_exists(pid):
+    if is_mps_server(pid) or not psutil.pid_exists(pid):
         return None
     try:
         return ancestor_pid not in (pid, *(p.pid for p in psutil.Process(pid).parents()))

@@ -29,11 +29,11 @@ class Profile(Beside):
         if status == "ok" and (chosen or self.strategy.kind == "collective"):
             with self.phases("profile"):
                 trace = self.job.folder.profile_trace if chosen else None
-                record_profile(self.strategy, self.data, self.worker, trace)
+                record_profiler_trace(self.strategy, self.data, self.worker, trace)
         return {}
 
 
-def record_profile(
+def record_profiler_trace(
     strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | None
 ) -> None:
     """Record a few steps with torch's profiler, after all measurements.

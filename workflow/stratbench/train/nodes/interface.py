@@ -27,8 +27,8 @@ def set_gloo_interface() -> None:
     own = os.uname().nodename
     if VARIABLE in os.environ or not is_loopback(own):
         return
-    for other in (*other_nodes(own), _ANYWHERE):
-        if name := interface_towards(other):
+    for other in (*list_other_nodes(own), _ANYWHERE):
+        if name := find_interface_to_host(other):
             os.environ[VARIABLE] = name
             return
 
@@ -41,7 +41,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def other_nodes(own: str) -> Iterable[str]:
+def list_other_nodes(own: str) -> Iterable[str]:
     """Return the other nodes of this process's SLURM job or step.
 
     The result is empty if the process has no SLURM job.
@@ -51,7 +51,7 @@ def other_nodes(own: str) -> Iterable[str]:
     return [name for name in (names or "").split() if name != own]
 
 
-def interface_towards(host: str) -> str | None:
+def find_interface_to_host(host: str) -> str | None:
     """Return the interface by which this node reaches a host.
 
     Return None where it does not, or by itself alone.

@@ -19,12 +19,12 @@ _UNTOUCHED = ("oom", "unsupported")
 Trained = Callable[[Job, int], Iterable[PhaseInterval]]
 
 
-def trained_of(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
+def read_training_phases(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
     """Read when the workers of these ranks trained."""
     return [p for p in read_phases(map(job.folder.phases, ranks)) if p.phase == "train"]
 
 
-def is_over(deadline_s: float, watch: PauseWatch) -> bool:
+def is_deadline_over(deadline_s: float, watch: PauseWatch) -> bool:
     """Return whether a deadline by `time.monotonic` has passed; pauses put it off."""
     if time.monotonic() <= deadline_s + watch.stopped_s:
         return False
@@ -32,7 +32,7 @@ def is_over(deadline_s: float, watch: PauseWatch) -> bool:
     return time.monotonic() > deadline_s + watch.stopped_s
 
 
-def keep_pauses(
+def write_worker_pauses(
     job: Job, node: int, watch: PauseWatch, before: Sequence[dict[str, Any]] = ()
 ) -> None:
     """Write the pauses of a node's workers to the run folder, if there were any.
@@ -58,7 +58,7 @@ def keep_pauses(
         job.folder.write_pauses(node, pauses)
 
 
-def pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
+def build_pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
     """Return the record's `pauses`: those of all nodes, by their begin."""
     entries = [
         {"node": int(node)}
@@ -80,7 +80,7 @@ def _is_in_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -
     return any(p.start_s < until_s and p.end_s > begin_s for p in trained)
 
 
-def spoiled_by_pauses(job: Job, status: str, trained: Trained) -> str | None:
+def invalidating_pauses_reason(job: Job, status: str, trained: Trained) -> str | None:
     """Return a text on pauses that invalidate a cell's measurements.
 
     Return None if there are none.
@@ -91,11 +91,11 @@ def spoiled_by_pauses(job: Job, status: str, trained: Trained) -> str | None:
         trained: When it trained.
     """
     by_node: dict[int, float] = defaultdict(float)
-    for entry in pauses_entry(job, trained):
+    for entry in build_pauses_entry(job, trained):
         if entry["in_training"] or status == "error":
             by_node[entry["node"]] += entry["length_s"]
     paused_s = max(by_node.values(), default=0.0)
-    spans = (min(p.end_s, job.elapsed_s) - p.start_s for p in trained_of(job, range(1)))
+    spans = (min(p.end_s, job.elapsed_s) - p.start_s for p in read_training_phases(job, range(1)))
     enough_s = 0.0 if status == "error" else NEGLIGIBLE * sum(spans)
     if status in _UNTOUCHED or paused_s <= enough_s:
         return None

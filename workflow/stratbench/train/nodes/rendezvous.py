@@ -12,7 +12,7 @@ from stratbench.cell.run_folder import RunFolder
 LIMIT_S = 120.0
 
 
-def tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCPStore:
+def connect_tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCPStore:
     """Return a store on a free port of rank 0's node.
 
     The others find its address in the folder.

@@ -10,40 +10,40 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-from stratbench.study.slurm.commands import ask_slurm
+from stratbench.study.slurm.commands import run_slurm_command
 
 #: How long `srun` may take to end once it was told to, in seconds.
 SRUN_END_S = 30.0
 
 
-def facts_of_job() -> dict[str, str]:
+def read_slurm_job_facts() -> dict[str, str]:
     """Return SLURM's data on the job of this process, empty if there are none.
 
     They do not come from environment variables, most of which Snakemake's plugin removes.
     """
     if (number := os.environ.get("SLURM_JOB_ID")) is None:
         return {}
-    done = ask_slurm(["scontrol", "--oneliner", "show", "job", number])
+    done = run_slurm_command(["scontrol", "--oneliner", "show", "job", number])
     shown = done.stdout if done else ""
     return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
 
-def size_of_job() -> tuple[int, int]:
+def read_slurm_job_size() -> tuple[int, int]:
     """Return the number of nodes of this process's SLURM job, and its cores per node.
 
     It is (1, 1) outside of SLURM.
     """
-    facts = facts_of_job()
+    facts = read_slurm_job_facts()
     nodes, cpus = (int(facts.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))
     return nodes, max(1, cpus // nodes)
 
 
-def queue_wait_s() -> float | None:
+def compute_queue_wait_s() -> float | None:
     """Return how long this process's SLURM job waited since submission or its earliest start.
 
     None outside of SLURM, and if it does not answer.
     """
-    facts = facts_of_job()
+    facts = read_slurm_job_facts()
     try:
         submitted, eligible, started = (
             datetime.fromisoformat(facts[key])
@@ -54,7 +54,7 @@ def queue_wait_s() -> float | None:
     return max(0.0, (started - max(submitted, eligible)).total_seconds())
 
 
-def run_on_nodes(
+def run_module_on_nodes(
     nodes: int,
     cpus: int,
     module: str,

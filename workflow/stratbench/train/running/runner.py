@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.strategies import get_mesh
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency, gpu_locks
-from stratbench.train.ending import Ending, classify, oom_kills
+from stratbench.train.ending import Ending, classify_ending, count_oom_kills
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import spoiled_by_pauses, trained_of
-from stratbench.train.nodes.srun import run_on_nodes
-from stratbench.train.running.totals import collective_run
-from stratbench.train.standing import Standing, standings_of, why_hung
+from stratbench.train.nodes.paused import invalidating_pauses_reason, read_training_phases
+from stratbench.train.nodes.srun import run_module_on_nodes
+from stratbench.train.running.totals import summarize_collective_run
+from stratbench.train.standing import Standing, hang_reason, read_worker_states
 
 
 class Runner:
@@ -38,7 +38,7 @@ class Runner:
     #: Whether all workers are there from the start to the end: then figures of all of them together stand.
     is_gang: ClassVar[bool] = True
     #: What makes the processes of a node (`agent.run_node`), by name: the agents of other nodes are told it.
-    processes: ClassVar[str] = "stratbench.train.agent:processes_of"
+    processes: ClassVar[str] = "stratbench.train.agent:iter_worker_groups"
 
     @classmethod
     def takes(cls, s: Settings) -> bool:
@@ -63,7 +63,7 @@ class Runner:
 
         Yields whether it uses GPUs.
         """
-        return gpu_locks.hold_devices(s, args.nodes)
+        return gpu_locks.reserve_cell_gpus(s, args.nodes)
 
     def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
         """Return the CPU threads of each of `workers` on a node.
@@ -73,7 +73,7 @@ class Runner:
             workers: Number of workers on the node.
             args: The launcher's command line.
         """
-        return gpu_locks.threads_of(s, workers, args.cpus_per_node, args.server_cpus)
+        return gpu_locks.count_threads_per_worker(s, workers, args.cpus_per_node, args.server_cpus)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, agent.Exits, Ending]:
         """Run the cell, and once more if pauses invalidated its measurements.
@@ -88,12 +88,12 @@ class Runner:
             The job that its results are of, how its processes exited, and how it ended.
         """
         exits, ending = self.launch(job, args.cpus_per_node)
-        paused = spoiled_by_pauses(job, ending.status, self.trained)
+        paused = invalidating_pauses_reason(job, ending.status, self.trained)
         if paused is None:
             return job, exits, ending
         reason = f"; {ending.reason}" if ending.reason else ""
         text = f"cell {job.cell}: {paused} while it trained; it trains again{reason}"
-        print(f"{text} {help_address('paused for')}", flush=True)
+        print(f"{text} {format_help_address('paused for')}", flush=True)
         folder = job.folder
         folder.create()
         if folder.local is not None:
@@ -107,7 +107,7 @@ class Runner:
 
         Return how they exited, and how the cell ended.
         """
-        kills_before = oom_kills()
+        kills_before = count_oom_kills()
         exits = (
             agent.run_node(job, 0, self.processes)
             if job.n_nodes == 1
@@ -115,7 +115,7 @@ class Runner:
         )
         ending = self.classify(job, exits, kills_before)
         if ending.status == "error" and (
-            paused := spoiled_by_pauses(job, ending.status, self.trained)
+            paused := invalidating_pauses_reason(job, ending.status, self.trained)
         ):
             ending = replace(ending, reason=f"{ending.reason}; {paused}")
         return exits, ending
@@ -131,18 +131,18 @@ class Runner:
 
         def left_s(beyond_s: float = 15.0) -> float:
             """Return the time until the agents, which apply the limit themselves, must have ended."""
-            deadline_s = agent.extended_deadline_s(job, watch)
+            deadline_s = agent.compute_extended_deadline_s(job, watch)
             return math.inf if deadline_s is None else deadline_s + beyond_s - time.monotonic()
 
         try:
-            code = run_on_nodes(
+            code = run_module_on_nodes(
                 job.n_nodes, cpus_per_node, "stratbench.train.agent", agent_of_job, left_s
             )
             late = left_s(beyond_s=0) <= 0
         finally:
             watch.stop()
         ended = code != 0
-        hung = ended and why_hung(standings_of(job)) is not None
+        hung = ended and hang_reason(read_worker_states(job)) is not None
         exits = self.exits(job, lost=1 if ended and not late else None)
         return agent.Exits(exits, timed_out=late and ended, hung=hung and not late)
 
@@ -155,21 +155,21 @@ class Runner:
             job: The cell's.
             lost: The exit code of a process of which nothing is known.
         """
-        standings = standings_of(job)
+        standings = read_worker_states(job)
         return [
-            agent.ProcessExit(format_worker_name(r), _exit_code(job, r, standings.get(r)))
+            agent.ProcessExit(format_worker_name(r), _read_exit_code(job, r, standings.get(r)))
             for r in range(job.world_size)
         ]
 
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
-        """Return how the cell ended (`ending.classify`), after storing its processes' results.
+        """Return how the cell ended (`ending.classify_ending`), after storing its processes' results.
 
         Args:
             job: The cell's.
             exits: How its processes exited.
             kills_before: The kernel's count of memory kills before the cell, or None if unknown.
         """
-        return classify(job, exits, kills_before)
+        return classify_ending(job, exits, kills_before)
 
     # ------------------------------------------------------------ what the record says
 
@@ -185,7 +185,7 @@ class Runner:
             workers: Results of the workers.
         """
         s = job.settings
-        return collective_run(workers, get_mesh(s.strategy, s.options, s.gpus))
+        return summarize_collective_run(workers, get_mesh(s.strategy, s.options, s.gpus))
 
     def communication(
         self, job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
@@ -197,7 +197,7 @@ class Runner:
             workers: Results of the workers.
             run: Totals of the run.
         """
-        return efficiency.communication_figures(workers, run, self.is_gang)
+        return efficiency.build_communication_entry(workers, run, self.is_gang)
 
     def server_entry(self, job: Job) -> dict[str, Any] | None:
         """Make the record's `server`; None where all processes are workers."""
@@ -222,7 +222,7 @@ class Runner:
 
     def trained(self, job: Job, node: int) -> list[PhaseInterval]:
         """Read when workers of a node trained."""
-        return trained_of(job, job.ranks_of(node))
+        return read_training_phases(job, job.ranks_of(node))
 
     def gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
@@ -231,10 +231,10 @@ class Runner:
 
         None where that is not known of all.
         """
-        return efficiency.intervals_of_workers(job, workers)
+        return efficiency.read_training_intervals(job, workers)
 
 
-def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
+def _read_exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
     """Return a worker's exit code, from its own file or else its agent."""
     result = job.folder.read_worker(rank)
     if result is None:
@@ -242,6 +242,8 @@ def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
     return int(result["status"] not in ("ok", "diverged"))
 
 
-def runner_of(s: Settings) -> Runner:
+def create_runner(s: Settings) -> Runner:
     """Return the runner of a cell with these settings."""
-    return next((runner for _, runner in iter_resolved("runner") if runner.takes(s)), Runner)()
+    return next(
+        (runner for _, runner in iter_imported_additions("runner") if runner.takes(s)), Runner
+    )()

@@ -7,7 +7,7 @@ from typing import Any
 from stratbench.strategies.mesh import Mesh
 
 
-def collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+def summarize_collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
     """Time, samples and epochs of workers that take every step together. The slowest one's time counts.
 
     Workers that share a copy of the network compute on the same samples, which count once.

@@ -225,7 +225,7 @@ class DeviceData(ABC):
         """
         import torch
 
-        meta, arrays = prepared.read(Path(directory))
+        meta, arrays = prepared.read_data_set(Path(directory))
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         at = torch.device(device) if data_placement == "host" else None
         if at is None:

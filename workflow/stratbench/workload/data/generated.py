@@ -27,7 +27,7 @@ DIGITS_TEST_SAMPLES = 360
 CHUNK_SAMPLES = 1024
 
 
-def digits(root: Path | None = None, scratch: Path | None = None) -> Source:
+def load_digits_images(root: Path | None = None, scratch: Path | None = None) -> Source:
     """Return scikit-learn's 8x8 digits, scaled from 0..16 to 0..255, in a fixed stratified split.
 
     They are part of scikit-learn, so that neither folder is used.
@@ -51,7 +51,7 @@ def digits(root: Path | None = None, scratch: Path | None = None) -> Source:
     )
 
 
-def synthetic(
+def generate_synthetic_images(
     train_samples: int,
     test_samples: int,
     classes: int,
@@ -149,7 +149,7 @@ def _compute_entropies(odds: np.ndarray) -> np.ndarray:
     return -np.where(odds > 0, odds * np.log(np.maximum(odds, 1e-300)), 0).sum(axis=1)
 
 
-def make_source(
+def make_generated_source(
     samples: tuple[int, int], chunks: Callable[[int, int], Iterator[Chunk]], least_loss: float
 ) -> Source:
     """Return a generated training and test set, each from its own stream of random numbers."""
@@ -157,7 +157,7 @@ def make_source(
     return Source(train, test, [], generated=True, least_loss=least_loss)
 
 
-def markov_text(
+def generate_markov_text(
     train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
     """Return texts of a Markov chain, with the next tokens as targets.
@@ -182,4 +182,4 @@ def markov_text(
             text = chain.draw(np.random.default_rng([seed, stream, start]), count, sequence + 1)
             yield text[:, :-1], text[:, 1:]
 
-    return make_source((train_samples, test_samples), chunks, chain.entropy())
+    return make_generated_source((train_samples, test_samples), chunks, chain.entropy())

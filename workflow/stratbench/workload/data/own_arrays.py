@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stratbench.workload.data.sources import DataError, Source, Split, cut_into_pieces
+from stratbench.workload.data.sources import DataError, Source, Split, cut_text_into_samples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,19 +223,19 @@ def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | Non
                 f"{label}: {name} has {len(tokens):,} tokens, but a sample with sequence = {sequence} needs "
                 f"{sequence + 1}; return more tokens, or lower sequence"
             )
-    lowest = min(int(_reduce_parts(tokens, min)) for tokens in arrays.values())
+    lowest = min(int(_reduce_tokens_by_part(tokens, min)) for tokens in arrays.values())
     if lowest < 0:
         raise DataError(f"{label}: has the token {lowest}; tokens must begin at 0")
-    vocabulary = max(int(_reduce_parts(tokens, max)) for tokens in arrays.values()) + 1
+    vocabulary = max(int(_reduce_tokens_by_part(tokens, max)) for tokens in arrays.values()) + 1
     if not 2 <= vocabulary <= 1 << 31:
         raise DataError(
             f"{label}: the largest token is {vocabulary - 1}; it must be from 1 to 2^31 - 1"
         )
-    splits = [cut_into_pieces(arrays[name], sequence) for name in TOKEN_NAMES]
+    splits = [cut_text_into_samples(arrays[name], sequence) for name in TOKEN_NAMES]
     return Opened(Source(splits[0], splits[1], []), (sequence,), vocabulary)
 
 
-def _reduce_parts(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
+def _reduce_tokens_by_part(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
     """Return the minimum or maximum of tokens, read part by part.
 
     The tokens may be mapped from a file.

@@ -14,7 +14,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.extensions import resolve_all
+from stratbench.cell.extensions import import_named_additions
 from stratbench.cell.files import read_json
 from stratbench.workload import users_code
 from stratbench.workload.data import own_arrays, own_files, prepared
@@ -35,12 +35,12 @@ KINDS: dict[str, FileKind] = {
         {"size": 64, "channels": 3, "test_share": 0.1, "seed": 0, **AUGMENTATION},
         samples=own_files.IMAGES,
         shape=("channels", "size", "size"),
-        find_fault=own_files.find_fault_of_images,
+        find_fault=own_files.invalid_channels_reason,
     ),
     "text": FileKind(
         own_files.read_text_files, {"sequence": 64, "test_share": 0.1}, more_files=("tokenizer",)
     ),
-    **resolve_all("file_kinds"),
+    **import_named_additions("file_kinds"),
 }
 #: Keys that name files, whose content is part of a data set's identity, but not their paths.
 PLACES = tuple(dict.fromkeys(key for name, k in KINDS.items() for key in (name, *k.more_files)))
@@ -93,7 +93,7 @@ class OwnData:
             DataError: If a file cannot be read.
         """
         if self.call:
-            fingerprint = users_code.compute_fingerprint(self.call, folders)
+            fingerprint = users_code.compute_code_fingerprint(self.call, folders)
         else:
             files = [place for places in self.places.values() for place in places]
             samples = KINDS[self.kind].samples or own_files.IMAGES
@@ -125,11 +125,11 @@ class OwnData:
         except Exception as error:
             called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
             raise DataError(
-                f"{self}: the function, called with ({called}), raised {users_code.format_error(error)}"
+                f"{self}: the function, called with ({called}), raised {users_code.format_user_error(error)}"
             ) from error
 
 
-def is_own(spec: Mapping[str, Any] | None) -> bool:
+def is_own_data_set(spec: Mapping[str, Any] | None) -> bool:
     """Return whether a config's specification describes a user's own data, not a built-in source."""
     return spec is not None and "source" not in spec
 
@@ -174,7 +174,7 @@ def read_own_data(
     values = {key: value for key, value in {**defaults, **keys}.items() if key not in files}
     locations = _find_files(name, files, keys if places is None else places)
     if kind == "call":
-        if fault := users_code.fault_of_call(values["call"]):
+        if fault := users_code.invalid_call_reason(values["call"]):
             raise DataError(f"data set {name!r}: call = {values['call']!r} {fault}")
         bad = next((key for key in values["kwargs"] if not key.isidentifier()), None)
         if bad is not None:
@@ -212,7 +212,7 @@ def _as_list(paths: str | list[str]) -> list[str]:
     return [paths] if isinstance(paths, str) else paths
 
 
-def format_places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
+def format_data_paths_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the paths of all data sets of the config, as JSON for PLACES_VARIABLE."""
     locations = {}
     for name, spec in datasets.items():
@@ -241,6 +241,6 @@ def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
 def read_prepared_meta(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the metadata of a folder's prepared data set for an identity, or None."""
     try:
-        return read_json(folder / prepared.name_meta_file(identity))
+        return read_json(folder / prepared.format_meta_file_name(identity))
     except (OSError, ValueError):
         return None

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.files import read_json, write_atomic
-from stratbench.cell.text.progress import progress_bar
+from stratbench.cell.text.progress import create_progress_bar
 from stratbench.workload.data.kinds import Samples
-from stratbench.workload.data.sources import DataError, Source, Split, cut_into_pieces
+from stratbench.workload.data.sources import DataError, Source, Split, cut_text_into_samples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,7 +93,7 @@ def hash_files(places: Sequence[Path], samples: Samples, known: Path | None = No
             if cached["listing"] == seen.hexdigest():
                 return str(cached["sha256"])
     digest = hashlib.sha256()
-    with progress_bar(len(files), " files", f"hashing {places[0].name}") as bar:
+    with create_progress_bar(len(files), " files", f"hashing {places[0].name}") as bar:
         for name, path in files:
             digest.update(f"{name}\0".encode() + _hash_file(path))
             bar.update(1)
@@ -228,7 +228,7 @@ def read_image_folder(
     return Source(split(train), split(test), []), classes
 
 
-def find_fault_of_images(values: Mapping[str, Any]) -> str | None:
+def invalid_channels_reason(values: Mapping[str, Any]) -> str | None:
     """Return the reason that makes these channels invalid, or None."""
     if values["channels"] in (1, 3):
         return None
@@ -288,7 +288,9 @@ def read_text_files(
     """
     tokens, vocabulary = read_tokens(name, files, tokenizer)
     train, test = split_text(name, tokens, vocabulary, sequence, test_share)
-    return Source(cut_into_pieces(train, sequence), cut_into_pieces(test, sequence), []), vocabulary
+    return Source(
+        cut_text_into_samples(train, sequence), cut_text_into_samples(test, sequence), []
+    ), vocabulary
 
 
 def read_tokens(name: str, files: Sequence[Path], tokenizer: Path | None) -> tuple[np.ndarray, int]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.files import read_json
-from stratbench.cell.text.progress import progress_bar
+from stratbench.cell.text.progress import create_progress_bar
 from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.data.sources import DataError, Source
 
@@ -36,7 +36,7 @@ ARRAYS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 OURS = re.compile(rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.snakemake_timestamp")
 
 
-def name_meta_file(spec: Mapping[str, Any] | None) -> str:
+def format_meta_file_name(spec: Mapping[str, Any] | None) -> str:
     """Return the name of the metadata file of a data set with an identity.
 
     Each identity has its own name, so that Snakemake finds no such file in a folder with other data.
@@ -50,7 +50,9 @@ def name_meta_file(spec: Mapping[str, Any] | None) -> str:
     return f"meta-{digest[:12]}.json"
 
 
-def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset) -> dict:
+def write_data_set(
+    folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset
+) -> dict:
     """Write the arrays of a data set and their metadata to a folder. Return the metadata.
 
     The metadata are `request`, the numbers of samples, the source files, and the arrays' SHA-256, size in
@@ -76,7 +78,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
             for name, (dtype, one) in {"inputs": (value, shape), "targets": facts.target}.items()
         )
         start = 0
-        with progress_bar(samples, f" {what}", f"{request['name']}, {split}") as bar:
+        with create_progress_bar(samples, f" {what}", f"{request['name']}, {split}") as bar:
             for chunk_inputs, chunk_targets in chunks:
                 stop = start + len(chunk_targets)
                 inputs[start:stop], targets[start:stop] = chunk_inputs, chunk_targets
@@ -112,7 +114,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
         "sha256": _hash_arrays(folder),
         "arrays": {array: _get_size_and_time(folder, array) for array in ARRAYS},
     }
-    path = folder / name_meta_file(request["spec"])
+    path = folder / format_meta_file_name(request["spec"])
     path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
 
@@ -209,7 +211,7 @@ def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]
         return None
 
 
-def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def install_data_set(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     """Move a new data set to its folder in one step. Return the metadata of the folder afterwards.
 
     If another process has prepared the same data set there, that one stays. A damaged or different data set
@@ -232,10 +234,10 @@ def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, 
                 raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
         if (other := read_intact_meta(folder, request)) is not None:
             return other
-        _move_aside(folder, built.parent)
+        _move_old_data_aside(folder, built.parent)
 
 
-def _move_aside(folder: Path, where: Path) -> None:
+def _move_old_data_aside(folder: Path, where: Path) -> None:
     try:
         foreign = sorted(e.name for e in folder.iterdir() if not OURS.fullmatch(e.name))
         if foreign:
@@ -272,7 +274,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         return _read_meta_file(folder)
     except (OSError, ValueError) as error:
-        raise _incomplete_error(folder, error) from error
+        raise _make_incomplete_data_error(folder, error) from error
 
 
 def read_verified_meta(folder: Path) -> dict[str, Any]:
@@ -293,20 +295,20 @@ def read_verified_meta(folder: Path) -> dict[str, Any]:
                 f"the arrays {', '.join(changed)} have changed since the data set was prepared"
             )
     except OSError as error:
-        raise _incomplete_error(folder, error.strerror or error) from error
+        raise _make_incomplete_data_error(folder, error.strerror or error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _incomplete_error(folder, error) from error
+        raise _make_incomplete_data_error(folder, error) from error
     return meta
 
 
-def _incomplete_error(folder: Path, reason: object) -> DataError:
+def _make_incomplete_data_error(folder: Path, reason: object) -> DataError:
     return DataError(
         f"{folder} is not a complete prepared data set ({reason}); delete it, and the next run prepares it "
         f"again, as `python -m stratbench.workload.data.prepare NAME --out {folder}` does"
     )
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_data_set(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the metadata and the arrays by name, mapped copy-on-write.
 
     Raises:
@@ -336,5 +338,5 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         if _read_meta_file(folder) != meta:  # the arrays may be those of either folder
             raise ValueError("the folder was replaced while it was read")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _incomplete_error(folder, error) from error
+        raise _make_incomplete_data_error(folder, error) from error
     return meta, arrays

@@ -15,7 +15,7 @@ from stratbench.workload.torch_internals import (
     get_arguments,
     get_buffers,
     get_storage_key,
-    get_version,
+    get_write_count,
     has_mutable_argument,
     tree_leaves,
 )
@@ -87,7 +87,7 @@ class _SavedValue:
     def __init__(self, value: Any) -> None:
         self.value, self._content = value, None
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            self._version = get_version(value)
+            self._version = get_write_count(value)
             self._content = value.detach().clone()
         elif isinstance(value, np.ndarray):
             self._content = value.copy()
@@ -108,7 +108,7 @@ class _SavedValue:
         if now is not self.value:
             return True
         if isinstance(now, Tensor):
-            return get_version(now) != self._version
+            return get_write_count(now) != self._version
         if isinstance(now, np.ndarray):
             return not np.array_equal(now, content)
         if isinstance(now, set):
@@ -122,7 +122,7 @@ class _SavedValue:
     def put_back(self) -> Any:
         value, content = self.value, self._content
         if isinstance(content, Tensor):
-            if get_version(value) != self._version:
+            if get_write_count(value) != self._version:
                 with torch.no_grad():
                     value.copy_(content)
         elif isinstance(content, np.ndarray):
@@ -158,7 +158,7 @@ class Changes(TorchDispatchMode):
             self._by_storage.setdefault(get_storage_key(p.untyped_storage()), []).append((name, p))
         self._parameters: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._buffers = [
-            (module, key, _join_path(prefix, key), b, b.detach().clone(), get_version(b))
+            (module, key, _join_path(prefix, key), b, b.detach().clone(), get_write_count(b))
             for prefix, module in model.named_modules()
             for key, b in module.named_buffers(recurse=False)
         ]
@@ -175,7 +175,7 @@ class Changes(TorchDispatchMode):
         return [
             name
             for *_, name, tensor, _copy, version in self._buffers
-            if get_version(tensor) != version
+            if get_write_count(tensor) != version
         ]
 
     @property
@@ -195,7 +195,7 @@ class Changes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws = self.draws or _draws_numbers(func, args, kwargs)
+            self.draws = self.draws or _draws_random_numbers(func, args, kwargs)
         for t in _iter_written_tensors(func, args, kwargs):
             for name, p in self._by_storage.get(get_storage_key(t.untyped_storage()), ()):
                 if name not in self._parameters:
@@ -224,7 +224,7 @@ class Changes(TorchDispatchMode):
                     tensor.copy_(
                         before
                     )  # in any case: BatchNorm changes buffers without a new version
-                    self._buffers[i] = (module, key, name, tensor, before, get_version(tensor))
+                    self._buffers[i] = (module, key, name, tensor, before, get_write_count(tensor))
         if others:
             self._attributes.put_back()
 
@@ -239,7 +239,7 @@ def _iter_written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> It
             yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
-def _draws_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _draws_random_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of an operator draws random numbers.
 
     Attention without dropout draws none.

@@ -84,19 +84,21 @@ class Library:
         return {}
 
 
-def library_of(call: str) -> Library:
+def find_library_of_call(call: str) -> Library:
     """Return the library of a call, by its package."""
     package = get_top_module(call)
     names = (e.libraries[package] for e in load_extensions().values() if package in e.libraries)
     return import_attribute(next(names, f"{__name__}:Library"))()
 
 
-def library_of_entry(spec: Mapping[str, Any]) -> Library:
+def find_library_of_entry(spec: Mapping[str, Any]) -> Library:
     """Return the library of an entry of `models`."""
-    return library_of(next((key for key in LIBRARIES if key in spec), spec.get("call", "")))
+    return find_library_of_call(
+        next((key for key in LIBRARIES if key in spec), spec.get("call", ""))
+    )
 
 
-def as_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
+def convert_entry_to_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
     """Return the entry of `models` as one with a call.
 
     ValueError for an invalid one, as `.key = value: why`. The content of a config file becomes an argument,
@@ -120,9 +122,9 @@ def as_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
     if spec["kwargs"]:
         raise ValueError(f".kwargs: belongs to `call`; with `{kind}` write arguments")
     declared = ("wrap_classes", "tensor_plan", "num_heads", "pipeline_modules")
-    return {key: spec[key] for key in declared} | library_of(kind).make_call(spec, known)
+    return {key: spec[key] for key in declared} | find_library_of_call(kind).make_call(spec, known)
 
 
-def name_alone() -> None:
+def raise_unbuildable_model() -> None:
     """Raise Unsuitable, in place of the call of a model with a name alone."""
     raise Unsuitable(BUILT_BY_COMMAND)

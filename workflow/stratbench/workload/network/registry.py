@@ -121,35 +121,37 @@ MODELS: dict[str, Model] = {
     "gpt-char": Model(
         "gpt",
         10_770_816,
-        builder="stratbench.workload.network.gpt:char",
+        builder="stratbench.workload.network.gpt:build_character_gpt",
         num_heads=6,
         most_stages=8,
     ),
     "gpt2-small": Model(
         "gpt",
         124_439_808,
-        builder="stratbench.workload.network.gpt:gpt2_small",
+        builder="stratbench.workload.network.gpt:build_gpt2_small",
         num_heads=12,
         most_stages=14,
     ),
     "vgg-compact": Model(
-        "vgg", 645_704, 16, "stratbench.workload.network.compact:vgg", most_stages=6
+        "vgg", 645_704, 16, "stratbench.workload.network.compact:build_vgg", most_stages=6
     ),
     "efficientnet-compact": Model(
-        "efficientnet", 393_792, 16, "stratbench.workload.network.compact:efficientnet"
+        "efficientnet", 393_792, 16, "stratbench.workload.network.compact:build_efficientnet"
     ),
     "convnext-compact": Model(
-        "convnext", 306_688, 16, "stratbench.workload.network.compact:convnext"
+        "convnext", 306_688, 16, "stratbench.workload.network.compact:build_convnext"
     ),
-    "resnet-compact": Model("resnet", 882_744, 16, "stratbench.workload.network.compact:resnet"),
+    "resnet-compact": Model(
+        "resnet", 882_744, 16, "stratbench.workload.network.compact:build_resnet"
+    ),
     "densenet-compact": Model(
-        "densenet", 276_384, 16, "stratbench.workload.network.compact:densenet"
+        "densenet", 276_384, 16, "stratbench.workload.network.compact:build_densenet"
     ),
     "vit-compact": Model(
         "vit",
         469_032,
         16,
-        "stratbench.workload.network.compact:vit",
+        "stratbench.workload.network.compact:build_vit",
         patch=4,
         num_heads=4,
         most_stages=6,
@@ -157,7 +159,7 @@ MODELS: dict[str, Model] = {
     "gpt-compact": Model(
         "gpt",
         809_856,
-        builder="stratbench.workload.network.gpt:compact",
+        builder="stratbench.workload.network.gpt:build_compact_gpt",
         num_heads=4,
         most_stages=6,
     ),

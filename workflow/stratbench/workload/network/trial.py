@@ -15,7 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stratbench.workload.generators import Generators, restoring_generators, seed_generators
+from stratbench.workload.generators import (
+    Generators,
+    restore_random_generators,
+    seed_random_generators,
+)
 from stratbench.workload.network.changes import Changes
 from stratbench.workload.tasks import Classification
 from stratbench.workload.torch_internals import (
@@ -24,12 +28,12 @@ from stratbench.workload.torch_internals import (
     FakeTensor,
     UnsupportedOperatorException,
     get_parameters,
-    get_version,
+    get_write_count,
     has_gradient_hooks,
     is_view,
     tree_leaves,
 )
-from stratbench.workload.users_code import ModelError, format_error
+from stratbench.workload.users_code import ModelError, format_user_error
 
 #: Number of samples of a trial step; BatchNorm cannot normalise one sample.
 SAMPLES = 2
@@ -88,7 +92,7 @@ class Trial:
     kept_aside: tuple[str, ...] = ()
     #: State that forward changes and on which the training depends.
     counts: tuple[str, ...] = ()
-    #: Modules that only some forwards call, at random (`modules_by_chance`).
+    #: Modules that only some forwards call, at random (`find_randomly_called_modules`).
     by_chance: tuple[str, ...] = ()
     #: Modules that only some batches call, and parameters that get a gradient from only some batches.
     by_data: tuple[str, ...] = ()
@@ -146,7 +150,7 @@ def take_trial(
     Raises:
         ModelError: If the model does not return a tensor of this shape, or if forward or backward fails.
     """
-    with restoring_generators(x.device), Changes(model) as changes:
+    with restore_random_generators(x.device), Changes(model) as changes:
         try:
             return _TrialRun(label, model, x, y, list(outputs), groups, classes, changes).trial()
         finally:
@@ -208,7 +212,7 @@ class _TrialRun:
             parted=parted,
             kept_aside=kept_aside,
             counts=counts,
-            by_chance=modules_by_chance(model, self.x, changes),
+            by_chance=find_randomly_called_modules(model, self.x, changes),
             by_data=by_data,
             unopened=tuple(
                 g[0] for i, g in enumerate(self.groups) if i not in gathering.in_backward
@@ -229,7 +233,7 @@ class _TrialRun:
 
     def backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
         """Run backward of a loss of the scores. Return the parameters that got a gradient."""
-        with _freeing_gradients(self.names) as reached:
+        with _free_gradients(self.names) as reached:
             try:
                 # A user's own task is not called here, so that its errors are not taken for the model's.
                 are_scores = _are_scores(self.outputs, self.y)
@@ -244,8 +248,8 @@ class _TrialRun:
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
         try:
-            with restoring_generators(self.x.device), torch.no_grad():
-                seed_generators(0)
+            with restore_random_generators(self.x.device), torch.no_grad():
+                seed_random_generators(0)
                 return self.forward(self.x)
         finally:
             for module, training in modes:
@@ -259,7 +263,7 @@ class _TrialRun:
         Args:
             watching: Context in which forward runs, if any.
         """
-        seed_generators(0)
+        seed_random_generators(0)
         try:
             with torch.no_grad(), watching or nullcontext():
                 return self.forward(self.x)
@@ -304,15 +308,15 @@ class _TrialRun:
         values: list[dict[str, Tensor]] = []
         for seed in range(BATCHES):
             x = _make_batch_like(self.x, self.classes, seed)
-            seed_generators(0)
-            with _recording_calls(self.model) as called:
+            seed_random_generators(0)
+            with _record_called_modules(self.model) as called:
                 scores = self.forward(x)
             values.append(self.changes.values_of(overwritten))
             trained = self.backward(scores)
             reached.append(called | {self.names[p] for p in trained})
             self.changes.put_back()
         parted = [n for n in overwritten if any(not v[n].equal(values[0][n]) for v in values)]
-        return _names_in_some(reached), tuple(parted)
+        return _find_names_in_some_sets(reached), tuple(parted)
 
     def elsewhere(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return `Trial.elsewhere` and `Trial.remade`, by a forward with copied parameters, as in FSDP."""
@@ -321,7 +325,7 @@ class _TrialRun:
             more = set()
         reading = _Reading(self.names)
         scores, with_copies = self.seeded() if more else None, None
-        with _copied_parameters(self.model):
+        with _replace_parameters_by_copies(self.model):
             try:
                 with_copies = self.seeded(reading)
             except ModelError:
@@ -345,7 +349,7 @@ def _make_batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
     return torch.empty_like(x).copy_(made)
 
 
-def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
+def find_randomly_called_modules(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
     """Return the names of modules that only some of eight forwards call.
 
     A model that skips modules at random draws numbers from torch, numpy or Python. With fake tensors, torch's
@@ -359,19 +363,19 @@ def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[st
     called: list[set[str]] = []
     with torch.no_grad():
         for seed in range(8):
-            seed_generators(seed)
+            seed_random_generators(seed)
             before = Generators.now()
-            with _recording_calls(model) as now:
+            with _record_called_modules(model) as now:
                 model(x)
             called.append(now)
             changes.put_back()
             if isinstance(x, FakeTensor) and not before.differ_outside_torch(Generators.now()):
                 break
-    return _names_in_some(called)
+    return _find_names_in_some_sets(called)
 
 
 @contextmanager
-def _recording_calls(model: nn.Module) -> Iterator[set[str]]:
+def _record_called_modules(model: nn.Module) -> Iterator[set[str]]:
     """Collect the names of the modules that are called within the block."""
     called: set[str] = set()
     handles = [
@@ -385,14 +389,14 @@ def _recording_calls(model: nn.Module) -> Iterator[set[str]]:
             handle.remove()
 
 
-def _names_in_some(reached: Sequence[set[str]]) -> tuple[str, ...]:
+def _find_names_in_some_sets(reached: Sequence[set[str]]) -> tuple[str, ...]:
     """Return names in some but not all sets, without submodules of other such names."""
     some = set.union(*reached) - set.intersection(*reached)
     return tuple(sorted(n for n in some if not any(n.startswith(f"{other}.") for other in some)))
 
 
 @contextmanager
-def _copied_parameters(model: nn.Module) -> Iterator[None]:
+def _replace_parameters_by_copies(model: nn.Module) -> Iterator[None]:
     """Replace each parameter within the block by another object in the same memory."""
     originals = [
         (module, key, p)
@@ -441,7 +445,7 @@ def _raise_model_error(label: object, e: Exception, what: str) -> None:
         raise e
     if isinstance(e, NO_VALUES):
         raise PassFailed(f"{label}: its {what} reads values of tensors ({e})") from e
-    raise PassFailed(f"{label}: its {what} raised {format_error(e)}") from e
+    raise PassFailed(f"{label}: its {what} raised {format_user_error(e)}") from e
 
 
 @dataclass
@@ -455,7 +459,7 @@ class _Gradient:
 
 
 @contextmanager
-def _freeing_gradients(
+def _free_gradients(
     parameters: Iterable[nn.Parameter],
 ) -> Iterator[dict[nn.Parameter, _Gradient]]:
     """Free each gradient as soon as it is accumulated. Yield the parameters that got a gradient."""
@@ -541,14 +545,14 @@ class _Gathering(TorchFunctionMode):
     def _close(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
         self._waiting[i].discard(module)
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-        self._views += [(i, t, get_version(t)) for t in tensors if is_view(t)]
+        self._views += [(i, t, get_write_count(t)) for t in tensors if is_view(t)]
         needs_gradient = any(t.requires_grad for t in tensors)
         self.in_backward[i] = self.in_backward.get(i, False) or needs_gradient
 
     @property
     def written_views(self) -> list[int]:
         """Indices of the groups that returned a view which was changed afterwards."""
-        changed = (i for i, view, version in self._views if get_version(view) != version)
+        changed = (i for i, view, version in self._views if get_write_count(view) != version)
         return list(dict.fromkeys(changed))
 
     def __torch_function__(

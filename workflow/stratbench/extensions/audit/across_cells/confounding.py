@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratbench.analysis.records.derived import device_name, get_by_path
+from stratbench.analysis.records.derived import format_device_names, get_by_path
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, rule
@@ -31,14 +31,14 @@ NEIGHBOURS = 3.3
 class TimedRun(NamedTuple):
     """One repeat of a cell. Start and end are in seconds since 1970, or None if not recorded.
 
-    `log_s` is the logarithm of its training time, and `device` the names of its GPUs or processors.
+    `log_train_time` is the logarithm of its training time, and `device` the names of its GPUs or processors.
     """
 
     repeat: int
-    begun_s: float | None
-    ended_s: float | None
+    began_unix_s: float | None
+    ended_unix_s: float | None
     hosts: str
-    log_s: float
+    log_train_time: float
     device: str
 
 
@@ -54,7 +54,7 @@ def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
         if record["status"] == "ok" and time_s is not None and time_s > 0:
             group = Group(cell["experiment"], cell["strategy"], cell["model"], cell["gpus"])
             ends = (parse_moment(record, name) for name in ("started", "finished"))
-            place = list_hosts(record), math.log(time_s), device_name(record) or ""
+            place = list_hosts(record), math.log(time_s), format_device_names(record) or ""
             by_group[group].append(TimedRun(cell["repeat"], *ends, *place))
     return {group: runs for group, runs in by_group.items() if len(runs) > 1}
 
@@ -80,7 +80,9 @@ def list_hosts(record: Record) -> str:
 def iter_rivals(evidence: AuditData, on_equal_counts: bool) -> Iterator[tuple[Group, list[Group]]]:
     """Yield each group of repeats with its competitors of similar time (within EXPLAINED)."""
     runs = list_timed_runs(evidence)
-    means = {group: float(np.mean([run.log_s for run in own])) for group, own in runs.items()}
+    means = {
+        group: float(np.mean([run.log_train_time for run in own])) for group, own in runs.items()
+    }
     compared: defaultdict[tuple[object, ...], list[Group]] = defaultdict(list)
     for group in runs:
         compared[(*group.comparison, group.gpus if on_equal_counts else 0)].append(group)
@@ -125,7 +127,7 @@ def find_groups_out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]
     """
     groups, drifting = [], find_trends(evidence)
     timed = {
-        group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
+        group: {run.repeat: run for run in runs if None not in (run.began_unix_s, run.ended_unix_s)}
         for group, runs in list_timed_runs(evidence).items()
     }
     for group, rivals in iter_rivals(evidence, on_equal_counts=False):
@@ -146,7 +148,7 @@ def find_groups_out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]
 def are_apart(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> bool:
     """Return whether one group's runs all ended before the other's began, in either order."""
     (begun, ended), (from_s, to_s) = (
-        (min(run.begun_s for run in runs), max(run.ended_s for run in runs))
+        (min(run.began_unix_s for run in runs), max(run.ended_unix_s for run in runs))
         for runs in map(list, (own, others))
     )
     return ended <= from_s or to_s <= begun
@@ -175,9 +177,11 @@ def compare_order(one: TimedRun, other: TimedRun, runs: Sequence[TimedRun]) -> i
         other: Another run.
         runs: All runs.
     """
-    first, last = (one, other) if one.begun_s <= other.begun_s else (other, one)
-    from_s, to_s = first.ended_s, last.begun_s
-    between = from_s < to_s and any(from_s <= r.begun_s and r.ended_s <= to_s for r in runs)
+    first, last = (one, other) if one.began_unix_s <= other.began_unix_s else (other, one)
+    from_s, to_s = first.ended_unix_s, last.began_unix_s
+    between = from_s < to_s and any(
+        from_s <= r.began_unix_s and r.ended_unix_s <= to_s for r in runs
+    )
     return 0 if not between else 1 if first is one else -1
 
 
@@ -221,7 +225,7 @@ def find_trends(evidence: AuditData) -> dict[str, str]:
     """Return how times depend on the order of execution, by experiment in which they do."""
     experiments: defaultdict[str, list[list[TimedRun]]] = defaultdict(list)
     for group, runs in list_timed_runs(evidence).items():
-        timed = [run for run in runs if run.begun_s is not None]
+        timed = [run for run in runs if run.began_unix_s is not None]
         if len(timed) > 1:
             experiments[group.experiment].append(timed)
     return {
@@ -236,13 +240,13 @@ def describe_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
     position in the order. A correlation of successive runs also counts, which detects a slow hour. Positions
     are relative to the group's mean, so that the order of strategies does not matter.
     """
-    runs = sorted((run.begun_s, i, run) for i, own in enumerate(groups) for run in own)
+    runs = sorted((run.began_unix_s, i, run) for i, own in enumerate(groups) for run in own)
     total, dof = len(runs), len(runs) - len(groups) - 1
     if dof < 3:
         return ""
     group = np.array([i for _, i, _ in runs])
     x = subtract_group_means(np.arange(total) / (total - 1), group)
-    y = subtract_group_means(np.array([run.log_s for *_, run in runs]), group)
+    y = subtract_group_means(np.array([run.log_train_time for *_, run in runs]), group)
     if slope := compute_slope_beyond_chance(x, y, dof, CHANCE):
         return f"{math.expm1(slope):+.1%} from the first of {total} runs to the last"
     squares, products = float(y @ y), sum(a * b for a, b in pairwise(y))
@@ -294,7 +298,7 @@ def find_slow_hosts(evidence: AuditData) -> Iterator[Case]:
         dof = len(entries) - len(set(group)) - 1
         if len(hosts) < 2 or dof < 3:
             continue
-        y = subtract_group_means(np.array([run.log_s for _, run in entries]), group)
+        y = subtract_group_means(np.array([run.log_train_time for _, run in entries]), group)
         for host in hosts:
             on_host = np.array([float(host in run.hosts.split(", ")) for _, run in entries])
             slope = compute_slope_beyond_chance(

@@ -11,7 +11,7 @@ from typing import Any
 from stratbench.analysis.records.derived import get_by_path
 from stratbench.cell.record import Record
 from stratbench.cell.settings import OF_A_VARIANT
-from stratbench.cell.text.words import shortened
+from stratbench.cell.text.words import shorten_for_table
 from stratbench.extensions.audit.rule import Affects, AuditData, Case, Rule, Severity, rule
 
 #: Fields of a worker's provenance that depend on the time or the rank, and not on the machine.
@@ -35,15 +35,15 @@ VARIED = ("strategy", "options", "gpus", "per_worker_batch", "seed")
 class ComparedFields:
     """A row of the table: fields that compared cells must have in common, by the beginning of their path.
 
-    Cells are compared if they share experiment, model and the coordinates in `within`.
+    Cells are compared if they share experiment, model and the coordinates in `shared_coordinates`.
     """
 
-    rule: str
+    rule_id: str
     severity: Severity
     affects: Affects
     explanation: str
-    fields: tuple[str, ...]
-    within: tuple[str, ...] = ()
+    field_paths: tuple[str, ...]
+    shared_coordinates: tuple[str, ...] = ()
 
 
 # fmt: off
@@ -166,7 +166,7 @@ def find_table_row(path: str) -> int | None:
     ):  # differs with weak scaling; the rule mixed-batches compares it
         return None
     for i, entry in enumerate(TABLE):
-        if any(path == start or path.startswith(f"{start}.") for start in entry.fields):
+        if any(path == start or path.startswith(f"{start}.") for start in entry.field_paths):
             return i
     return None
 
@@ -187,7 +187,7 @@ def list_records_by_row(evidence: AuditData) -> list[list[tuple[Record, dict[str
 
 def iter_differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
     """Yield the fields of row `entry` of TABLE in which compared cells differ."""
-    names = ("experiment", "model", *TABLE[entry].within)
+    names = ("experiment", "model", *TABLE[entry].shared_coordinates)
     groups: dict[tuple[Any, ...], list[tuple[Record, dict[str, set[str]]]]] = defaultdict(list)
     for record, facts in list_records_by_row(evidence)[entry]:
         groups[tuple(record["cell"][name] for name in names)].append((record, facts))
@@ -210,11 +210,11 @@ def describe_values(path: str, by_record: Sequence[tuple[Record, set[str]]]) -> 
     """
     counts = Counter(value for _, values in by_record for value in values)
     usual, *others = (value for value, _ in counts.most_common())
-    parts = [f"{path}: {shortened(usual)}"]
+    parts = [f"{path}: {shorten_for_table(usual)}"]
     for value in others[:3]:
         cells = [record["cell"] for record, values in by_record if value in values]
         named = ", ".join(dict.fromkeys(f"{c['strategy']} on {c['gpus']}" for c in cells))
-        parts.append(f"{shortened(value)} ({shortened(named)})")
+        parts.append(f"{shorten_for_table(value)} ({shorten_for_table(named)})")
     return ", ".join(parts)
 
 
@@ -226,7 +226,7 @@ def make_rule_of_row(entry: int) -> Rule:
         yield from iter_differences_of_row(evidence, entry)
 
     check.__doc__ = compared.explanation
-    return rule(compared.rule, compared.severity, compared.affects)(check)
+    return rule(compared.rule_id, compared.severity, compared.affects)(check)
 
 
 MIXED = tuple(map(make_rule_of_row, range(len(TABLE))))

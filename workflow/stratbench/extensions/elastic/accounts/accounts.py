@@ -13,7 +13,7 @@ from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
 
-from stratbench.cell.files import finite, read_json_lines
+from stratbench.cell.files import finite_or_none, read_json_lines
 from stratbench.extensions.elastic.accounts.history import (
     EpochTotals,
     MemberHistory,
@@ -34,19 +34,19 @@ def read_member_results(job: Job) -> dict[int, dict[str, Any]]:
 def sum_members_run(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
     """Sum the time, samples and epochs of a training over all its members and launchers.
 
-    The result has the form of `totals.collective_run`. Pauses and repeated steps are part of the time; time
-    without any worker is not. Times and losses are filled into `per_epoch`.
+    The result has the form of `totals.summarize_collective_run`. Pauses and repeated steps are part of
+    the time; time without any worker is not. Times and losses are filled into `per_epoch`.
     """
     s, elapsed_s = job.settings, 0.0
     per_epoch_steps, incarnations = job.train_samples // s.global_batch, _read_histories(job)
     last = max(
         [
             len(per_epoch),
-            *(number + 1 for incarnation in incarnations for number in incarnation.epochs),
+            *(number + 1 for incarnation in incarnations for number in incarnation.totals_by_epoch),
         ]
     )
     epochs = [
-        _sum_epoch_totals(incarnation.epochs.get(number) for incarnation in incarnations)
+        _sum_epoch_totals(incarnation.totals_by_epoch.get(number) for incarnation in incarnations)
         for number in range(last)
     ]
     times_s = [epoch.train_s + epoch.pause_s for epoch in epochs]
@@ -59,10 +59,11 @@ def sum_members_run(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]
         once = not any(
             max(first, b.from_step) < min(first + per_epoch_steps, a.last_step) for a, b in changes
         )
-        if once and abs(kept.steps - per_epoch_steps) < 0.5 / job.cell.gpus:
-            entry["train_loss"] = finite(kept.loss / kept.steps)
+        if once and abs(kept.reported_steps - per_epoch_steps) < 0.5 / job.cell.gpus:
+            entry["train_loss"] = finite_or_none(kept.loss_sum / kept.reported_steps)
     steps = s.total_steps(job.train_samples)
-    if per_epoch and len(per_epoch) < (s.epochs or 0):  # the training diverged before its end
+    # With fewer epochs, the training diverged before its end.
+    if per_epoch and len(per_epoch) < (s.epochs or 0):
         steps = len(per_epoch) * per_epoch_steps
     return {
         "train_time_s": sum(times_s),
@@ -78,7 +79,11 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `elastic`, for a cell without parameter servers."""
     origin = job.origin_unix_s
     incarnations = _read_histories(job)
-    dates = {n: of for incarnation in reversed(incarnations) for n, of in incarnation.dates.items()}
+    dates = {
+        n: of
+        for incarnation in reversed(incarnations)
+        for n, of in incarnation.dates_by_member.items()
+    }
     jobs = [
         make_job_entry(entry, dates.get(entry["number"], {}), origin)
         for entry in read_worker_jobs(job)
@@ -92,8 +97,8 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     return {
         "incarnations": len(incarnations),
         **sum_job_totals(jobs, _sum_training_s(generations)),
-        "leaves": sum(len(incarnation.left) for incarnation in incarnations),
-        "losses": sum(len(incarnation.lost) for incarnation in incarnations),
+        "leaves": sum(len(incarnation.left_members) for incarnation in incarnations),
+        "losses": sum(len(incarnation.lost_members) for incarnation in incarnations),
         "restarts": sum(g.from_checkpoint for g in generations),
         # Steps whose result was lost with a member, so that they were taken again.
         "steps_repeated": sum(max(0, a.last_step - b.from_step) for a, b in pairwise(generations)),
@@ -176,8 +181,8 @@ def _add_unreported_work(incarnation: MemberHistory, g: TrainingGeneration, job:
         return
     g.ended_unix_s = g.ended_unix_s or max(incarnation.written_unix_s, g.reported_unix_s)
     first = g.from_step // (job.train_samples // job.settings.global_batch)
-    number = max((epoch + 1 for epoch in g.train_s), default=first)
-    incarnation.epochs.setdefault(number, EpochTotals()).train_s += (
+    number = max((epoch + 1 for epoch in g.train_s_by_member), default=first)
+    incarnation.totals_by_epoch.setdefault(number, EpochTotals()).train_s += (
         g.ended_unix_s - g.reported_unix_s
     )
 
@@ -195,7 +200,7 @@ def make_job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float
     submitted, ended = entry["submitted_unix_s"], entry["ended_unix_s"]
     started = entry["started_unix_s"] or dates.get(
         "admitted"
-    )  # no poll may have seen the job running
+    )  # a job without a start was never seen running by a poll
     started = started and max(started, submitted)
     ended = ended and max(ended, started or submitted)
     return {

@@ -15,7 +15,7 @@ from stratbench.extensions.elastic.accounts.accounts import (
 )
 from stratbench.extensions.elastic.servers.journal import collect_scores, read_journal
 from stratbench.extensions.servers.cells import read_servers
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.train.job import Job
 
 
@@ -31,7 +31,7 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     incarnations = [e for e in journal if e["event"] == "incarnation"]
     done_twice = sum(e["done_twice"] for e in incarnations)
     s = job.settings
-    tickets_of_step = s.global_batch // strategy_class(s.strategy).samples_per_step(s)
+    tickets_of_step = s.global_batch // get_strategy_class(s.strategy).samples_per_step(s)
     return {
         "incarnations": max(1, len(incarnations)),
         **sum_job_totals(jobs, training_s),

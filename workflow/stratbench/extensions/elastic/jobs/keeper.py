@@ -52,13 +52,13 @@ class SubmissionRefused(RuntimeError):
 class JobStatus:
     """State of a job at a poll. Dates are seconds since 1970, or None if unknown.
 
-    `reason` is why the job waits or how it ended. `failed` says that it ended with an error, and not in
+    `reason` is why the job waits or how it ended. `has_failed` says that it ended with an error, and not in
     order, by preemption or by cancelling.
     """
 
     state: Literal["queued", "running", "ended"]
     reason: str = ""
-    failed: bool = False
+    has_failed: bool = False
     started_unix_s: float | None = None
     ended_unix_s: float | None = None
 
@@ -114,7 +114,7 @@ class WorkerJobSupervisor:
         self._live: dict[int, str] = {}  # id of each slot's queued or running job
         self._not_before = dict.fromkeys(
             range(slots), 0.0
-        )  # earliest next submission, time.monotonic()
+        )  # time.monotonic() of the earliest next submission
         self._failures = dict.fromkeys(range(slots), 0)
         self._unknown = dict.fromkeys(range(slots), 0)
         self._postponed = submission.Postponed()  # has the slots whose submission is repeated later
@@ -145,7 +145,7 @@ class WorkerJobSupervisor:
         self._backend.cancel(self._live.values())
         now = time.time()
         for slot in list(self._live):
-            self._record_end(
+            self._record_job_end(
                 slot, JobStatus("ended", "cancelled: the cell ended", ended_unix_s=now)
             )
 
@@ -164,7 +164,7 @@ class WorkerJobSupervisor:
             self._soon = True
             self._wake.notify()
 
-    def check(self) -> None:
+    def check_can_start_jobs(self) -> None:
         """Raise NoWorkersError if no worker job can be started."""
         if self._failure_reason is not None:
             raise NoWorkersError(self._failure_reason)
@@ -181,7 +181,8 @@ class WorkerJobSupervisor:
         while not self._stopped and self._failure_reason is None:
             try:
                 changed = self._poll_live_jobs() | self._submit_missing_jobs()
-            except Exception as error:  # otherwise the cell would wait for ever for workers
+            # Any error ends the cell, which would otherwise wait for workers forever.
+            except Exception as error:
                 self._failure_reason = (
                     f"worker jobs can no longer be supervised: {type(error).__name__}: {error}"
                 )
@@ -215,7 +216,7 @@ class WorkerJobSupervisor:
             now = seen.get(id_, JobStatus("ended", _UNKNOWN))
             before = self._entries[id_]
             if now.state == "ended":
-                self._record_end(slot, now)
+                self._record_job_end(slot, now)
                 changed = True
                 continue
             if self._cancel_at_s.get(before.number, math.inf) <= time.monotonic():
@@ -227,7 +228,7 @@ class WorkerJobSupervisor:
             self._store_entry(replace(before, started_unix_s=started, reason=now.reason))
         return changed
 
-    def _record_end(self, slot: int, seen: JobStatus) -> None:
+    def _record_job_end(self, slot: int, seen: JobStatus) -> None:
         id_ = self._live.pop(slot)
         before = self._entries[id_]
         self._cancel_at_s.pop(before.number, None)
@@ -238,7 +239,7 @@ class WorkerJobSupervisor:
             started_unix_s=started,
             ended_unix_s=ended,
             reason=seen.reason,
-            failed=seen.failed,
+            failed=seen.has_failed,
         )
         self._store_entry(entry)
         print(f"worker {entry.number} (job {id_}) ended: {entry.reason}", flush=True)
@@ -249,7 +250,7 @@ class WorkerJobSupervisor:
                 f"SLURM knows none of the last {MAX_UNKNOWN} worker jobs of one place, the last of which was "
                 f"job {id_}; check that sbatch prints the job's number as its last line"
             )
-        if not seen.failed:
+        if not seen.has_failed:
             return
         self._failures[slot] += 1
         if self._failures[slot] >= MAX_FAILURES:
@@ -276,7 +277,7 @@ class WorkerJobSupervisor:
             try:
                 id_ = self._backend.submit(number, slot)
             except SubmissionRefused as refused:
-                if self._postpone(slot, refused):
+                if self._postpone_job(slot, refused):
                     return submitted
                 self._next_number += (
                     1  # the job may exist nevertheless, if only the answer was lost
@@ -295,7 +296,7 @@ class WorkerJobSupervisor:
             submitted = True
         return submitted
 
-    def _postpone(self, slot: int, refused: SubmissionRefused) -> bool:
+    def _postpone_job(self, slot: int, refused: SubmissionRefused) -> bool:
         """Postpone the job of a slot after a temporary refusal.
 
         The return value says whether the job will be submitted again.

@@ -28,7 +28,7 @@ class LocalJobs(Backend):
         self._server, self._job, self._watch = server, job, watch
         self._running: dict[
             str, tuple[Process, float]
-        ] = {}  # process and its start time, by job id
+        ] = {}  # the process of each job and its start time, by job id
 
     def submit(self, number: int, slot: int) -> str:
         name = format_worker_name(number)

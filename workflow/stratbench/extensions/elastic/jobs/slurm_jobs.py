@@ -13,7 +13,7 @@ from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.extensions.elastic.jobs.keeper import Backend, JobStatus, SubmissionRefused
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.study.slurm import submission
-from stratbench.study.slurm.commands import TIMEOUT_S, ask_slurm, read_command_output
+from stratbench.study.slurm.commands import TIMEOUT_S, read_command_output, run_slurm_command
 from stratbench.study.slurm.job_states import QUEUED
 
 #: Seconds before a job's time limit at which its worker gets a signal.
@@ -58,9 +58,9 @@ class SlurmJobs(Backend):
             f"--output={output}",
             "--open-mode=append",
             f"--signal=USR1@{WARNING_S}",
-            *self._worker_job.arguments,
+            *self._worker_job.sbatch_arguments,
         ]
-        done = ask_slurm(command, self.make_script(number))
+        done = run_slurm_command(command, self.make_script(number))
         if done is None:
             self._is_unacknowledged.add(number)
             raise SubmissionRefused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
@@ -74,7 +74,7 @@ class SlurmJobs(Backend):
         lines = [line.strip() for line in done.stdout.splitlines()]
         numbers = [
             line for line in lines if re.fullmatch(r"\d+(;.+)?", line)
-        ]  # a site's sbatch may print more
+        ]  # sbatch of some sites prints further lines
         if not numbers:
             printed = " ".join(done.stdout.split())[:200]
             raise SubmissionRefused(f"sbatch printed {printed!r} instead of the job's number")
@@ -112,7 +112,9 @@ class SlurmJobs(Backend):
 
     def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
         wanted = set(ids)
-        done = ask_slurm(["squeue", "--me", "--noheader", "--states=all", f"--format={_FORMAT}"])
+        done = run_slurm_command(
+            ["squeue", "--me", "--noheader", "--states=all", f"--format={_FORMAT}"]
+        )
         if done is None or done.returncode != 0:
             return None
         rows = [line.split("|") for line in done.stdout.splitlines()]
@@ -122,7 +124,7 @@ class SlurmJobs(Backend):
 
     def cancel(self, ids: Iterable[str]) -> None:
         if ids := list(ids):
-            ask_slurm(["scancel", "--quiet", *ids])
+            run_slurm_command(["scancel", "--quiet", *ids])
 
 
 def _parse_status(state: str, reason: str, start: str, end: str) -> JobStatus:

@@ -49,7 +49,7 @@ class Evaluations:
             target: Score that ends the run, if any.
             higher_is_better: Whether a higher score is better.
         """
-        self.scores: dict[int, dict[str, float | None]] = {}  # by epoch
+        self.scores: dict[int, dict[str, float | None]] = {}  # results of evaluations, by epoch
         self._ends = list(accumulate(map(plan.count_epoch_tickets, range(plan.epochs))))
         self._wanted, self._target, self._higher = wanted, target, higher_is_better
         self._ended_epochs = 0  # number of epochs that have ended
@@ -58,7 +58,7 @@ class Evaluations:
         self._waiting: list[int] = []
         self._held: dict[int, int] = {}  # epoch that each worker evaluates, by worker
 
-    def resume(self, scores: Mapping[int, Mapping[str, Any]], settled: int) -> None:
+    def restore_scores(self, scores: Mapping[int, Mapping[str, Any]], settled: int) -> None:
         """Restore the scores of epochs that ended within the first `settled` tickets."""
         self.scores = {
             e: {name: s[name] for name in _FIGURES}
@@ -88,7 +88,7 @@ class Evaluations:
         return bool(self._waiting)
 
     @property
-    def all_done(self) -> bool:
+    def are_all_evaluated(self) -> bool:
         """Whether all epochs have been evaluated, or none has to be."""
         return not self._wanted or len(self.scores) == len(self._ends)
 
@@ -115,7 +115,7 @@ class Evaluations:
             self._waiting = sorted([*self._waiting, epoch])
 
     @property
-    def last_epoch(self) -> int | None:
+    def final_epoch(self) -> int | None:
         """The epoch that ends the run before its last ticket, if any.
 
         It is the first epoch that reaches the target or has results that are not finite. All earlier epochs

@@ -30,7 +30,7 @@ class Journal:
         # A killed incarnation may have written only a part of its last line.
         os.ftruncate(self._file, len(whole[0] + whole[1]))
 
-    def note(self, event: str, **facts: Any) -> None:
+    def append_event(self, event: str, **facts: Any) -> None:
         """Append an event with its time in seconds since 1970."""
         entry = {
             "incarnation": self._incarnation,
@@ -52,7 +52,7 @@ def read_journal(folder: str | Path) -> list[dict[str, Any]]:
 
     The list is empty if there is no journal.
     """
-    return NewEvents(folder).read()
+    return NewEvents(folder).read_new_events()
 
 
 def collect_scores(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -76,7 +76,7 @@ class NewEvents:
     def __init__(self, folder: str | Path) -> None:
         self._path, self._at = Path(folder, _JOURNAL), 0
 
-    def read(self) -> list[dict[str, Any]]:
+    def read_new_events(self) -> list[dict[str, Any]]:
         """Return the events since the last call."""
         try:
             with self._path.open("rb") as file:
@@ -112,7 +112,7 @@ class SettledTickets:
         with os.fdopen(os.dup(self._file), "rb") as file:
             return {number for number, incarnation in enumerate(file.read()) if incarnation}
 
-    def add(self, number: int) -> None:
+    def mark_completed(self, number: int) -> None:
         """Mark ticket `number` as completed."""
         os.pwrite(self._file, self._incarnation, number)
 

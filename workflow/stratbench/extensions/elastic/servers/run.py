@@ -64,21 +64,21 @@ class ElasticRun(ServerRun):
         if self._first:
             self._journal = Journal(own.folder, own.incarnation)
             self._ledger = SettledTickets(own.folder, own.incarnation)
-        settled = self._resume() if own.resumes else set()
-        if not own.resumes:
+        settled = self._restore_saved_state() if own.resumes_saved_state else set()
+        if not own.resumes_saved_state:
             delete_state(own.folder, config.server)
         if config.snapshot_dir is not None:
             delete_later_snapshots(config.snapshot_dir, config.server, len(self.epochs.ends))
         if self._first:
             self._done_twice = sorted(self._ledger.read_numbers() - settled)
             self._ledger.mark_undone(self._done_twice)
-            self._journal.note(
+            self._journal.append_event(
                 "incarnation", settled=self.tickets.n_settled, done_twice=len(self._done_twice)
             )
 
     # --- another incarnation ------------------------------------------------------------------------------
 
-    def _resume(self) -> set[int]:
+    def _restore_saved_state(self) -> set[int]:
         """Restore the servers' saved state, before any worker joins, and return the completed tickets."""
         c = self.config
         saved = load_state(self._folder, c.server)
@@ -86,14 +86,19 @@ class ElasticRun(ServerRun):
         self._store = Store(saved.layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
         self._store.resume(self._make_shard, saved.shards, saved.buffers)
         self._initialised = True
-        self._began_unix_s = saved.facts["began_unix_s"]
+        self._began_unix_s = saved.extra_values["began_unix_s"]
         self._settled_before = len(settled)
         spent_s = time.time() - self._began_unix_s
-        self.epochs.resume(settled, saved.facts["ends"], spent_s, self._store)
+        self.epochs.resume(settled, saved.extra_values["ends"], spent_s, self._store)
         self.tickets.resume(list(settled))
         if self._first:
-            self.lost, self.tickets.reassigned = saved.facts["lost"], saved.facts["reassigned"]
-            self._evaluations.resume(collect_scores(read_journal(self._folder)), len(settled))
+            self.lost, self.tickets.reassigned = (
+                saved.extra_values["lost"],
+                saved.extra_values["reassigned"],
+            )
+            self._evaluations.restore_scores(
+                collect_scores(read_journal(self._folder)), len(settled)
+            )
         with self._lock:
             self._finish_if_over()
             if self.epochs.complete and not self._first:
@@ -110,9 +115,9 @@ class ElasticRun(ServerRun):
             self._began_unix_s = now_unix_s
         self._first_ticket_s = time.perf_counter() - (now_unix_s - self._began_unix_s)
 
-    def _save(self) -> None:
+    def _save_state(self) -> None:
         """Start to save the state on another thread."""
-        self._saver.begin(self._store, self._collect_values_to_save)
+        self._saver.begin_save(self._store, self._collect_values_to_save)
         self._saved_s = time.monotonic()
 
     def _collect_values_to_save(self) -> dict[str, Any]:
@@ -159,7 +164,7 @@ class ElasticRun(ServerRun):
 
     def _add_ready_member(self, member: Member) -> None:
         if self._first and not self.done:
-            self._journal.note("join", worker=member.worker, place=member.place)
+            self._journal.append_event("join", worker=member.worker, place=member.place)
         late = self._started or self.done
         super()._add_ready_member(member)
         if late and self._first and self.done:
@@ -175,14 +180,14 @@ class ElasticRun(ServerRun):
     def _settle(self, worker: int, number: int, server: int) -> None:
         super()._settle(worker, number, server)
         if self.tickets.settled_by[number] == worker:
-            self._ledger.add(number)
+            self._ledger.mark_completed(number)
 
     def _finish_if_over(self) -> None:
         if self.done or not self._first:
             return
         self._evaluations.add_ended_epochs(self.tickets.n_settled)
-        self._finished_at = self._evaluations.last_epoch
-        all_done = self.tickets.all_settled and self._evaluations.all_done
+        self._finished_at = self._evaluations.final_epoch
+        all_done = self.tickets.all_settled and self._evaluations.are_all_evaluated
         if all_done or self._finished_at is not None:
             self._finish()
             self._end_if_empty()
@@ -202,7 +207,7 @@ class ElasticRun(ServerRun):
             super()._hand_ticket(member)
         if member.ticket is not None and member.worker not in self._begun:
             self._begun.add(member.worker)
-            self._journal.note("begin", worker=member.worker)
+            self._journal.append_event("begin", worker=member.worker)
 
     def _hand_out_evaluation(self, member: Member, epoch: int) -> None:
         """Tell a member to evaluate an epoch. For the policies the member is idle meanwhile."""
@@ -219,7 +224,7 @@ class ElasticRun(ServerRun):
             epoch, member.evaluates = self._evaluations.store_result(member.worker, figures), None
             facts = {"epoch": epoch, "end_s": self.epochs.ends[epoch]["end_s"]}
             facts |= {"settled": self._evaluations.count_tickets_until(epoch)}
-            self._journal.note("score", worker=member.worker, **facts, **figures)
+            self._journal.append_event("score", worker=member.worker, **facts, **figures)
             self._finish_if_over()
             if member.idle and member.evaluates is None:
                 self._hand_ticket(member)
@@ -236,7 +241,7 @@ class ElasticRun(ServerRun):
 
     def _finish(self) -> None:
         super()._finish()
-        self._journal.note("end", workers=[m.worker for m in self._membership.ready])
+        self._journal.append_event("end", workers=[m.worker for m in self._membership.ready])
 
     # --- leaving -------------------------------------------------------------------------------------
 
@@ -249,7 +254,7 @@ class ElasticRun(ServerRun):
                 self._first and member.pulled
             ):  # only members that have joined get an event in the journal
                 tickets = self.tickets.list_held(member.worker)
-                self._journal.note("leave", worker=member.worker, tickets=tickets)
+                self._journal.append_event("leave", worker=member.worker, tickets=tickets)
             if not self.done:
                 super()._continue_without(self._release_work(member))
             self._end_if_empty()
@@ -260,7 +265,7 @@ class ElasticRun(ServerRun):
         if self._first:
             tickets = self.tickets.list_held(member.worker)
             reason = self.lost[-1]["reason"]
-            self._journal.note("loss", worker=member.worker, tickets=tickets, reason=reason)
+            self._journal.append_event("loss", worker=member.worker, tickets=tickets, reason=reason)
         super()._continue_without(self._release_work(member))
 
     def _release_work(self, member: Member) -> Member:
@@ -275,8 +280,8 @@ class ElasticRun(ServerRun):
             self.over.set()
 
     def _check_start_deadline(self, age_s: float) -> None:
-        if self._started and time.monotonic() - self._saved_s > self._own.save_every_s:
-            self._save()
+        if self._started and time.monotonic() - self._saved_s > self._own.save_interval_s:
+            self._save_state()
         if not self._first and read_end_mark(self._folder) is not None:
             with self._lock:
                 self.done = True
@@ -287,10 +292,10 @@ class ElasticRun(ServerRun):
         with self._lock:
             live = self._membership.live
         self._close_connections([m for m in live if goes_on or not m.pulled])
-        self._saver.wait()  # saving waits for snapshots, whose writer `super().close()` stops
+        self._saver.wait_for_save()  # saving waits for snapshots, whose writer `super().close()` stops
         if goes_on:
-            self._save()
-            self._saver.wait()
+            self._save_state()
+            self._saver.wait_for_save()
         super().close()
         if self._first:
             if self.done or self.error is not None:

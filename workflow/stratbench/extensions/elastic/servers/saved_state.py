@@ -24,7 +24,7 @@ from stratbench.extensions.servers.policies.policy import Fields
 from stratbench.extensions.servers.ps.store import Store
 from stratbench.extensions.servers.ps.tickets import CompactIntSet, intersect_sets
 from stratbench.extensions.servers.wire.shm import DTYPES, Layout, dtype_name
-from stratbench.workload.flat import as_bytes
+from stratbench.workload.flat import get_tensor_bytes
 
 
 class StateError(ValueError):
@@ -34,7 +34,7 @@ class StateError(ValueError):
 def pack(value: Any, file: BinaryIO) -> Any:
     """Return `value` as JSON values, and append its tensors to `file`."""
     if torch.is_tensor(value):
-        data = as_bytes(value.contiguous()) if value.numel() else b""
+        data = get_tensor_bytes(value.contiguous()) if value.numel() else b""
         entry = {"at": file.tell(), "shape": list(value.shape), "crc": zlib.crc32(data)}
         file.write(data)
         return {"tensor": entry | {"dtype": dtype_name(value.dtype)}}
@@ -64,7 +64,7 @@ def unpack(value: Any, file: BinaryIO) -> Any:
 
 def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
     tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-    data = as_bytes(tensor) if tensor.numel() else memoryview(bytearray())
+    data = get_tensor_bytes(tensor) if tensor.numel() else memoryview(bytearray())
     file.seek(entry["at"])
     if file.readinto(data) != len(data) or zlib.crc32(data) != entry["crc"]:
         raise StateError(
@@ -115,9 +115,9 @@ class SavedServerState(NamedTuple):
     """The saved state of one server."""
 
     layout: Layout
-    facts: dict[str, Any]
-    shards: dict[int, dict[str, Any]]  # by number: `Shard.state`
-    buffers: dict[str, Any] | None  # `BufferMean.state`
+    extra_values: dict[str, Any]
+    shards: dict[int, dict[str, Any]]  # `Shard.state` of each shard, by its number
+    buffers: dict[str, Any] | None  # `BufferMean.state`, or None without float buffers
 
 
 def load_state(folder: Path, server: int) -> SavedServerState:
@@ -161,7 +161,7 @@ class Saver:
         self.held_up_s = 0.0  # seconds for which pushes had to wait for saving
         self._start_thread: threading.Thread | None = None
 
-    def begin(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
+    def begin_save(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
         """Start to save the state, unless saving is in progress."""
         if self._start_thread is None or not self._start_thread.is_alive():
             self._start_thread = threading.Thread(
@@ -179,7 +179,7 @@ class Saver:
             reason = getattr(error, "strerror", None) or error
             self._on_failure(f"the servers' state could not be saved in {self._folder}: {reason}")
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait until saving in progress has ended."""
         if self._start_thread is not None:
             self._start_thread.join()

@@ -23,7 +23,7 @@ def choose_comm_hook(choice: Choice) -> str | None:
     if compress == "none":
         return None
     if compress == "powersgd":
-        choice.note(
+        choice.add_note(
             f"the cell ran stratbench's PowerSGD of rank {rank} from step {start} on, to which torch's hook "
             "comes close: it compresses by other thresholds"
         )
@@ -51,6 +51,6 @@ def note_ddp_options(choice: Choice) -> None:
                 f"comm_state_option={{'matrix_approximation_rank': {choice.options['powersgd_rank']}, "
                 f"'start_powerSGD_iter': {choice.options['powersgd_start_step']}}}"
             )
-    choice.note(
+    choice.add_note(
         f"in the script, Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({', '.join(keywords)})])"
     )

@@ -57,7 +57,7 @@ def cuda_autocast() -> Iterator[None]:
     }
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warns that kernels replace others
+            warnings.simplefilter("ignore")  # torch warns that kernels replace others
             for name in BY_PARTS:
                 library.impl(name, fallthrough_kernel)
             for name, kernel in kernels.items():

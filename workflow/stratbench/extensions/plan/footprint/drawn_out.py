@@ -55,7 +55,7 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None)
         blocks: Its equal blocks, if any.
     """
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
-    # With every-N, the few blocks might not include one that is computed again.
+    # With checkpointing `every-N`, the few blocks might not include one that is computed again.
     is_uniform = not str(request.settings.activation_checkpointing).startswith("every-")
     if blocks is not None and mesh.stages == 1 and is_uniform:
         try:

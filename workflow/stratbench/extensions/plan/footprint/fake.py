@@ -33,13 +33,13 @@ from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.extensions.servers.strategy import ParameterServer
 from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout
-from stratbench.strategies import acceptance, base, get_mesh, strategy_class
+from stratbench.strategies import acceptance, base, get_mesh, get_strategy_class
 from stratbench.strategies.compression import PowerSGD
 from stratbench.strategies.mesh import MeshCoordinate
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
-from stratbench.workload.torch_internals import replacing_attribute, unset_fake_temporarily
+from stratbench.workload.torch_internals import replace_attribute, unset_fake_temporarily
 
 #: Block size of the CUDA caching allocator (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
@@ -75,7 +75,7 @@ def trace_steps(
     """
     with ExitStack() as stack:
         # Entered first, since the imports there must not make fake tensors.
-        stack.enter_context(strategy_class(request.strategy).on_fakes())
+        stack.enter_context(get_strategy_class(request.strategy).on_fakes())
         stack.enter_context(surroundings(request, stage=stage))
         model, strategy, worker = build_worker(request, blocks=blocks)
         if trial is not None:
@@ -128,7 +128,7 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
         by_kernels = request.settings.optimizer_impl == "fused"
         stack.enter_context(torch_on_fakes(request.on_cuda, fused and by_kernels, not by_kernels))
         for module in (parallel, parallel.distributed):
-            stack.enter_context(replacing_attribute(module, "DistributedDataParallel", Replica))
+            stack.enter_context(replace_attribute(module, "DistributedDataParallel", Replica))
         yield
 
 
@@ -149,7 +149,7 @@ def build_worker(
         seed=0,
         device=torch.device("cpu"),
         dtype=request.dtype,
-        build=partial(blank, blocks=blocks) if on_fakes else models.build,
+        build=partial(blank, blocks=blocks) if on_fakes else models.build_model,
         checkpointing=request.settings.activation_checkpointing,
     )
     strategy = strategy_on_fakes(request)
@@ -162,7 +162,7 @@ def build_worker(
         local_world=request.local_world,
         device=torch.device("cpu"),
         folder=RunFolder(Path()),
-        wrap_groups=models.wrap_groups(request.network, model),
+        wrap_groups=models.list_wrap_groups(request.network, model),
         task=task,
         weighs=kind.weighs,
         mesh=strategy.mesh(request.world_size),
@@ -199,7 +199,7 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
         trial: Trial of the model, by which the strategy may reject it; None skips that.
     """
     with ExitStack() as stack:
-        stack.enter_context(strategy_class(request.strategy).on_fakes())
+        stack.enter_context(get_strategy_class(request.strategy).on_fakes())
         stack.enter_context(surroundings(request))
         strategy: Any
         model, strategy, worker = build_worker(request)
@@ -315,8 +315,9 @@ def blank(
         blocks: Equal blocks to keep in place of all.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warns that weights without memory are not initialised
-        made = models.build_without_memory(model, classes, shape)
+        # Torch warns that weights without memory are not initialised.
+        warnings.simplefilter("ignore")
+        made = models.build_fake_model(model, classes, shape)
     if blocks is not None:
         keep_blocks(made, *blocks)
     return made
@@ -331,7 +332,7 @@ def strategy_on_fakes(request: Request) -> base.Strategy:
     A substitute overrides only what leaves the process, so that the plan does everything else that a
     strategy does.
     """
-    cls = strategy_class(request.strategy)
+    cls = get_strategy_class(request.strategy)
     if issubclass(cls, ParameterServer):
         cls = type(cls.__name__, (FakeParameterServer, cls), {})
     return cls(cls.Options(**dict(request.options)))

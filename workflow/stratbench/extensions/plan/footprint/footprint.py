@@ -422,7 +422,7 @@ def follow(
     others = []
     for number in strategy.first_steps[
         1:
-    ]:  # steps of other kinds, since the peak is the maximum over all kinds
+    ]:  # other kinds of steps are traced, too, since the peak is the maximum over all kinds
         other, _ = fake.trace_steps(request, batches, number, stage, trial)
         lives_of = Followed(request, parts, None, other, strategy, *_split_steps(other), [], [])
         others += _find_peak_moments(other, lives_of.steps, lives_of.lives, lives_of.edges, parts)
@@ -480,7 +480,7 @@ def _count_model_flops(
     """Return operations per sample of the model alone, which is built once per process."""
     from stratbench.extensions.plan.footprint.fake import blank
 
-    network = models.named_model(model, json.loads(own))
+    network = models.make_model_metadata(model, json.loads(own))
     return count_flops(partial(blank, network, classes, shape, blocks), shape)
 
 

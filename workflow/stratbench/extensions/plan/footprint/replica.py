@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stratbench.workload.torch_internals import assign_buckets, replacing_attribute
+from stratbench.workload.torch_internals import assign_buckets, replace_attribute
 
 
 class Replica(nn.Module):
@@ -110,7 +110,7 @@ class Replica(nn.Module):
             return
         self._complete_pending()
         under_way = None if self._waits else self._under_way
-        with replacing_attribute(dist, "all_reduce", partial(_start_hook_all_reduce, under_way)):
+        with replace_attribute(dist, "all_reduce", partial(_start_hook_all_reduce, under_way)):
             self._hook(self._hooked[index])
         if self._hooked[index].comes_last:
             self._complete_pending()

@@ -8,14 +8,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.cell.settings import EACH, Settings
-from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
 from stratbench.strategies.base import Traits
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.device_data import choose_eval_batch, make_example_batch
 from stratbench.workload.data.placement import BUFFERED_BATCHES
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import batch_format, weights_dtype
-from stratbench.workload.task_trial import try_task
+from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
+from stratbench.workload.task_trial import run_task_trial
 from stratbench.workload.tasks import LossKind, Task
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ RESHARDING = "reshard_after_forward"
 @cache
 def served_stand_in() -> str:
     """Return the name of the strategy that is planned in place of every parameter-server strategy."""
-    return next(name for name in REGISTRY if strategy_class(name).kind == "server")
+    return next(name for name in REGISTRY if get_strategy_class(name).kind == "server")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Request:
             local_world: Number of workers on a node.
         """
         strategy, options = s.strategy, s.options
-        planned = strategy_class(strategy)
+        planned = get_strategy_class(strategy)
         most, of_node = s.gpus, local_world
         if planned.kind == "server":
             strategy, most = served_stand_in(), 1
@@ -87,7 +87,7 @@ class Request:
         )
         return cls(
             settings=settings,
-            input_shape=models.input_shape(models.get_model(s), data.shape),
+            input_shape=models.compute_input_shape(models.get_model(s), data.shape),
             classes=data.classes,
             values=data.values,
             local_world=min(most, of_node),
@@ -113,7 +113,7 @@ class Request:
 
     def tried_task(self) -> tuple[Task, LossKind]:
         """Return the task and the kind of its loss, tried as a cell tries it."""
-        return try_task(self.settings, self.input_shape, self.classes, self.values)
+        return run_task_trial(self.settings, self.input_shape, self.classes, self.values)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -151,12 +151,12 @@ class Request:
     @property
     def served(self) -> bool:
         """Whether the rank is a worker of a parameter server."""
-        return strategy_class(self.strategy).kind == "server"
+        return get_strategy_class(self.strategy).kind == "server"
 
     @property
     def by_command(self) -> bool:
         """Whether a user's command trains the cell, so that its footprint is unknown."""
-        return strategy_class(self.strategy).kind == "own"
+        return get_strategy_class(self.strategy).kind == "own"
 
     @property
     def traits(self) -> Traits:
@@ -166,7 +166,7 @@ class Request:
     @property
     def parts(self) -> int:
         """Number of equal parts into which a worker divides the batch of a step."""
-        cls = strategy_class(self.strategy)
+        cls = get_strategy_class(self.strategy)
         return self.gradient_accumulation_steps * cls(cls.Options(**dict(self.options))).parts
 
     @property
@@ -177,12 +177,12 @@ class Request:
     @property
     def dtype(self) -> torch.dtype:
         """Data type of the weights and the input."""
-        return weights_dtype(self.settings.precision)
+        return get_weights_dtype(self.settings.precision)
 
     @property
     def batch_format(self) -> torch.memory_format:
         """Memory format of the input."""
-        return batch_format(self.settings.precision, "cuda" if self.on_cuda else "cpu")
+        return get_batch_memory_format(self.settings.precision, "cuda" if self.on_cuda else "cpu")
 
     @property
     def autocasts_like_cuda(self) -> bool:

@@ -27,7 +27,7 @@ from stratbench.workload.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     make_flop_formulas,
-    replacing_attribute,
+    replace_attribute,
     unset_fake_temporarily,
 )
 
@@ -155,42 +155,40 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
             return joined(*args)
 
     with ExitStack() as stack:
-        stack.enter_context(replacing_attribute(device_mesh, "init_device_mesh", make_real_mesh))
+        stack.enter_context(replace_attribute(device_mesh, "init_device_mesh", make_real_mesh))
         # Profiler marks, about twenty per block of FSDP, are operators without a GPU kernel.
-        stack.enter_context(replacing_attribute(record_function, "__enter__", lambda mark: mark))
-        stack.enter_context(replacing_attribute(record_function, "__exit__", lambda *_: None))
+        stack.enter_context(replace_attribute(record_function, "__enter__", lambda mark: mark))
+        stack.enter_context(replace_attribute(record_function, "__exit__", lambda *_: None))
         of_meshes = staticmethod(join_real_meshes)
-        stack.enter_context(replacing_attribute(device_mesh.DeviceMesh, "_concatenate", of_meshes))
+        stack.enter_context(replace_attribute(device_mesh.DeviceMesh, "_concatenate", of_meshes))
         # Otherwise every rank's share of every parameter would be cut, which takes minutes for a thousand
         # ranks.
-        stack.enter_context(
-            replacing_attribute(_fsdp_param, "_chunk_with_empty", _take_first_chunk)
-        )
+        stack.enter_context(replace_attribute(_fsdp_param, "_chunk_with_empty", _take_first_chunk))
         rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def propagate_untraced(*args: Any) -> Any:
             with (
                 _disable_current_modes()
-            ):  # works on shapes of whole tensors, which no worker makes
+            ):  # the rules compute shapes of whole tensors, which no worker makes
                 return rules(*args)
 
         stack.enter_context(
-            replacing_attribute(ShardingPropagator, rules.__name__, propagate_untraced)
+            replace_attribute(ShardingPropagator, rules.__name__, propagate_untraced)
         )
         if not on_cuda:
             for name in SCATTERS:
                 if (scatter := getattr(dist, name, None)) is not None:
                     stack.enter_context(
-                        replacing_attribute(dist, name, partial(_scatter_like_gloo, scatter))
+                        replace_attribute(dist, name, partial(_scatter_like_gloo, scatter))
                     )
         if fused:
-            stack.enter_context(replacing_attribute(torch.optim, "SGD", fused_sgd))
+            stack.enter_context(replace_attribute(torch.optim, "SGD", fused_sgd))
         if counts_steps:
             import_module(
                 "torch.distributed.optim"
             )  # imported first: it compiles the function replaced here
             adam = import_module("torch.optim.adam")
-            stack.enter_context(replacing_attribute(adam, "_get_value", lambda _: 1.0))
+            stack.enter_context(replace_attribute(adam, "_get_value", lambda _: 1.0))
         yield
 
 

@@ -22,18 +22,18 @@ from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, try_
 from stratbench.extensions.plan.device_rates import find_gpu, make_gpu_device
 from stratbench.extensions.plan.footprint import fake
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.footprint.torch_internals import replacing_attribute
+from stratbench.extensions.plan.footprint.torch_internals import replace_attribute
 from stratbench.extensions.plan.needs import Subject
 from stratbench.extensions.plan.one_model.model_answer import NODE_GPUS, choose_batch
 from stratbench.strategies import (
     REGISTRY,
     get_mesh,
     get_option_defaults,
+    get_strategy_class,
     resolve_options,
-    strategy_class,
 )
 from stratbench.study.config.messages import suggest_closest_name
-from stratbench.study.config.schema import check_block
+from stratbench.study.config.schema import check_config_block
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.network.models import Model
 from stratbench.workload.network.own import OwnModel
@@ -142,7 +142,7 @@ def estimate(
             _check_name(key, value, build_experiment_schema()["properties"][key]["enum"])
         resolved = resolve_options(name, set_options, gpus)
         get_mesh(name, resolved, gpus)
-        cluster = check_block("cluster", {"gpus_per_node": gpus_per_node})
+        cluster = check_config_block("cluster", {"gpus_per_node": gpus_per_node})
         device = make_gpu_device(find_gpu(gpu, "gpu"), precision, cluster)
     except (TypeError, ValueError) as error:
         raise ValueError(f"stratbench.estimate: {error}") from error
@@ -156,14 +156,14 @@ def estimate(
         eval_batch=0,
         given=Given(model, x.to("meta"), y.to("meta"), loss or _choose_loss(y)),
     )
-    cls = strategy_class(name)
+    cls = get_strategy_class(name)
     reason = BY_COMMAND if request.by_command else None
     if cls.divides_network:
         reason = cls.explain_indivisible(request.network)
     if reason is not None:
         raise ValueError(f"stratbench.estimate: strategy = {name!r}: {reason}")
     # If a GPU is visible, some of PyTorch's code treats fake tensors as real ones.
-    with replacing_attribute(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
+    with replace_attribute(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         footprint = try_footprint(request, blocks=_find_blocks(request))
     if isinstance(footprint, str):

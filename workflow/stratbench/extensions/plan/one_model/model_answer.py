@@ -265,7 +265,7 @@ def _answer_strategy(
     reason = cell_refusal_reason(s, network, rehearsal) or rehearsal.unpredicted
     if rehearsal.footprint is None or reason:
         return StrategyAnswer(s.cell.strategy, checkpointing, reason=reason or "")
-    least = acceptance.compute_least_samples(
+    least = acceptance.compute_min_samples(
         network.batchnorm, s.settings.gradient_accumulation_steps
     )
     return choose_batch(s, rehearsal.footprint, make_gpu_device(sheet, s.settings.precision, cluster),

@@ -13,7 +13,7 @@ from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError, suggest_closest_name
 from stratbench.workload.data.datasets import DATASETS, SPECS
 from stratbench.workload.network import models
-from stratbench.workload.network.libraries import library_of_entry
+from stratbench.workload.network.libraries import find_library_of_entry
 from stratbench.workload.network.own import list_torchvision_names
 
 TEMPLATE = Path(__file__).parent / "templates" / "one_network.yaml"
@@ -64,7 +64,7 @@ def make_model_study(
             f"data by --dataset, one of {', '.join(known)}"
         )
     entry = (config.get("models") or {}).get(model) or {}
-    if vocabulary := library_of_entry(entry).vocabulary_of_entry(entry):
+    if vocabulary := find_library_of_entry(entry).vocabulary_of_entry(entry):
         for values in usual.values():
             if "vocabulary" in values:
                 values["vocabulary"] = vocabulary
@@ -86,7 +86,7 @@ def make_model_study(
     first = next(iter(overrides["numbers"].values()))["strategies"][:1]
     _, alone = load_experiments(
         {"network": block | {"strategies": first, "gpus": [1]}}
-    )  # raises for faults that all experiments share
+    )  # this call raises for faults that all experiments share
     if "optimizer" not in block and alone.dataset(block["dataset"]).is_text:
         block |= {"optimizer": overrides["trained_on"]["next-token"]["optimizer"]}
     experiments, left_out = {}, []
@@ -144,13 +144,13 @@ def _find_training_data(
                     return {key: block[key] for key in OF_AN_EXPERIMENT if key in block}
     try:
         entry = own.get(model) or {}
-        task = library_of_entry(entry).task_of_entry(entry)
+        task = find_library_of_entry(entry).task_of_entry(entry)
     except ValueError as error:
         raise ConfigError(f"config: models.{model}{error}") from None
     if task is not None:
         return overrides["trained_on"][task]
-    spec = models.get_specification(model, own)
-    named = models.named_model(model, spec and {"kwargs": {}, "wrap_classes": None} | spec)
+    spec = models.get_model_specification(model, own)
+    named = models.make_model_metadata(model, spec and {"kwargs": {}, "wrap_classes": None} | spec)
     reads_text = (models.MODELS[named] if isinstance(named, str) else named).reads_text
     if reads_text is None:
         return {}

@@ -15,13 +15,13 @@ from stratbench.strategies import (
     REGISTRY,
     get_mesh,
     get_option_defaults,
+    get_strategy_class,
     get_traits,
-    strategy_class,
 )
 
 #: Micro-batches of a pipeline's step, by its stages: so many keep its bubble below a fifth.
 MICROBATCHES_A_STAGE = 4
-#: The option that has their number.
+#: Option with the number of micro-batches.
 MICROBATCHES = "microbatches"
 
 
@@ -77,7 +77,7 @@ def size_option(strategy: str, node: int) -> str | None:
 
 def tried_values(strategy: str) -> Iterator[tuple[str, Any]]:
     """Yield the options of a strategy with each value that it declares to try."""
-    for option in fields(strategy_class(strategy).Options):
+    for option in fields(get_strategy_class(strategy).Options):
         for value in option.metadata.get("tried", ()):
             yield option.name, value
 
@@ -119,12 +119,12 @@ def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any
 
 def has_ddp_updates(strategy: str, gpus: int) -> bool:
     """Return whether a strategy runs on so many GPUs and makes DDP's updates."""
-    cls = strategy_class(strategy)
+    cls = get_strategy_class(strategy)
     if cls.kind == "own" or (cls.max_workers or gpus) < gpus:
         return False
     try:
         return get_traits(strategy, get_option_defaults(strategy), gpus).equals_ddp
-    except ValueError:  # it cannot divide this number of workers
+    except ValueError:  # the strategy cannot divide this number of workers
         return False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.text.words import format_bytes, format_count, format_names
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING
@@ -59,7 +59,12 @@ def answer_questions(plan: Plan) -> list[tuple[str, list[str]]]:
             list(_answer_resharding(plan)),
         ),
         ("What takes the memory?", list(_answer_largest_parts(plan))),
-        *(pair for _, a in iter_resolved("plans") if a.questions for pair in a.questions(plan)),
+        *(
+            pair
+            for _, a in iter_imported_additions("plans")
+            if a.questions
+            for pair in a.questions(plan)
+        ),
     ]
 
 

@@ -9,9 +9,13 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_count, format_names
 from stratbench.extensions.plan.check import Checked, CheckResult, Network
 from stratbench.extensions.plan.needs import Subject
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.strategies.base import Strategy
-from stratbench.study.reasons import format_reasons, format_worker_counts, remove_subject
+from stratbench.study.reasons import (
+    format_skip_reasons,
+    format_worker_counts,
+    remove_cell_from_reason,
+)
 from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.tasks import OwnTask
 
@@ -42,7 +46,7 @@ def _iter_lines(checked: Checked) -> Iterator[str]:
     if checked.refused:
         n = len(checked.refused)
         yield f"{n} of {format_count(len(checked.subjects), 'cell')} would end as unsupported:"
-        yield from (f"  {line}" for line in format_reasons(checked.refused.items()))
+        yield from (f"  {line}" for line in format_skip_reasons(checked.refused.items()))
     else:
         yield f"none of {format_count(len(checked.subjects), 'cell')} would end as unsupported"
     if n := sum(bool(checked.rehearsals[s.request].unchecked) for s in checked.subjects):
@@ -99,17 +103,19 @@ def _describe_network(
             yield f"   {strategy}: works with {_describe_counts(works, own)}"
         for reason in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
             of = [c for c in own if unchecked.get(c) == reason]
-            yield f"   {strategy}: not checked with {_describe_counts(of, own)}: {remove_subject(reason)}"
+            reason = remove_cell_from_reason(reason)
+            yield f"   {strategy}: not checked with {_describe_counts(of, own)}: {reason}"
         for reason in dict.fromkeys(refused[c] for c in own if c in refused):
             of = [c for c in own if refused.get(c) == reason]
-            yield f"   {strategy}: unsupported with {_describe_counts(of, own)}: {remove_subject(reason)}"
+            reason = remove_cell_from_reason(reason)
+            yield f"   {strategy}: unsupported with {_describe_counts(of, own)}: {reason}"
 
 
 def _group_by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
     """Return each note with the names of the strategies that it applies to."""
     names: dict[str, list[str]] = {}
     for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
-        names.setdefault(note_of(strategy_class(used)), []).append(name)
+        names.setdefault(note_of(get_strategy_class(used)), []).append(name)
     return "; ".join(f"{note} ({', '.join(those)})" for note, those in names.items())
 
 

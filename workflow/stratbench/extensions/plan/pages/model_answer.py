@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from stratbench.cell.text.words import GIB, folded, format_bytes, format_count, format_hours
+from stratbench.cell.text.words import GIB, format_bytes, format_count, format_hours, wrap_lines
 from stratbench.extensions.plan.one_model.model_answer import Answer, StrategyAnswer
 from stratbench.extensions.plan.quantities import format_in_unit
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
@@ -23,7 +23,7 @@ LEFT = (0, 1, 2, 7)
 
 def format_answer(answer: Answer) -> str:
     """Return the text that `stratbench plan --model NAME --gpus N` prints."""
-    above = folded([_format_heading(answer), "", _describe_best(answer), ""])
+    above = wrap_lines([_format_heading(answer), "", _describe_best(answer), ""])
     below = [f"{told}: {reason}" for reason, told in _group_by_reason(answer).items()]
     below += [f"left out: {reason}" for reason in answer.left_out]
     below += [f"not planned: {answer.unplanned}."]
@@ -33,12 +33,12 @@ def format_answer(answer: Answer) -> str:
     sources = {c.time_source for c in answer.choices if c.time_source}
     runs = f", with * from {sources.pop()}" if sources else ""
     below.append(NOTES.format(counts=answer.throughput_unit, runs=runs))
-    return "\n".join([above, *_list_table_lines(answer), folded(below)])
+    return "\n".join([above, *_list_table_lines(answer), wrap_lines(below)])
 
 
 def format_first_traced(answer: Answer) -> str:
     """Return a line on the first strategy that was traced."""
-    return folded([f"first: {_describe_choice(answer, answer.choices[0])}"])
+    return wrap_lines([f"first: {_describe_choice(answer, answer.choices[0])}"])
 
 
 def _format_heading(answer: Answer) -> str:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.pages import as_json, render, script_values
+from stratbench.cell.text.pages import format_html_safe_json, read_page_script, render_page
 from stratbench.cell.text.words import COLUMNS as WIDTH
 from stratbench.cell.text.words import (
     choose_byte_unit,
-    folded,
     format_bytes,
     format_count,
     format_hours,
     format_seconds,
+    wrap_lines,
 )
 from stratbench.extensions.plan.pages.answers import PART_NAMES, answer_questions
 from stratbench.extensions.plan.pages.table import COLUMNS, RANGE
@@ -31,7 +31,7 @@ from stratbench.extensions.plan.quantities import (
     totals,
 )
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Plan, Planned
-from stratbench.study.reasons import format_reasons
+from stratbench.study.reasons import format_skip_reasons
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: Indentation of a table's lines, in characters.
@@ -85,8 +85,8 @@ def format_plan(plan: Plan) -> str:
         ),
     }
     filters = {"counted": format_count, "seconds": format_seconds} | FILTERS
-    text = render("plan.txt.j2", TEMPLATES, values=values, filters=filters)
-    return folded([text.rstrip()]) + "\n"
+    text = render_page("plan.txt.j2", TEMPLATES, values=values, filters=filters)
+    return wrap_lines([text.rstrip()]) + "\n"
 
 
 def format_network(plan: Plan) -> str:
@@ -104,7 +104,7 @@ def format_network(plan: Plan) -> str:
         if (s.precision, s.activation_checkpointing) == (first.precision, False):
             lines.append(_format_table(cells, "needed_mib", "it"))
     lines += [f"   {state}: {line}" for state, told in _list_reasons(plan).items() for line in told]
-    return folded(lines)
+    return wrap_lines(lines)
 
 
 def write_html(plan: Plan, path: Path) -> None:
@@ -112,10 +112,10 @@ def write_html(plan: Plan, path: Path) -> None:
     values = _collect_values(plan) | {
         "columns": COLUMNS,
         "part_names": PART_NAMES,
-        "data": as_json(collect_page_data(plan)),
-        **script_values(TEMPLATES / "what_fits.js"),
+        "data": format_html_safe_json(collect_page_data(plan)),
+        **read_page_script(TEMPLATES / "what_fits.js"),
     }
-    page = render("plan.html.j2", TEMPLATES, values=values, filters=FILTERS)
+    page = render_page("plan.html.j2", TEMPLATES, values=values, filters=FILTERS)
     write_atomic(path, page)
 
 
@@ -140,7 +140,8 @@ def _list_reasons(plan: Plan) -> dict[str, list[str]]:
     }
     told["not predicted"] = [c for c in plan.cells if not c.footprint and c.state != "unsupported"]
     return {
-        state: format_reasons((c.cell, c.reason) for c in cells) for state, cells in told.items()
+        state: format_skip_reasons((c.cell, c.reason) for c in cells)
+        for state, cells in told.items()
     }
 
 

@@ -30,27 +30,30 @@ Lines = dict[str, Sequence[CountStepTime]]
 
 @dataclass(frozen=True)
 class Crossing:
-    """Worker count at which the fastest strategy changes from `before` to `after`.
+    """Worker count at which the fastest strategy changes from `strategy_before` to `strategy_after`.
 
     Attributes:
-        before: Fastest strategy below the crossing.
-        after: Fastest strategy above the crossing.
+        strategy_before: Fastest strategy below the crossing.
+        strategy_after: Fastest strategy above the crossing.
         crossing_workers: Number of workers with equal projected times.
         clear_below: Largest count below, at which the intervals do not overlap; None if there is none.
         clear_above: Smallest count above, at which the intervals do not overlap; None if there is none.
     """
 
-    before: str
-    after: str
+    strategy_before: str
+    strategy_after: str
     crossing_workers: float
     clear_below: int | None
     clear_above: int | None
 
-    def describe(self, noun: str) -> str:
+    def describe_crossing(self, noun: str) -> str:
         """Return a sentence on the crossing."""
         apart = [
             f"{name} is clearly faster on {count}"
-            for name, count in ((self.before, self.clear_below), (self.after, self.clear_above))
+            for name, count in (
+                (self.strategy_before, self.clear_below),
+                (self.strategy_after, self.clear_above),
+            )
             if count is not None
         ]
         sure = (
@@ -58,8 +61,8 @@ class Crossing:
             or "their intervals overlap on all counts, so that either may be faster"
         )
         return (
-            f"From about {format_count(round(self.crossing_workers), noun)} on, {self.after} is faster than "
-            f"{self.before}; by the intervals of 80 %, {sure}."
+            f"From about {format_count(round(self.crossing_workers), noun)} on, {self.strategy_after} is "
+            f"faster than {self.strategy_before}; by the intervals of 80 %, {sure}."
         )
 
 
@@ -106,7 +109,7 @@ def describe_crossings(lines: Lines, noun: str) -> list[str]:
     if len(projected) < 2:
         return []
     if changes := find_crossings(projected):
-        return [crossing.describe(noun) for crossing in changes]
+        return [crossing.describe_crossing(noun) for crossing in changes]
     shared = set.intersection(*({c.workers for c in counts} for counts in projected.values()))
     leaders = {
         min(projected, key=lambda s, n=n: next(c.step_s for c in projected[s] if c.workers == n))

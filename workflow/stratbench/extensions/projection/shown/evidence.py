@@ -58,9 +58,9 @@ class ProjectionEvidence(Evidence):
                 constraints.gpus, Projected(missing_projection_reason(usable, constraints.gpus))
             )
             for c in line:
-                c.no_projection_reason = requested.reason
+                c.no_projection_reason = requested.missing_reason
             for gpus, made in by_count.items():
-                if not made.reason:
+                if not made.missing_reason:
                     yield make_candidate(usable, gpus, made)
 
     def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
@@ -89,7 +89,7 @@ def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> C
     candidate = replace(
         usable[-1],
         gpus=gpus,
-        basis=f"projected from {made.evidence}",
+        basis=f"projected from {made.evidence_text}",
         unit="repeat",
         projected=True,
         times=pd.Series(dtype=float),
@@ -141,4 +141,4 @@ def describe_projection(first: Candidate, made: Projected) -> str:
             f" The target score is reached after {middle_s} (80 %: {low_s} to {high_s}), with "
             f"{format_hours(made.target_gpu_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
         )
-    return f"{text} Evidence: {made.evidence}."
+    return f"{text} Evidence: {made.evidence_text}."

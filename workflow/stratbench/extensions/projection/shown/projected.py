@@ -21,20 +21,20 @@ class Projected:
     Each tuple has the low, middle and high value of an interval of 80 %.
 
     Attributes:
-        reason: Why nothing is projected, or "".
+        missing_reason: Why nothing is projected, or "".
         memory_high_bytes: Upper end of a worker's peak memory; None if unknown.
-        evidence: Measurements on which the projection rests.
+        evidence_text: Measurements on which the projection rests.
         target_range_s: Seconds until the target score of the study.
         target_gpu_hours: GPU-hours until the target score.
         target_cost: Cost until the target score, if GPUs have a price.
     """
 
-    reason: str
+    missing_reason: str
     train_range_s: tuple[float, float, float] | None = None
     step_range_s: tuple[float, float, float] | None = None
     efficiency_range: tuple[float, float, float] | None = None
     memory_high_bytes: float | None = None
-    evidence: str = ""
+    evidence_text: str = ""
     target_range_s: tuple[float, float, float] | None = None
     target_gpu_hours: float | None = None
     target_cost: float | None = None
@@ -80,7 +80,7 @@ def read_crossings(path: str) -> dict[tuple[str, str], list[str]]:
         return {}
     return {
         key: [
-            crossing.describe(choose_worker_noun(rows))
+            crossing.describe_crossing(choose_worker_noun(rows))
             for crossing in find_crossings(group_step_times(rows))
         ]
         for key, rows in read_rows(Path(path)).groupby(["experiment", "model"], sort=False)

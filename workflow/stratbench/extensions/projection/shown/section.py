@@ -16,7 +16,7 @@ import pandas as pd
 from stratbench.analysis.figures.log_chart import ChartSeries, render_log_chart
 from stratbench.analysis.figures.marks import Mark, assign_marks_by_strategy
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
-from stratbench.cell.text.words import folded, format_bytes, format_hours, format_short_time
+from stratbench.cell.text.words import format_bytes, format_hours, format_short_time, wrap_lines
 from stratbench.extensions.projection.shown.crossings import Lines, describe_crossings
 from stratbench.extensions.projection.shown.evidence import read_evidence
 from stratbench.extensions.projection.shown.projected import (
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for of in section:
         if sentences := [*of["crossings"], *of["cheapest"]]:
             lines += [f"{of['experiment']}, {of['model']}:", *(f"  {line}" for line in sentences)]
-    print(folded(lines))
+    print(wrap_lines(lines))
     return 0
 
 

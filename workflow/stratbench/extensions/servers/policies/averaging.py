@@ -97,7 +97,8 @@ class SyncPolicy(Policy):
     def on_leave(self, worker: int) -> None:
         self._live.discard(worker)
         if worker in self._arrived:
-            # Its push stays part of the round. Another worker may get its slot within the round.
+            # The push of the worker that left stays part of the round. Another worker may get its slot within
+            # the round.
             self._arrived.discard(worker)
             self._arrived_and_left += 1
             if worker in self._held:
@@ -178,7 +179,7 @@ class BackupPolicy(SyncPolicy):
         backups: int = option(1, "workers a step does not wait for (at most workers - 1)", least=0)
 
         is_synchronous_on_one_worker: ClassVar[bool] = (
-            True  # with one worker, each step waits for its push
+            True  # with one worker, each step waits for the push of this worker
         )
 
         def waits_for_slowest(self, workers: int) -> bool:

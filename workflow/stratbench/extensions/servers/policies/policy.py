@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from stratbench.cell.options import remove_inherited_claims
+from stratbench.cell.options import reset_inherited_attributes
 from stratbench.extensions.servers.policies.options import PolicyOptions
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class Policy(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        remove_inherited_claims(cls, ("rigid",))
+        reset_inherited_attributes(cls, ("rigid",))
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         """Take over the weights of a shard.

@@ -36,7 +36,7 @@ from stratbench.extensions.servers.wire.transport import (
     Silent,
     connect_to_server,
 )
-from stratbench.workload.flat import as_bytes
+from stratbench.workload.flat import get_tensor_bytes
 
 _HANDSHAKE_S = 30.0
 _REDIAL_S = 0.1
@@ -92,7 +92,7 @@ class Channel:
         self._done = False
         self._closing = threading.Event()
         self._staging: Staging | None = None
-        self._weight = 1.0  # of the current push
+        self._weight = 1.0  # weight of the current push
         self._lock = threading.Lock()
 
     @classmethod
@@ -170,7 +170,8 @@ class Channel:
             sock, used = connect_to_server(rendezvous, server, transport, deadline)
             try:
                 return self._shake_hands(sock, server, secret, used)
-            except Closed as error:  # without a reason: the server had too many new connections
+            # A connection is closed without a reason if the server had too many new ones.
+            except Closed as error:
                 if time.monotonic() > deadline:
                     reason = f"server {server} refuses worker {self.worker}: {error}"
                     raise JoinRefused(reason) from None
@@ -179,7 +180,7 @@ class Channel:
     def _shake_hands(self, sock: socket.socket, server: int, secret: bytes, used: str) -> Link:
         try:
             connection = Connection(sock, tick_s=1.0)
-        except OSError as error:  # the server has closed it already
+        except OSError as error:  # the server has closed the connection already
             sock.close()
             raise Closed(str(error)) from None
         connection.deadline = time.monotonic() + _HANDSHAKE_S
@@ -214,8 +215,8 @@ class Channel:
             self._staging = Staging(self.flat, self._bounds, *pushes, self.scale, self._set_weight)
             self._staging.fetch_initial()  # the warm-up copies these weights back to the device
         self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
-        self._weight_bytes = as_bytes(self.flat.host.weights)
-        self._grad_bytes = as_bytes(self.flat.host.grads)
+        self._weight_bytes = get_tensor_bytes(self.flat.host.weights)
+        self._grad_bytes = get_tensor_bytes(self.flat.host.grads)
         self._itemsize = self.flat.host.weights.element_size()
         uses_wire = self._wire != "native" and any(x.transport == "tcp" for x in self._links)
         self._grads = self.flat.host.grads
@@ -255,10 +256,10 @@ class Channel:
         self._expect_reply()
         if self._staging is not None:
             self._staging.accept_weights()
-        for link in reversed(self._links):  # server 0 last: it starts the run
+        for link in reversed(self._links):  # server 0 is last, because it starts the run
             self._send(link, Frame(Kind.PULL))
         ticket = self._await_reply(time.perf_counter())
-        self.wait_s = 0.0  # does not include the wait for other workers to be ready
+        self.wait_s = 0.0  # waiting for other workers before the run does not count
         return ticket
 
     def reset_counters(self) -> None:
@@ -308,7 +309,8 @@ class Channel:
         self._told.clear()
         self._next = None
         if self._staging is not None:
-            self._staging.accept_weights()  # the evaluation is over
+            # The evaluation is over, so that new weights may overwrite the evaluated ones.
+            self._staging.accept_weights()
         self._send(self._links[0], Frame(Kind.SCORE), json.dumps(figures).encode())
         if self._error is not None:
             raise self._error
@@ -424,7 +426,7 @@ class Channel:
         """Push the buffers. They come before the gradients, because the last shard completes a ticket."""
         link = self._links[0]
         if link.has_buffers:
-            payload = b"" if link.transport == "shm" else as_bytes(self.flat.host.buffers)
+            payload = b"" if link.transport == "shm" else get_tensor_bytes(self.flat.host.buffers)
             self._send(link, Frame(Kind.PUSH, BUFFERS, 0, self._ticket), payload)
             link.bytes_out += self.flat.layout.buffer_bytes
 
@@ -451,7 +453,7 @@ class Channel:
             start, stop = self._bounds[shard]
             if self._grads is not self.flat.host.grads:
                 self._grads[start:stop].copy_(self.flat.host.grads[start:stop])
-            payload = as_bytes(self._grads[start:stop])
+            payload = get_tensor_bytes(self._grads[start:stop])
             self._send(link, Frame(Kind.PUSH, shard, 1, ticket, weight=self._weight), payload)
             link.bytes_out += len(payload)
 
@@ -466,7 +468,8 @@ class Channel:
         while (job := link.to_send.get()) is not None:
             try:
                 job()
-            except Exception as error:  # raised later in the thread that uses the channel
+            # The error is raised later in the thread that uses the channel.
+            except Exception as error:
                 self._fail(error)
                 return
 
@@ -523,7 +526,7 @@ class Channel:
         except (Closed, Silent, ProtocolError) as error:
             if not self._closing.is_set() and not self._done:
                 self._fail(ServerLost(f"server {link.server} was lost: {error}"))
-        except Exception as error:  # RunEnded, or an error of a copy to the device
+        except Exception as error:  # the error is RunEnded, or one of a copy to the device
             self._fail(error)
 
     def _handle(self, link: Link, frame: Frame) -> None:
@@ -614,11 +617,11 @@ class Channel:
             self._staging.fetch_initial()
         shared = link.transport == "shm"
         if link.has_buffers:
-            payload = b"" if shared else as_bytes(host.buffers)
+            payload = b"" if shared else get_tensor_bytes(host.buffers)
             link.connection.send(Frame(Kind.INIT, BUFFERS), payload)
         for shard in link.shards:
             start, stop = self._bounds[shard]
-            payload = b"" if shared else as_bytes(host.weights[start:stop])
+            payload = b"" if shared else get_tensor_bytes(host.weights[start:stop])
             link.connection.send(Frame(Kind.INIT, shard, 1), payload)
 
     def _fail(self, error: Exception) -> None:

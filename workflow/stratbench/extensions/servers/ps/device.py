@@ -203,17 +203,18 @@ class Staging:
 
     def _send_copied(self) -> None:
         try:
-            torch.cuda.set_device(self._flat.device)  # a thread starts on device 0
+            # The current device of a new thread is device 0.
+            torch.cuda.set_device(self._flat.device)
             while (item := self._copied.get()) is not None:
                 arrived, send = item
                 arrived.synchronize()
                 send()
         except Exception as error:
-            self._error = error  # raised by finish_push
+            self._error = error  # `finish_push` raises this error
 
     def finish_push(self) -> None:
         """Copy the remaining buckets (all, unless `arm` was called), and wait until everything is sent."""
-        self.accept_weights()  # the backward is over
+        self.accept_weights()  # backward is over, so that new weights may be copied to the device
         if not self.armed:
             self._begin()
         self.armed = False
@@ -262,7 +263,7 @@ class Staging:
                 self._early.append((start, stop))
 
     def _copy_back(self, start: int, stop: int) -> None:
-        torch.cuda.set_device(self._flat.device)  # a thread starts on device 0
+        torch.cuda.set_device(self._flat.device)  # The current device of a new thread is device 0.
         with torch.cuda.stream(self._back):
             self._flat.weights[start:stop].copy_(
                 self._flat.host.weights[start:stop], non_blocking=True

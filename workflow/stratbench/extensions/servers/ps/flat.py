@@ -16,7 +16,7 @@ from stratbench.extensions.servers.wire.shm import (
     allocate_flat_tensors,
     dtype_name,
 )
-from stratbench.workload.flat import copied_into, offsets_of, strided
+from stratbench.workload.flat import compute_flat_offsets, copy_into_flat, get_flat_view
 
 
 def cut(numel: int, shard_numel: int) -> list[tuple[int, int]]:
@@ -60,8 +60,8 @@ class FlatSpace:
             raise ValueError("the model has no trainable parameters")
         self.parameters = [p for _, p in named]
         buffers = [b for _, b in named_buffers]
-        self.starts, numel = offsets_of(self.parameters)
-        buffer_starts, buffer_numel = offsets_of(buffers)
+        self.starts, numel = compute_flat_offsets(self.parameters)
+        buffer_starts, buffer_numel = compute_flat_offsets(buffers)
         described = [
             (name, list(t.shape), list(t.stride()), start)
             for (name, t), start in zip(
@@ -79,10 +79,10 @@ class FlatSpace:
         self.host: FlatTensors = allocate(self.layout, shared)
         self._place_on_device()
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            parameter.data = copied_into(parameter.data, self.weights, start)
-            parameter.grad = strided(parameter, self.grads, start)
+            parameter.data = copy_into_flat(parameter.data, self.weights, start)
+            parameter.grad = get_flat_view(parameter, self.grads, start)
         for buffer, start in zip(buffers, buffer_starts, strict=True):
-            buffer.data = copied_into(buffer.data, self.buffers, start)
+            buffer.data = copy_into_flat(buffer.data, self.buffers, start)
         self._grads = [p.grad for p in self.parameters]
 
     @property
@@ -137,5 +137,6 @@ def _pin(tensor: torch.Tensor) -> None:
     cudart = torch.cuda.cudart()
     status = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(status) != 0:
-        reason = cudart.cudaGetErrorString(status)  # "out of memory" where the host has none to pin
+        # The text is "out of memory" if the host has no memory to pin.
+        reason = cudart.cudaGetErrorString(status)
         raise RuntimeError(f"cudaHostRegister refused to pin {tensor.nbytes} bytes: {reason}")

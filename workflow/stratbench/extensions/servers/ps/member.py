@@ -17,7 +17,7 @@ from stratbench.extensions.servers.ps.tickets import Ticket
 from stratbench.extensions.servers.wire.frames import BUFFERS, Frame, Kind, ProtocolError
 from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout, attach
 from stratbench.extensions.servers.wire.transport import Connection
-from stratbench.workload.flat import as_bytes
+from stratbench.workload.flat import get_tensor_bytes
 
 #: Maximum number of shards that one frame announces over shared memory, so that the worker can begin earlier.
 _RUN_SHARDS = 16
@@ -83,7 +83,7 @@ class StreamLane:
 
     def receive(self, shard: int) -> None:
         """Receive the gradient of a shard, or the float buffers if `shard` is `BUFFERS`."""
-        self._connection.receive_into(as_bytes(self._get_receive_buffer(shard)))
+        self._connection.receive_into(get_tensor_bytes(self._get_receive_buffer(shard)))
 
     def received(self, shard: int) -> Tensor:
         """Return the gradient or buffers that were received. The next `receive` may overwrite them."""
@@ -94,11 +94,11 @@ class StreamLane:
 
     def take_weights(self, shard: int, out: Tensor) -> None:
         """Receive the initial weights of a shard into `out`."""
-        self._connection.receive_into(as_bytes(out))
+        self._connection.receive_into(get_tensor_bytes(out))
 
     def blank(self, shard: int) -> memoryview | bytes:
         """Return a warm-up reply's payload, which is as long as the shard's weights."""
-        return as_bytes(self._out[: self._numel(shard)])
+        return get_tensor_bytes(self._out[: self._numel(shard)])
 
     def give(
         self, slot: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
@@ -116,7 +116,7 @@ class StreamLane:
         for shard in shards:
             spare = self._out[: self._numel(shard)]
             with weights.lend(slot, shard, spare, alive) as (lent, version):
-                payload = as_bytes(lent)
+                payload = get_tensor_bytes(lent)
                 self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
             sent_bytes += len(payload)
         return sent_bytes
@@ -191,10 +191,10 @@ class Hello(NamedTuple):
 
     worker: int
     wire: str
-    #: Whether its gradients are multiplied by a loss scale, and may overflow.
+    #: Whether the worker's gradients are multiplied by a loss scale, and may overflow.
     scaled: bool
     layout: Layout
-    #: Hash of its initial weights.
+    #: Hash of the worker's initial weights.
     start: str
 
 
@@ -228,35 +228,35 @@ class Member:
 
     def __init__(self, hello: Hello, connection: Connection, transport: str) -> None:
         self.worker, self.wire, self.scaled = hello.worker, hello.wire, hello.scaled
-        self.place = hello.worker  # its slot, by which policies and shards know it
+        self.place = hello.worker  # the worker's slot, by which policies and shards know it
         self.connection = connection
         self.transport = transport
         self.lane: StreamLane | SharedLane
         self.reader = threading.current_thread()
         self.sender: threading.Thread | None = None
         self.alive = True
-        self.pulled = False  # whether it has asked for weights, and so is ready to start
-        self.idle = False  # whether it waits because no ticket was free
+        self.pulled = False  # whether the worker has asked for weights, and so is ready to start
+        self.idle = False  # whether the worker waits because no ticket was free
         self.evaluates: int | None = (
-            None  # epoch whose snapshot it evaluates now; it is idle meanwhile
+            None  # epoch whose snapshot the worker evaluates now; it is idle meanwhile
         )
-        self.ticket: int | None = None  # number of its current ticket
-        self.next: Ticket | None = None  # ticket that is reserved for it
+        self.ticket: int | None = None  # number of the worker's current ticket
+        self.next: Ticket | None = None  # ticket that is reserved for the worker
         self.last_ticket = 0
         self.todo: set[int] = set()  # shards of the current ticket that have not arrived
         #: With a loss scale, shards (and `BUFFERS`) that have arrived, until APPLY or SKIP follows.
         self.held: list[int] = []
         self.weight = 1.0  # weight of the push that is arriving
-        #: What is to be sent: numbers of shards, pairs of frame and payload, and None at the end.
+        #: Replies to send: numbers of shards, pairs of frame and payload, and None at the end.
         self._outbox: deque[Any] = deque()
-        # Has one item per item of the outbox.
+        # This queue has one item per item of the outbox.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._sending = threading.Lock()  # held by the thread that empties the outbox
+        self._sending = threading.Lock()  # lock of the thread that empties the outbox
         self._ended = self._mute = False
         self.tickets = self.skips = 0
         self.bytes_in = self.bytes_out = 0
         self.wait_s: float | None = (
-            None  # seconds that it waited for servers, as it reports when it leaves
+            None  # seconds that the worker waited for servers, as it reports when it leaves
         )
 
     def is_alive(self) -> bool:

@@ -21,8 +21,9 @@ class Membership:
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self.members: dict[int, Member] = {}  # by number
-        self._at: dict[int, Member] = {}  # slot -> its present worker, or else its last one
+        self.members: dict[int, Member] = {}  # members by the number of their worker
+        # For each slot its present worker, or its last one if none is present.
+        self._at: dict[int, Member] = {}
 
     @property
     def numbers(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stratbench.cell.learning_rate import share_of_lr
+from stratbench.cell.learning_rate import compute_lr_factor
 
 #: Seconds without a heartbeat after which a worker or server counts as lost. It matters for stopped processes
 #: and lost hosts only, since a process that ends closes its connections. The time is long, because heartbeats
@@ -27,7 +27,7 @@ class ServerConfig:
         policy: Name of the update policy.
         hyper: Fields of `policy.Hyper`, except `workers` and `lr_scale`.
         policy_options: Options of the policy by name.
-        schedule: Arguments `schedule`, `warmup` and `final` of `share_of_lr`. None: the rate is constant.
+        schedule: Arguments `schedule`, `warmup` and `final` of `compute_lr_factor`. None: constant.
         server: Number of this server, from 0.
         n_servers: Number of servers.
         bind: Address to listen on: loopback, unless workers run on other hosts.
@@ -81,6 +81,6 @@ class ServerConfig:
         if self.schedule is None:
             return None
         steps, schedule = self.steps or self.epochs * self.steps_per_epoch, self.schedule
-        return lambda pushes: share_of_lr(
+        return lambda pushes: compute_lr_factor(
             step=max(0, pushes - 1) // self.slices, steps=steps, **schedule
         )

@@ -64,7 +64,7 @@ class ServerRun:
         self.done = False  # every ticket is completed
         self.lost: list[dict[str, Any]] = []
         self.plan = TicketPlan(config.epochs, config.steps_per_epoch, config.slices, config.steps)
-        self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands them out
+        self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands out the tickets
         self._writer: SnapshotWriter | None = None
         if config.snapshot_dir:
             self._writer = SnapshotWriter(
@@ -75,7 +75,7 @@ class ServerRun:
         self._membership = self.members_by(config.workers)
         self._members = self._membership.members
         self._store: Store | None = (
-            None  # created when the first worker sends the sizes of its tensors
+            None  # the store is created when the first worker sends the sizes of its tensors
         )
         self._start: str | None = None  # hash of the initial weights of the first worker
         self._initialiser: Member | None = None
@@ -159,7 +159,7 @@ class ServerRun:
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
         sender.start()
-        member.sender = sender  # set after the start, because `close` joins this thread
+        member.sender = sender  # the sender is set after its start, because `close` joins it
 
     def _extend_welcome(self, member: Member) -> dict[str, Any]:
         return {}
@@ -168,12 +168,13 @@ class ServerRun:
         try:
             member.send_replies(self._store)
         except Closed:
-            pass  # the receiving thread notices it after the worker's last frames, such as BYE
+            # The receiving thread notices the closed connection after the last frames, such as BYE.
+            pass
         except Exception as error:
             self._stop_after_error(error)
             member.drop_shards()
             with contextlib.suppress(Closed):
-                member.send_replies(self._store)  # sends the reason
+                member.send_replies(self._store)  # sends the reason, which is queued as a reply
 
     def _handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
         """Return the handlers of frames that have no payload, by kind of frame."""
@@ -191,7 +192,8 @@ class ServerRun:
             self._attend(member)
         except Exception as error:
             self._stop_after_error(error)
-        member.sender.join()  # it may still send a reason; `close` closes a connection that nobody reads
+        # The sender may still send a reason; `close` closes a connection that nobody reads.
+        member.sender.join()
         member.let_go()
 
     def _attend(self, member: Member) -> None:
@@ -248,7 +250,7 @@ class ServerRun:
         with self._lock:
             if (
                 not member.alive
-            ):  # it counts as lost meanwhile, and its slot may have another worker
+            ):  # the worker may count as lost meanwhile, and its slot may have another one
                 return
             if member.idle:
                 member.idle = False
@@ -280,7 +282,7 @@ class ServerRun:
         with self._lock:
             if (
                 not member.alive
-            ):  # it counts as lost meanwhile, and another worker sends its weights
+            ):  # the worker may count as lost meanwhile, and another one sends its weights
                 raise ProtocolError("INIT of a worker that was given up")
             if not self._store.fill(frame.shard, initial):
                 return
@@ -383,7 +385,7 @@ class ServerRun:
 
     def _finish_push(self, member: Member) -> None:
         self._complete(member)
-        with contextlib.suppress(Closed):  # as in `_answer`
+        with contextlib.suppress(Closed):  # the receiving thread notices a closed connection later
             member.send_now(self._store)
 
     def _complete(self, member: Member) -> None:

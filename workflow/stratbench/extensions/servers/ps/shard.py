@@ -227,7 +227,8 @@ class Shard:
                     self._left.add(worker)
                     self.policy.on_leave(worker)
             self.policy.finish()
-            for worker in self._waiting:  # a worker that repeats a ticket needs weights
+            # A worker that waits because it repeats a ticket still needs weights.
+            for worker in self._waiting:
                 self._release(worker, self.index)
             self._waiting.clear()
 
@@ -262,7 +263,8 @@ class Shard:
             self._lent_on[id(lent)] -= 1
             if not self._lent_on[id(lent)]:
                 del self._lent_on[id(lent)]
-                self._spare = lent  # reused, since its memory has been touched already
+                # The tensor is reused, since its memory has been touched already.
+                self._spare = lent
 
     def _save_snapshots(self) -> None:
         for out in self._snapshots:

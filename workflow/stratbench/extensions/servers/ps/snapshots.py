@@ -24,7 +24,7 @@ from torch import Tensor
 from stratbench.cell.files import write_atomic
 from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.wire.shm import DTYPES, dtype_name
-from stratbench.workload.flat import as_bytes
+from stratbench.workload.flat import get_tensor_bytes
 
 
 def _weights_file(folder: Path, epoch: int, server: int) -> Path:
@@ -45,11 +45,11 @@ def _save(path: Path, tensor: Tensor) -> None:
     The function does not use `np.save`, whose error on a full disk does not name the reason.
     """
     partial = path.with_suffix(".part")
-    header = {"descr": "|u1", "fortran_order": False, "shape": (as_bytes(tensor).nbytes,)}
+    header = {"descr": "|u1", "fortran_order": False, "shape": (get_tensor_bytes(tensor).nbytes,)}
     try:
         with partial.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
-            file.write(as_bytes(tensor))
+            file.write(get_tensor_bytes(tensor))
         os.replace(partial, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -125,7 +125,8 @@ class SnapshotWriter:
                 for shard in shards:
                     shard.save_snapshots()
                 self._write(epoch, seconds, weights, buffers)
-            except Exception as error:  # of any kind: `wait` would wait forever for a dead thread
+            # An error of any kind is kept, because `wait` would wait forever for a dead thread.
+            except Exception as error:
                 cause = getattr(error, "strerror", None) or error
                 reason = f"the snapshot of epoch {epoch + 1} could not be written to {self.folder}"
                 self._on_failure(f"{reason}: {cause}")

@@ -24,7 +24,7 @@ from stratbench.extensions.servers.wire.shm import DTYPES, Layout
 MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
 MakeShard = Callable[
     [int, Tensor], Shard
-]  # from the shard's number and its initial weights, shape [n]
+]  # makes a shard from its number and its initial weights, shape [n]
 
 
 def check_length(frame: Frame, expected: int) -> None:

@@ -75,7 +75,7 @@ class CompactIntSet:
     """A set of integers that grows mostly in order, stored compactly."""
 
     def __init__(self, floor: int = 0, above: Iterable[int] = ()) -> None:
-        self._floor = floor  # everything below is in the set
+        self._floor = floor  # all numbers below this one are in the set
         self._above: set[int] = set()
         for number in above:
             self.add(number)
@@ -146,10 +146,11 @@ class Tickets:
         self.reassigned: list[dict[str, int]] = []
         self._next_step = 0
         self._fresh: list[int] = []
-        self._returned: deque[tuple[int, int]] = deque()  # (ticket, the worker that lost it)
-        self._held: dict[int, int] = {}  # ticket -> worker
+        # Tickets to hand out again, each with the worker that lost it.
+        self._returned: deque[tuple[int, int]] = deque()
+        self._held: dict[int, int] = {}  # the worker that has each ticket
         self._n_servers = n_servers
-        self._there: dict[int, set[int]] = {}  # ticket -> servers that have all of it
+        self._there: dict[int, set[int]] = {}  # the servers that have all gradients of each ticket
 
     @property
     def all_settled(self) -> bool:

@@ -45,11 +45,11 @@ class Kind(IntEnum):
     DONE = 12  # S: the training is over; C: forwarded to the other servers of an elastic run
     ACK = 13  # S: a server other than 0 has all gradients of the ticket
     SETTLE = 14  # C: an ACK, forwarded to server 0
-    HEARTBEAT = 15  # both
+    HEARTBEAT = 15  # S and C: sign of life while nothing else is sent
     ERR = 16  # S: why the run, or this worker's part in it, is over. `count` 1: the worker may join later.
     #          C: forwarded to the other servers
     BYE = 17  # C: the worker leaves after the end of the training, with its measured waiting time
-    TALK = 32  # both: JSON, between the coordinator of an elastic cell and its workers
+    TALK = 32  # S and C: sign of life while nothing else is sent
     APPLY = 18  # C: no gradient of the ticket overflowed: apply them
     # In elastic runs only:
     LEAVE = (
@@ -74,7 +74,7 @@ class Frame(NamedTuple):
     shard: int = 0  # number of the first shard, or `BUFFERS`
     count: int = 0  # number of shards
     ticket: int = NO_TICKET
-    version: int = 0  # lowest version among the shards
+    version: int = 0  # lowest version among the shards of the frame
     length: int = 0  # bytes of payload that follow the header
     weight: float = 1.0  # weight of a push in an average over pushes
 

@@ -33,7 +33,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self.count = 0
-        self.first: list[str] = []  # the first hundred
+        self.first: list[str] = []  # texts of the first hundred refusals
         self._lock = threading.Lock()
 
     def add(self, who: str, reason: str) -> None:
@@ -82,7 +82,8 @@ class Gate:
         self._refusals, self._enter = refusals, enter
         self._closed = threading.Event()
         self._wake, self._waker = socket.socketpair()  # ends the wait for connections
-        self._pending: dict[Connection, None] = {}  # in order of arrival
+        # Connections that have not proved the secret, in order of arrival.
+        self._pending: dict[Connection, None] = {}
         self._lock = threading.Lock()  # guards `_pending`
 
     def accept(self, listeners: Listeners) -> None:
@@ -110,7 +111,7 @@ class Gate:
                 self._refusals.add("a connection", f"accept failed: {error.strerror}")
                 self._dismiss_oldest()
                 self._closed.wait(_EXHAUSTED_PAUSE_S)
-            return  # otherwise the peer has closed the connection already
+            return  # for other errors, the peer has closed the connection already
         transport = "shm" if local else "tcp"
         peer = "a local socket" if local else f"{address[0]}:{address[1]}"
         try:
@@ -136,7 +137,7 @@ class Gate:
 
     def _dismiss_oldest(self) -> None:
         """Close the oldest connection that has not proved the secret. Its thread counts the refusal."""
-        with self._lock:  # so that no admitted peer is closed
+        with self._lock:  # the lock prevents that an admitted peer is closed
             oldest = next(iter(self._pending), None)
             if oldest is not None:
                 del self._pending[oldest]
@@ -177,7 +178,7 @@ class Gate:
         except Exception as error:
             if not isinstance(
                 error, (ProtocolError, Closed, Silent)
-            ):  # such as missing memory or threads
+            ):  # the error may be missing memory or threads
                 log.exception("%s could not be taken in", peer)
             self._refusals.add(peer, str(error))
             _dismiss(connection, str(error))

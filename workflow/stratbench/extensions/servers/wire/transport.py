@@ -250,7 +250,7 @@ class Connection:
 
     def close(self) -> None:
         """Close at once. Threads that wait in this connection raise Closed."""
-        with contextlib.suppress(OSError):  # the peer may have closed it already
+        with contextlib.suppress(OSError):  # the peer may have closed the connection already
             self.sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import describe_decisions
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import folded, printable
+from stratbench.cell.text.words import replace_control_characters, wrap_lines
 from stratbench.extensions.sets.archive import NAME, SetError, quote_untrusted
 from stratbench.extensions.sets.comparing import figures, page, regression, tables
 from stratbench.extensions.sets.comparing.comparison import compare, make_headline
@@ -72,17 +72,17 @@ def compare_sets(
     write_atomic(folder / INDEX, page.render(values))
     write_explore(sets, folder / EXPLORE)
     for one in compared:
-        text = f"{one.other.name} compared with {one.first.name}: {make_headline(one)}"
-        print(printable(folded([text])))
-        for mean in one.strategies:
+        text = f"{one.other_set.name} compared with {one.first_set.name}: {make_headline(one)}"
+        print(replace_control_characters(wrap_lines([text])))
+        for mean in one.strategy_means:
             if mean.gpus is None:
                 print(
                     f"  {mean.strategy}: {tables.ratio_text(mean.time_ratio)} times the training time"
                 )
     if decisions:
-        print(printable(describe_decisions(decisions, [], limits, constraints)))
+        print(replace_control_characters(describe_decisions(decisions, [], limits, constraints)))
     if watched is not None:
-        print(printable(folded(regression.describe_watch(watched, allowed))))
+        print(replace_control_characters(wrap_lines(regression.describe_watch(watched, allowed))))
     print(folder / INDEX)
     return 1 if watched and regression.has_failures(watched) else 0
 
@@ -96,7 +96,7 @@ def claim_comparison_folder(folder: Path, named: Mapping[str, str]) -> None:
     before = claim_folder(folder, about)
     if before not in ("", about):
         text = f"{folder} had the comparison of {before}, which is now replaced"
-        print(printable(text), file=sys.stderr)
+        print(replace_control_characters(text), file=sys.stderr)
 
 
 def make_folder_name(names: Iterable[str]) -> str:

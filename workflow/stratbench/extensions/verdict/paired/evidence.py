@@ -21,7 +21,7 @@ from stratbench.extensions.verdict.blocks import (
     list_block_files,
     read_block,
 )
-from stratbench.strategies import get_traits, strategy_class
+from stratbench.strategies import get_strategy_class, get_traits
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import Study
 from stratbench.study.jobs import Jobs
@@ -32,22 +32,22 @@ from stratbench.workload.network.models import MODELS
 class PairedComparison:
     """A comparison: the strategies that compete on one experiment, model and number of workers."""
 
-    place: ComparisonKey
+    comparison_key: ComparisonKey
     dataset: str
     strategies: tuple[str, ...]
-    served: tuple[bool, ...]
+    uses_servers: tuple[bool, ...]
     #: Per strategy: whether its arithmetic equals DDP's. Such strategies share one score.
-    equal: tuple[bool, ...]
-    #: Key of the arithmetic: comparisons with equal keys share the score of the strategies in `equal`.
-    arithmetic: tuple[Any, ...]
+    equals_ddp: tuple[bool, ...]
+    #: Key of the arithmetic: comparisons with equal keys share the score of the strategies that equal DDP.
+    arithmetic_keys: tuple[Any, ...]
     #: The traits of each strategy, as it declares them.
     traits: tuple[Traits, ...] = ()
     #: Hash of each strategy's settings, from `hash_trained_settings`.
-    trained: tuple[str, ...] = ()
+    settings_hashes: tuple[str, ...] = ()
     #: Number of steps of a full run, or None if not known before the data are read.
     full_steps: int | None = None
     #: Whether full runs are evaluated, and so have a score.
-    scored: bool = True
+    has_score: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class FullRun:
     status: str
     reason: str | None
     score: float | None  # in the unit of the report, such as percentage points of accuracy
-    better: str
+    better_direction: str
     tolerance: float
     score_name: str
     gpu_seconds: float
@@ -65,12 +65,12 @@ class FullRun:
     steps: int
 
     @property
-    def sign(self) -> int:
+    def score_sign(self) -> int:
         """1 if a higher score is better, else -1."""
-        return 1 if self.better == "higher" else -1
+        return 1 if self.better_direction == "higher" else -1
 
     @property
-    def step_log(self) -> float | None:
+    def log_step_time(self) -> float | None:
         """The logarithm of the run's mean seconds per step.
 
         None if the run did not end well.
@@ -95,7 +95,7 @@ class PairedEvidence:
     tolerances: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
-    def _blocks_by_place(self) -> dict[ComparisonKey, list[PairedBlock]]:
+    def _blocks_by_comparison(self) -> dict[ComparisonKey, list[PairedBlock]]:
         blocks: dict[ComparisonKey, list[PairedBlock]] = {}
         for key in sorted(self.blocks):
             blocks.setdefault(key[0], []).append(self.blocks[key])
@@ -103,9 +103,9 @@ class PairedEvidence:
 
     def list_blocks(self, key: ComparisonKey) -> list[PairedBlock]:
         """Return the blocks of a comparison, ordered by number."""
-        return self._blocks_by_place.get(key, [])
+        return self._blocks_by_comparison.get(key, [])
 
-    def cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
+    def make_cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
         """Return the cell of a strategy's full training.
 
         Args:
@@ -117,7 +117,7 @@ class PairedEvidence:
 
     def list_full_runs(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
         """Return the full runs of a strategy, ordered by repeat."""
-        cells = (self.cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS))
+        cells = (self.make_cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS))
         return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
 
     def order_strategies(
@@ -131,12 +131,13 @@ class PairedEvidence:
             strategies: Strategies of the block.
         """
         return sorted(
-            strategies, key=lambda strategy: _hash(self.seed, comparison.place, block, strategy)
+            strategies,
+            key=lambda strategy: _hash(self.seed, comparison.comparison_key, block, strategy),
         )
 
     def compute_block_seed(self, comparison: PairedComparison, block: int) -> int:
         """Return the seed that all segments of a block share."""
-        return int(_hash(self.seed, comparison.place, block)[:8], 16) >> 1
+        return int(_hash(self.seed, comparison.comparison_key, block)[:8], 16) >> 1
 
 
 def _hash(*parts: object) -> str:
@@ -152,7 +153,7 @@ def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int
         strategy: Its strategy.
         repeat: Number of the repeat.
     """
-    key = comparison.place
+    key = comparison.comparison_key
     return Cell(study, key.experiment, strategy, key.model, comparison.dataset, key.gpus, repeat)
 
 
@@ -183,7 +184,10 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
         for path, reason in skipped.items()
         if path.endswith("rep0")
     ]
-    blocks = {(b.place, b.number): b for b in _iter_usable_blocks(study, comparisons, root, notes)}
+    blocks = {
+        (b.comparison_key, b.block_number): b
+        for b in _iter_usable_blocks(study, comparisons, root, notes)
+    }
     runs = dict(_full_runs(study, comparisons, root, notes))
     samples = {}
     for cell, (_, train_samples) in runs.items():
@@ -208,7 +212,7 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
     by_key: dict[ComparisonKey, list[Cell]] = {}
     for cell in study.cells:
         if cell.repeat == 0 and cell.path not in skipped:
-            by_key.setdefault(ComparisonKey.of(cell), []).append(cell)
+            by_key.setdefault(ComparisonKey.from_cell(cell), []).append(cell)
     for key, cells in by_key.items():
         settings = [study.settings(cell) for cell in cells]
         known = MODELS.get(key.model)
@@ -219,15 +223,15 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
             get_traits(s.strategy, s.options, key.gpus, adds_up=builtin) for s in settings
         )
         yield PairedComparison(
-            place=key,
+            comparison_key=key,
             dataset=cells[0].dataset,
             strategies=tuple(cell.strategy for cell in cells),
-            served=tuple(strategy_class(s.strategy).kind == "server" for s in settings),
-            equal=tuple(t.equals_ddp for t in traits),
-            arithmetic=(key.experiment, key.model, key.gpus if apart else None),
+            uses_servers=tuple(get_strategy_class(s.strategy).kind == "server" for s in settings),
+            equals_ddp=tuple(t.equals_ddp for t in traits),
+            arithmetic_keys=(key.experiment, key.model, key.gpus if apart else None),
             traits=traits,
-            trained=tuple(map(hash_trained_settings, settings)),
-            scored=settings[0].steps is None,
+            settings_hashes=tuple(map(hash_trained_settings, settings)),
+            has_score=settings[0].steps is None,
         )
 
 
@@ -252,22 +256,25 @@ def _iter_usable_blocks(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[PairedBlock]:
     """Yield the blocks whose strategies were all trained with the settings of the config."""
-    wanted = {b.place: dict(zip(b.strategies, b.trained, strict=True)) for b in comparisons}
+    wanted = {
+        b.comparison_key: dict(zip(b.strategies, b.settings_hashes, strict=True))
+        for b in comparisons
+    }
     for path in list_block_files(results, study.name):
         try:
             block = read_block(path)
         except BlockError as e:
             notes.append(f"not used: {e}; delete it, and the block is measured again")
             continue
-        if block.place not in wanted:
+        if block.comparison_key not in wanted:
             continue
         # Strategies that were removed from the study since may keep segments with any settings.
-        strategies = wanted[block.place].keys() & block.trained.keys()
-        now = wanted[block.place]
-        if stale := sorted(a for a in strategies if now[a] != block.trained[a]):
+        strategies = wanted[block.comparison_key].keys() & block.settings_hashes.keys()
+        now = wanted[block.comparison_key]
+        if stale := sorted(a for a in strategies if now[a] != block.settings_hashes[a]):
             notes.append(
-                f"{block.place}, block {block.number} is not used: {', '.join(stale)} had other "
-                "settings than those of the config"
+                f"{block.comparison_key}, block {block.block_number} is not used: {', '.join(stale)} had "
+                "other settings than those of the config"
             )
             continue
         yield block
@@ -306,7 +313,7 @@ def make_full_run(measured: record.Record, steps: int) -> FullRun:
         status=measured["status"],
         reason=measured["reason"],
         score=None if score is None else factor * score,
-        better=task["better"],
+        better_direction=task["better"],
         tolerance=task["tolerance"],
         score_name=task["score"],
         gpu_seconds=measured["time"]["total_s"] * measured["cell"]["gpus"],

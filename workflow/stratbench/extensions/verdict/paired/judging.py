@@ -36,7 +36,7 @@ class Look(NamedTuple):
     sets: np.ndarray  # number of node sets that these blocks ran on
     reuses_few_nodes: (
         np.ndarray
-    )  # whether they are on fewer than MIN_SETS, and one of these came again
+    )  # whether the blocks have fewer than MIN_SETS node sets, one of them repeatedly
     excess_similarity_sds: (
         np.ndarray
     )  # standard deviations by which neighbouring blocks are too similar
@@ -115,7 +115,7 @@ def group_by_node_set(
     is_present = np.isfinite(logs).any(-2)
     nodes = np.where(is_present, nodes, -1)
     labels = np.arange(max(nodes.max(initial=0) + 1, logs.shape[-1]))
-    inside = nodes[..., None] == labels  # [..., comparisons, blocks, sets]
+    inside = nodes[..., None] == labels  # shape [..., comparisons, blocks, sets]
     sets = inside.any(-2).sum(-1)
     again = sets < is_present.sum(-1)
     many = again & (sets >= MIN_SETS)
