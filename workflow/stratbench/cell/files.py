@@ -183,7 +183,8 @@ def check_displayable_values(values: Iterable[Any]) -> None:
         kind = type(value)
         if kind is str:
             if not value.isascii():
-                value.encode()  # raises UnicodeEncodeError, a ValueError, for lone surrogates
+                # Encoding raises UnicodeEncodeError, a ValueError, for lone surrogates.
+                value.encode()
         elif kind is float:
             if not math.isfinite(value):
                 raise ValueError("a number is too large")
@@ -191,7 +192,7 @@ def check_displayable_values(values: Iterable[Any]) -> None:
             if not -_MAX_WHOLE <= value < _MAX_WHOLE:
                 raise ValueError("an integer is too large for 64 bits")
         elif kind is dict:
-            check_displayable_values(value)  # its keys
+            check_displayable_values(value)  # checks the keys of the mapping
             check_displayable_values(value.values())
         elif kind is list:
             check_displayable_values(value)

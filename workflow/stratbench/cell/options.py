@@ -106,7 +106,7 @@ def list_json_types(hint: Any) -> list[str]:
     """Return the JSON types of a Python type's values, in the order of a union."""
     if get_origin(hint) is Literal:
         return list(dict.fromkeys(_JSON_TYPES[type(value)] for value in get_args(hint)))
-    if get_origin(hint) in _JSON_TYPES:  # list[float]
+    if get_origin(hint) in _JSON_TYPES:  # the type is one such as `list[float]`
         return [_JSON_TYPES[get_origin(hint)]]
     return [name for part in get_args(hint) for name in list_json_types(part)] or [
         _JSON_TYPES[hint]

@@ -21,9 +21,11 @@ REPEATED_LOOKS = 4.5
 SCREEN = 1.5
 #: The fraction by which an alternative may be faster before the confidence is low.
 ROUGH = 0.10
-#: The number of variances for any prior and for an unlimited one, and the maximum degrees of freedom between.
+#: Minimum number of variances for a prior, the number for an unlimited prior, and the maximum degrees of
+#: freedom of a prior from fewer.
 MIN_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
-#: The number of variances for any prior from groups, and the maximum degrees of freedom from few groups.
+#: Minimum number of variances for a prior from groups, and the maximum degrees of freedom of a prior from few
+#: groups.
 MIN_GROUPS, FEW_DOF_OF_GROUPS = 2, 4.0
 
 
@@ -85,7 +87,7 @@ def estimate_variance_prior(
     count = known.sum(-1)
     if np.all(count < fewest):
         return Prior(np.zeros(count.shape), np.zeros(count.shape))
-    from scipy.special import digamma  # its import takes 0.2 s
+    from scipy.special import digamma  # the import of scipy takes 0.2 s
 
     # There are only a few distinct degrees of freedom, so the functions are computed once for each.
     several, place = np.unique(np.where(known, dof, 1.0), return_inverse=True)
@@ -107,7 +109,7 @@ def estimate_variance_prior(
 
 def trigamma(x: np.ndarray) -> np.ndarray:
     """Return the second derivative of log gamma, faster than scipy's `polygamma`."""
-    from scipy.special import zeta  # its import takes 0.2 s
+    from scipy.special import zeta  # the import of scipy takes 0.2 s
 
     return zeta(2, x)
 
@@ -117,7 +119,7 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
 
     Newton's method computes x (Smyth 2004, appendix).
     """
-    from scipy.special import zeta  # its import takes 0.2 s
+    from scipy.special import zeta  # the import of scipy takes 0.2 s
 
     x = 0.5 + 1.0 / np.asarray(y, dtype=float)
     for _ in range(50):
@@ -268,7 +270,7 @@ def compute_half_widths(
     known = dof > 0
     if not known.any():
         return np.full(np.broadcast(variance, dof, repeats, tail).shape, np.inf)
-    from scipy.special import stdtrit  # its import takes 0.2 s
+    from scipy.special import stdtrit  # the import of scipy takes 0.2 s
 
     known, dof, tail = np.broadcast_arrays(known, dof, tail)
     quantile = np.full(known.shape, np.inf)

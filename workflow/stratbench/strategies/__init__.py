@@ -90,7 +90,8 @@ def get_traits(
     if replaced:
         traits = replace(traits, ends_with_a_worker=False)
     if not adds_up:
-        parts = strategy.mesh(gpus).replicas * strategy.parts  # DDP has one for each worker
+        # DDP computes one part of a batch per worker.
+        parts = strategy.mesh(gpus).replicas * strategy.parts
         traits = replace(
             traits,
             is_synchronous_on_one_worker=traits.is_synchronous_on_one_worker

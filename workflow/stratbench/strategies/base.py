@@ -171,11 +171,12 @@ class Strategy:
     #: `collective`: all workers take each step together. `server`: workers send gradients to parameter
     #: servers and receive weights. `own`: a user's program trains, with its own loop.
     kind: ClassVar[Literal["collective", "server", "own"]] = "collective"
-    #: Packages that it needs in addition to stratbench's, as `name==version` (`strategies/needs.py`).
+    #: Packages that the strategy needs in addition to stratbench's, as `name==version`
+    #: (`strategies/needs.py`).
     needs: ClassVar[tuple[str, ...]] = ()
     #: Training loop of the strategy in place of `train.loop.train`, as "module:function". None: that loop.
     loop: ClassVar[str | None] = None
-    #: Name of the update policy of its servers. None: it has no servers.
+    #: Name of the update policy of the strategy's parameter servers, or None without servers.
     policy: ClassVar[str | None] = None
     #: Family of the strategy, which determines its colour in figures; `other` is black.
     family: ClassVar[
@@ -191,38 +192,40 @@ class Strategy:
             "other",
         ]
     ] = "other"
-    #: Number of its marker in figures among its family's markers, for families that several extensions share:
-    #: without one of them, the others keep their markers. None: the next free number in the registry's order.
+    #: Number of the strategy's marker in figures among its family's markers, for families that several
+    #: extensions share: without one of them, the others keep their markers. None: the next free number in the
+    #: registry's order.
     mark: ClassVar[int | None] = None
-    #: One line for documentation and reports.
+    #: Description of the strategy in one line, for documentation and reports.
     summary: ClassVar[str]
     #: Formula for reports of how the weights W are updated. g is a gradient, velocity SGD's direction, lr the
     #: learning rate of a global batch, eta that of one push of a worker, and N the number of workers.
     rule: ClassVar[str] = ""
-    #: Largest number of workers that it can use, or None without a limit.
+    #: Largest number of workers that the strategy can use, or None without a limit.
     max_workers: ClassVar[int | None] = None
-    #: Whether it needs a torch.distributed process group.
+    #: Whether the strategy needs a torch.distributed process group.
     needs_group: ClassVar[bool] = True
-    #: Whether it shards the model by its wrap groups. The record then has these groups.
+    #: Whether the strategy shards the model by its wrap groups. The record then has these groups.
     uses_wrap_groups: ClassVar[bool] = False
-    #: Whether it divides the model's layers among workers, for which the model must declare how.
+    #: Whether the strategy divides the model's layers among workers, for which the model must declare how.
     divides_network: ClassVar[bool] = False
     #: Whether a worker waits for activations of other workers, so that no computation hides their transfer.
     waits_for_activations: ClassVar[bool] = False
     #: Whether a rank computes and stores the same with any number of workers, so that the plan needs to
     #: predict only one number of workers.
     alike_on_any_count: ClassVar[bool] = False
-    #: Kinds of collectives that its steps may start (`CollectiveCall.kind`), for the measurement of links.
-    #: None: unknown, and all kinds are measured.
+    #: Kinds of collectives that the strategy's steps may start (`CollectiveCall.kind`), for the measurement
+    #: of links. None: unknown, and all kinds are measured.
     collectives: ClassVar[tuple[str, ...] | None] = None
     #: Phases of a step that contain no wait for other workers: they show how the workers' computation times
     #: differ. It is empty if each phase may contain waits.
     own_phases: tuple[str, ...] = ()
-    #: Reason why its workers cannot join and leave during the training, as a clause, or None if they can.
+    #: Reason why the strategy's workers cannot join and leave during the training, as a clause, or None if
+    #: they can.
     rigid: ClassVar[str | None] = "it does not say that workers may join and leave while it trains"
     #: Reason why an interrupted training restarts from step 0, as a clause, or None if its state is saved.
     begins_anew: ClassVar[str | None] = "it does not say that all its state can be kept"
-    #: Whether its first steps differ from later ones, so that the plan has to look at later steps.
+    #: Whether the strategy's first steps differ from later ones, so that the plan has to look at later steps.
     warms_up: ClassVar[bool] = False
     #: Whether a parameter without a gradient in a step is updated by a gradient of zeros, not left unchanged.
     updates_by_zeros: ClassVar[bool] = False
@@ -232,7 +235,7 @@ class Strategy:
     evaluated_on: ClassVar[str] = "the only worker's weights and BatchNorm statistics"
     #: Sentence on parts of a step's time that the breakdown cannot separate, or None if there are none.
     breakdown_note: ClassVar[str | None] = None
-    #: Dataclass of its options.
+    #: Dataclass of the strategy's options.
     Options: ClassVar[type[Options]] = Options
     #: Model that was given to `setup`.
     model: nn.Module
@@ -577,7 +580,7 @@ class Collective(Strategy):
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
         self.worker, self.model = worker, model
-        # With buffers, forward may begin by a wait for those of another worker.
+        # If the model has buffers, forward may begin with a wait for the buffers of another worker.
         if any(True for _ in model.buffers()):
             self.own_phases = ()
         if worker.settings.loss_chunks > 1:

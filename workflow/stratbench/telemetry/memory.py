@@ -120,7 +120,8 @@ def _read_requested_bytes(device: torch.device) -> dict[str, int]:
     workspaces. Requests are counted before the allocator rounds them up.
     """
     before = torch.cuda.memory_stats(device)
-    if not before.get("requested_bytes.all.peak"):  # another allocator (cudaMallocAsync)
+    # Another allocator, such as cudaMallocAsync, lacks this statistic.
+    if not before.get("requested_bytes.all.peak"):
         return {}
     free_cublas_workspaces()
     kept_bytes = (

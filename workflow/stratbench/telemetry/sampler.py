@@ -309,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
                 period_s=options.period_s,
                 origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
             )
-    except OSError as error:  # a full disk
+    except OSError as error:  # the error may be a full disk
         print(f"sampler: {error.strerror}: {options.out}; the timeline ends", file=sys.stderr)
         return 1
     return 0

@@ -31,12 +31,12 @@ SAMPLE_COLUMNS = (
     "cpu_pct",
     "cores_pct",  # host: percent in use of each core, separated by blanks
     "cpu_time_s",  # process: CPU time so far
-    "rss_bytes",  # process
-    "load_1m",  # host
-    "mem_available_bytes",  # host
+    "rss_bytes",  # process: resident memory
+    "load_1m",  # host: load average over one minute
+    "mem_available_bytes",  # host: memory that new processes could use
     # host: physical memory in use; gpu: memory in use on the device
     "mem_used_bytes",
-    # gpu; see nvml.Gpu.counters
+    # The columns from here on are for GPUs (see nvml.Gpu.counters).
     "gpu_util_pct",
     "mem_bus_util_pct",
     "power_w",

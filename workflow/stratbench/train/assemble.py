@@ -280,7 +280,7 @@ def find_largest_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "method": worst["method"],
         "peak_bytes": worst["peak_bytes"],
         "peak_over_base_bytes": worst["peak_over_base_bytes"],
-        "model_states": largest or None,  # not known if a command has trained
+        "model_states": largest or None,  # the model states are unknown if a command has trained
         **{key: worst[key] for key in ("requested_peak_bytes", "cublas_bytes") if key in worst},
     }
 

@@ -143,7 +143,7 @@ def make_timeout(limit_s: float) -> Ending:
 
 
 #: Messages of PyTorch's NCCL watchdog before it ends a process by SIGABRT. The first names the collective,
-#: but is not always written. The second is.
+#: but is not always written. The second is always written.
 _WATCHDOG_SAYS = (
     re.compile(r"Collective \w+\(.*raised the following async exception: .*"),
     re.compile(r"[\w ]*watchdog thread terminated with exception: .*"),
@@ -218,7 +218,7 @@ def count_oom_kills(
     try:
         groups = [line.split(":", 2) for line in proc.read_text(encoding="utf-8").splitlines()]
         for _, controllers, group in groups:
-            if "memory" in controllers.split(","):  # version 1
+            if "memory" in controllers.split(","):  # version 1 of cgroups
                 file = root / "memory" / group.lstrip("/") / "memory.oom_control"
                 break
         else:

@@ -70,8 +70,8 @@ class ForkServer:
                 pass_fds=[listener.fileno()],
                 env=os.environ
                 | {
-                    # PyTorch reads it once, when it is loaded. Each forked process sets its number of threads
-                    # by `torch.set_num_threads`.
+                    # PyTorch reads this variable once, when it is loaded. Each forked process sets its number
+                    # of threads by `torch.set_num_threads`.
                     "OMP_NUM_THREADS": "1",
                     # PyTorch asks NVML whether there is a GPU. Forked processes could not use CUDA if the
                     # server had initialised it.

@@ -41,7 +41,8 @@ def create_private_folder(parent: str | Path | None = None) -> Path:
     """
     stem = Path(parent or tempfile.gettempdir()) / f"stratbench-{os.geteuid()}"
     paths = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(1, _NAMES))]
-    # One that is there already comes first: another user who gives up a name must not part our cells.
+    # A folder that exists already comes first. Otherwise our cells would use different folders once another
+    # user gives up a name.
     for path in paths:
         if _is_private_folder(path):
             return path

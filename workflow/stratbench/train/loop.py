@@ -107,9 +107,8 @@ def train(
         losses = train_epoch(strategy, data, worker, clock, log, epoch, max_steps, besides, taken)
         taken = ()
         strategy.check_alike()
-        if (
-            used is None
-        ):  # read before an evaluation, whose batches may need more memory than training
+        # The peak is read before an evaluation, whose batches may need more memory than training.
+        if used is None:
             used = memory.read()
         steps += len(losses)
         loss = average_over_replicas(torch.stack(losses).double().mean(), worker)
@@ -231,7 +230,7 @@ def free_warm_up_collectives(device: torch.device) -> None:
     of the peak after a short warm-up.
     """
     torch.cuda.synchronize(device)
-    wait_for_collectives()  # waits for those whose end the watchdog has not seen
+    wait_for_collectives()  # waits for collectives whose end the watchdog has not seen
     dist.all_reduce(torch.zeros(1, device=device))
 
 
@@ -275,7 +274,7 @@ def train_epoch(
         log.write("train", "start")
         wait_for_all_workers(
             worker
-        )  # the clock starts at once after it: a delay here would count for all workers
+        )  # the clock starts right after this barrier, so that a delay would count for all workers
         losses += run_timed_steps(
             strategy, data, clock, stretch, augmentation, goes_on=bool(losses)
         )

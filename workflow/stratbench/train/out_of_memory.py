@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 
-#: The allocators of the host and of CUDA, the driver, NCCL, cuBLAS and cuDNN each say it their way.
+#: Parts of messages on a full memory, which differ between the allocators of host and CUDA, the driver, NCCL,
+#: cuBLAS and cuDNN.
 SIGNS = (
     "allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED", "ALLOCATION_FAILED",
     "bad_alloc", "Failed to CUDA calloc", "Failed to CUDA malloc", "Failed to CUDA host alloc",
 )  # fmt: skip
-#: Python and NumPy, in the output of a program.
+#: Messages of Python and NumPy on a full memory, in the output of a program.
 _IN_LOGS = ("MemoryError", "Unable to allocate")
 
 
@@ -34,7 +35,7 @@ def is_out_of_memory_error(e: BaseException) -> bool:
         return False
     if any(sign in str(e) for sign in SIGNS):
         return True
-    # cuDNN tries one engine after another, also where none got its workspace (pytorch#108645).
+    # cuDNN tries one engine after another, and reports the same if none got its workspace (pytorch#108645).
     return "was unable to find an engine to execute" in str(e) and _is_gpu_full()
 
 

@@ -188,7 +188,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         )  # fmt: skip
         built, worker = ready.built, ready.worker
     train = import_attribute(strategy.loop) if strategy.loop else loop.train
-    # In a loop of the strategy's own whoever evaluates keeps the epochs.
+    # In a strategy's own training loop, the worker that evaluates stores the epochs.
     progress = loop.Progress(job.folder if rank == 0 or strategy.loop else None)
     classes = [*(beside for _, beside in iter_imported_additions("beside")), Profile]
     besides = [cls(job, strategy, data, worker, phases) for cls in classes if cls.takes(job)]
@@ -480,7 +480,7 @@ def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> d
         "epoch_times_s": clock.epoch_times_s,
         "step_ms": clock.step_ms,
         "own_ms": clock.own_ms,
-        # In a loop of its own a step may wait for other processes.
+        # In a strategy's own training loop, a step may wait for other processes.
         "issue_ms": None if strategy.loop else clock.issue_ms,
         "core_wait_s": clock.core_waits.longest_s,
         "breakdown_ms": clock.phase_means_ms,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-#: Tensors start on the boundary torch's own allocations start on: vectorised kernels may round
-#: differently on other ones, and a run must equal one without flat tensors bit for bit.
+#: Tensors are aligned like torch's own allocations. With another alignment, vectorised kernels may round
+#: differently, and a run must equal one without flat tensors bit for bit.
 ALIGN_BYTES = 64
 
 

@@ -165,7 +165,7 @@ class MaskedToken(NextToken):
         return torch.where(hidden, each, math.nan)
 
     def guess(self, classes: int) -> float:
-        return math.log(classes - 1)  # the mask is never the right answer
+        return math.log(classes - 1)  # guesses exclude the mask, which is never the right answer
 
 
 #: Target of a token that does not count; it is the one that torch's cross_entropy ignores by default.

@@ -228,7 +228,7 @@ def _list_bound_names(tree: ast.Module) -> set[str]:
 
 @cache
 def _find_version(package: str) -> str | None:
-    from importlib import metadata  # takes as long as all other imports of this file
+    from importlib import metadata  # this import takes as long as all others of this file
 
     try:
         return metadata.version(package)

@@ -38,7 +38,8 @@ class Candidate:
     gpus: int
     traits: Traits = field(default_factory=Traits)
     basis: str = "measured"
-    times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, in s
+    # Training times by repeat, in s.
+    times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     time_s: float | None = None
     #: Noun for the unit of the times: `repeat`, or `block` of a verdict.
     unit: str = "repeat"
@@ -50,7 +51,7 @@ class Candidate:
     score: Score = field(default_factory=Score)
     scores: pd.Series = field(
         default_factory=lambda: pd.Series(dtype=float)
-    )  # by repeat, in the shown unit
+    )  # scores by repeat, in the shown unit
     #: Standard error of one repeat's score from the finite test set, in the shown unit; None if not recorded.
     score_error: float | None = None
     #: Whether the cells trained for a number of steps and skipped evaluation.
@@ -66,11 +67,11 @@ class Candidate:
     mfu: float | None = None
     test_samples: float | None = None
     on_cpu: bool = False
-    served: bool = False  # whether it has parameter servers
+    served: bool = False  # whether the candidate has parameter servers
     #: Whether the result depends on the number of workers: by BatchNorm, or by a loss that does not add up.
     score_depends_on_workers: bool = True
     global_batch: float | None = None
-    hosts: frozenset[str] = frozenset()  # the hosts of a repeat are one text
+    hosts: frozenset[str] = frozenset()  # names of hosts; several hosts of one repeat are one text
     #: Upper bound (95 %) on how much worse the score may be, in the shown unit; None if unknown.
     score_loss_upper: float | None = None
     #: Why there is no projection to the requested number of workers; empty if there is one.
@@ -82,7 +83,7 @@ class Candidate:
     #: None if all workers stay from start to end.
     held_s: float | None = None
     present: float | None = None
-    #: Whether its number of repeats is the one that its records state as planned before they ran.
+    #: Whether the candidate's number of repeats is the one that its records state as planned before they ran.
     repeats_fixed: bool = False
     kind: str = ""
     reason: str = ""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from stratbench.analysis.decision.constraints import Constraints
     from stratbench.analysis.records.groups import Group, Repeats
 
-#: (experiment, model)
+#: Experiment and model, for which one decision is made.
 Question = tuple[str, str]
 
 

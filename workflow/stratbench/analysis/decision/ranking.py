@@ -136,7 +136,7 @@ class RankingNoise:
         Returns:
             The number if it is fixed in advance; None if it exceeds MAX_REPEATS.
         """
-        from scipy.special import nctdtr, stdtrit  # takes 0.2 s
+        from scipy.special import nctdtr, stdtrit  # this import takes 0.2 s
 
         n = np.arange(3, MAX_REPEATS + 1)
         # The estimated weight of the prior is often less than the maximum, so half of it is assumed.
@@ -298,7 +298,7 @@ class RankedGroup:
     def noise(self) -> RankingNoise | None:
         """The noise of the group's repeats, or None if every candidate has one repeat."""
         groups = moderated.GroupScatter(*(part[self.remaining] for part in self.scatter))
-        if not groups.pooled_variance > 0:  # nan without repeats
+        if not groups.pooled_variance > 0:  # the variance is nan without repeats
             return None
         others = float(groups.dof.sum()) / (max(len(c.times) for c in self.candidates) - 1) - 1
         return RankingNoise(

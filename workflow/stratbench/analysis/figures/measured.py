@@ -46,7 +46,7 @@ class CaptionedFigure:
 def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
     """Draw a row per strategy with its values by number of workers."""
     rows = data.rows(measure.name)
-    if measure.name == "utilisation":  # it is nearly the same for any number of workers
+    if measure.name == "utilisation":  # utilisation is nearly the same for any number of workers
         rows = rows[rows["gpus"] == data.shown_worker_count]
     unit, factor = choose_axis_unit(measure, rows["value"])
     of_time = measure.name == "training_time"

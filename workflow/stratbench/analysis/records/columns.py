@@ -347,7 +347,7 @@ def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
         text: Further columns of text.
         types: Pandas types of other columns.
     """
-    import pandas as pd  # slow, and `collect` does not need it
+    import pandas as pd  # this import is slow, and `collect` does not need it
 
     # The dtype `object` keeps texts that look like numbers.
     texts = (*(c.name for c in CELL_COLUMNS if c.is_text), *text)

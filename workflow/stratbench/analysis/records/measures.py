@@ -46,7 +46,7 @@ class Measure:
     shown_unit: str | None = None
     #: The definition; empty for the column's definition.
     own_definition: str = ""
-    better: Literal["lower", "higher"] | None = "lower"  # None if neither is better
+    better: Literal["lower", "higher"] | None = "lower"  # which values are better; None if neither
     #: The strategy by whose value the measure is divided: `self` is the same strategy on one worker, `single`
     #: runs on one worker, others on the same number of workers.
     baseline: Literal["self", "single", "ddp", "ps-sync"] | None = None

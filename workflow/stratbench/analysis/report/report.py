@@ -202,7 +202,8 @@ def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | N
     def ties(row: Row) -> bool:
         if abs(row["value"] - best["value"]) <= margin * abs(best["value"]):
             return True
-        return bool(row["low"] <= best["high"] and best["low"] <= row["high"])  # False without any
+        # Without an interval the bounds are NaN, which gives False.
+        return bool(row["low"] <= best["high"] and best["low"] <= row["high"])
 
     unusable = "unusable" in group_rules_by_severity([best["flags"]])
     partial = best["ok"] < best["cells"]

@@ -40,15 +40,16 @@ def render_page(
         values: Values by name.
         filters: Further filters by name.
     """
-    import jinja2  # machines that only train may lack it
+    import jinja2  # machines that only train may lack this package
 
     in_terminal = template.endswith(".txt.j2")
     shown = replace_control_characters if in_terminal else insert_no_break_spaces
+    # Values of type Markup, a subclass of str, are HTML already.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, SHARED]),
         autoescape=not in_terminal,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: shown(value) if type(value) is str else value,  # not of Markup
+        finalize=lambda value: shown(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )

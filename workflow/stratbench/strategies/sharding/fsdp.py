@@ -104,6 +104,7 @@ class FSDP(Sharded):
         chosen = self.options.shard_group_size
         # The cell's settings do not contain the number of workers per node.
         parts = None if chosen == "node" and gpus > 1 else compute_group_size(chosen, gpus, gpus)
+        # Parameters that are gathered again take 3 copies, but the root may have all parameters.
         return base.Traits(
             is_synchronous_on_one_worker=same_rounding,
             equals_ddp=same_rounding,
@@ -112,7 +113,7 @@ class FSDP(Sharded):
             optimizer_parts=parts,
             states_on_host=self.options.offload == "cpu",
             updates_per_step=1,
-            ring_copies=2,  # 3 for parameters that are gathered again, but the root may have all of them
+            ring_copies=2,
         )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
@@ -298,13 +299,15 @@ class FSDP(Sharded):
             # FSDP2 shards the first dimension, padded to a multiple of the workers.
             padded = -(-p.shape[0] // s) * s * (p.numel() // max(1, p.shape[0]))
             width = 2 if in_16_bits and id(p) not in full else p.element_size()
-            gathers = 2 if frees and id(p) in again | full else 1  # the root's parameters: once
+            # The root's parameters are gathered once.
+            gathers = 2 if frees and id(p) in again | full else 1
             moved_bytes += padded * gathers * parts * width
             if p.requires_grad:
                 moved_bytes += padded * reductions * p.element_size()
                 averaged_bytes += 2 * padded // s * p.element_size()
         if self.worker.settings.max_grad_norm is not None:
-            moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
+            # Plus the all-reduce of the gradient norm.
+            moved_bytes += 2 * self.parameters[0].element_size()
         # The first term is the traffic within a group, the second averages gradients between groups.
         groups = w // s
         return base.describe_ring_traffic(

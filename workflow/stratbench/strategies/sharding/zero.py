@@ -186,7 +186,8 @@ class ZeRO1(base.Collective):
 
     def link_gradients(self) -> None:
         while self._reduced < len(self.buckets):
-            for parameter in self._next.missing - self._filled:  # no gradient in this step
+            # These parameters have no gradient in this step.
+            for parameter in self._next.missing - self._filled:
                 self._next.views[parameter].zero_()
             self._reduce_next_bucket()
         for reduction in self._reductions:
@@ -234,7 +235,8 @@ class ZeRO1(base.Collective):
         moved_bytes = 2 * sum(bucket.weights.nbytes for bucket in self.buckets)
         moved_bytes += sum(b.nbytes for b in self.model.buffers())
         if self.worker.settings.max_grad_norm is not None:
-            moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
+            # Plus the all-reduce of the gradient norm.
+            moved_bytes += 2 * self.parameters[0].element_size()
         return base.describe_ring_traffic((w - 1) / w * moved_bytes)
 
     @contextmanager

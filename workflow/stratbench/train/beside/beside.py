@@ -15,10 +15,10 @@ from stratbench.workload.data.device_data import DeviceData
 class Start(NamedTuple):
     """The point at which a worker's training begins."""
 
-    #: Steps that were taken before, and the losses of those of the epoch in progress.
+    #: Number of steps that were taken before, and the losses of the steps of the epoch in progress.
     steps: int = 0
     losses: tuple[Tensor, ...] = ()
-    #: The results of the epochs before.
+    #: The results of earlier epochs.
     epochs: tuple[dict[str, Any], ...] = ()
 
 

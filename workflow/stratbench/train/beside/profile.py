@@ -14,7 +14,7 @@ from stratbench.train.beside.beside import Beside
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import DeviceData
 
-#: Steps of the profiler before and while it records.
+#: Number of steps before the profiler records, and while it records.
 WARM_UP, RECORDED_STEPS = 2, 3
 
 

@@ -11,9 +11,9 @@ import psutil
 
 from stratbench.study.slurm.commands import read_command_output
 
-#: gloo takes the interface that this names, and without it the address that this node's own name has.
+#: gloo uses the interface that this variable names, and otherwise the address that this node's own name has.
 VARIABLE = "GLOO_SOCKET_IFNAME"
-#: An address that is kept for documentation (RFC 5737), which the default route leads to.
+#: An address reserved for documentation (RFC 5737), to which packets would take the default route.
 _ANYWHERE = "192.0.2.1"
 
 
@@ -58,7 +58,7 @@ def find_interface_to_host(host: str) -> str | None:
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing
+            probe.connect((host, 9))  # connecting this socket sends nothing
             address = probe.getsockname()[0]
     except OSError:
         return None

@@ -11,7 +11,7 @@ from stratbench.telemetry.pauses import CAUSES, NEGLIGIBLE, PERIOD_S, PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval, read_phases
 from stratbench.train.job import Job
 
-#: A pause says nothing against these endings: they were known at once.
+#: Endings that a pause cannot have caused, because they were known at once.
 _UNTOUCHED = ("oom", "unsupported")
 
 
@@ -28,7 +28,7 @@ def is_deadline_over(deadline_s: float, watch: PauseWatch) -> bool:
     """Return whether a deadline by `time.monotonic` has passed; pauses put it off."""
     if time.monotonic() <= deadline_s + watch.stopped_s:
         return False
-    watch.look()  # at a pause that has just ended, too
+    watch.look()  # a pause may have ended just now
     return time.monotonic() > deadline_s + watch.stopped_s
 
 

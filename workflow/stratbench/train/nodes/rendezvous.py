@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder
 
-#: How long it may take until rank 0 listens, in seconds.
+#: Maximum seconds until rank 0 listens.
 LIMIT_S = 120.0
 
 

@@ -12,7 +12,7 @@ from datetime import datetime
 
 from stratbench.study.slurm.commands import run_slurm_command
 
-#: How long `srun` may take to end once it was told to, in seconds.
+#: Maximum seconds that `srun` may take to end after a signal.
 SRUN_END_S = 30.0
 
 
@@ -79,7 +79,7 @@ def run_module_on_nodes(
         f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", "--wait=0",
         sys.executable, "-m", module, *arguments,
     ]  # fmt: skip
-    # Snakemake's SLURM plugin has taken SLURM_CONF away; the Snakefile kept a copy.
+    # Snakemake's SLURM plugin removes SLURM_CONF, of which the Snakefile has kept a copy.
     conf = os.environ.get("STRATBENCH_SLURM_CONF")
     env = os.environ | ({"SLURM_CONF": conf} if conf else {})
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
@@ -93,6 +93,6 @@ def run_module_on_nodes(
             try:
                 process.wait(timeout=SRUN_END_S)
             except subprocess.TimeoutExpired:
-                process.kill()  # SLURM ends the rest with the job
+                process.kill()  # SLURM ends the remaining processes with the job
                 process.wait()
     return process.returncode

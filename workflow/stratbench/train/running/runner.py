@@ -31,13 +31,14 @@ from stratbench.train.standing import Standing, hang_reason, read_worker_states
 class Runner:
     """A gang's runner: its workers are all there from its start to its end. Others override what differs."""
 
-    #: The key of the record that `entry` fills; None: it has none.
+    #: The key of the record that `entry` fills, or None.
     section: ClassVar[str | None] = None
-    #: What the profile of a worker leaves out.
+    #: Sentence on what the profile of a worker does not contain.
     profile_note: ClassVar[str | None] = None
-    #: Whether all workers are there from the start to the end: then figures of all of them together stand.
+    #: Whether all workers are present from start to end, so that totals over all workers are valid.
     is_gang: ClassVar[bool] = True
-    #: What makes the processes of a node (`agent.run_node`), by name: the agents of other nodes are told it.
+    #: Path of the function that makes the processes of a node (`agent.run_node`), which is passed to the
+    #: agents of other nodes.
     processes: ClassVar[str] = "stratbench.train.agent:iter_worker_groups"
 
     @classmethod

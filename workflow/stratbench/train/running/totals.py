@@ -18,7 +18,7 @@ def summarize_collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[
     return {
         "train_time_s": max(w["train_time_s"] for w in workers),
         "samples_seen": sum(w["samples"] for w in each),
-        # All take a step or all skip it.
+        # All workers take a step, or all skip it.
         "samples_applied": sum(w["samples"] // max(1, w["steps"]) * updates for w in each),
         "updates_applied": updates,
         "epoch_times_s": first["epoch_times_s"],

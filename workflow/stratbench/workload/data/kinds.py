@@ -33,7 +33,7 @@ class Generator:
     classes: str = "classes"
     #: The value that is the number of tokens of texts with labels.
     vocabulary: str | None = None
-    #: The task, where the shape of a sample does not say it.
+    #: The task, if the shape of a sample does not determine it.
     task: str | None = None
     floats: bool = False
     #: Minimum values that samples can be made of.
@@ -75,7 +75,7 @@ class FileKind:
     samples: Samples | None = None
     #: The shape of a sample: numbers, or keys whose values they are.
     shape: tuple[str | int, ...] = ("sequence",)
-    #: The task, where the shape of a sample does not say it.
+    #: The task, if the shape of a sample does not determine it.
     task: str | None = None
     floats: bool = False
     #: Returns the reason that makes some values invalid, or None.

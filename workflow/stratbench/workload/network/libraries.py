@@ -15,9 +15,9 @@ from stratbench.workload.users_code import Unsuitable, get_top_module
 
 #: Keys of an entry that name a model in a library, each the name of the library's package.
 LIBRARIES = ("transformers", "timm")
-#: The call of a model that has a name alone: a trainer of the user's builds it.
+#: The `call` of a model that has only a name, because a user's program builds the model.
 NAME_ALONE = f"{__name__}:name_alone"
-#: Why nothing here can build it.
+#: Reason why stratbench cannot build a model that has only a name.
 BUILT_BY_COMMAND = (
     "it has a name alone, so only a trainer of your own (strategy `command`) builds it; give it `call`, "
     "`transformers` or `timm` for other strategies"
@@ -27,7 +27,8 @@ BUILT_BY_COMMAND = (
 class Library:
     """A package with models; the base stands for any other call."""
 
-    #: The module that builds its models, which takes long to import; None if it is the package alone.
+    #: The module that builds the library's models, which takes long to import; None if it is the package
+    #: alone.
     built_by: ClassVar[str | None] = None
 
     def make_call(self, spec: Mapping[str, Any], known: Path) -> dict[str, Any]:

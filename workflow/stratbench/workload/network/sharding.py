@@ -97,7 +97,7 @@ def group_by_size(model: nn.Module) -> Groups:
                 or isinstance(module, _PARAMETERS)
             ):
                 continue
-            if name in read:  # it is sharded with the root, which stays gathered
+            if name in read:  # the module is sharded with the root, which stays gathered
                 seen.update(id(m) for m in module.modules())
                 continue
             if isinstance(module, _HOLDERS) or (
