@@ -160,9 +160,8 @@ def reject_non_finite_constant(constant: str) -> None:
 
 def parse_integer(digits: str) -> int:
     """Return the integer with these digits. Raise ValueError if they are too many."""
-    if (
-        len(digits) > _MAX_DIGITS
-    ):  # Python's own message on so many digits would advise to allow them
+    # Python's own message on so many digits would advise to allow them.
+    if len(digits) > _MAX_DIGITS:
         raise ValueError("an integer is too large for 64 bits")
     return int(digits)
 

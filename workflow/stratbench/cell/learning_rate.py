@@ -26,9 +26,8 @@ def compute_lr_factor(
     """
     if step < warmup:
         return (step + 1) / warmup
-    done = min(
-        1.0, (step - warmup) / max(1, steps - warmup)
-    )  # profiled steps follow the last step of the training
+    # Profiled steps follow the last step of the training.
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
     match schedule:
         case "cosine":
             return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2

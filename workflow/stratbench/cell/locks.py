@@ -92,9 +92,8 @@ def open_lock_file(path: Path) -> int:
         OSError: The file belongs to another user and cannot be opened; the message has the remedy.
     """
     folder = path.parent.stat()
-    mode = (
-        0o600 | (folder.st_mode & 0o022) * 3
-    )  # users with write permission also get read permission
+    # Users with write permission also get read permission.
+    mode = 0o600 | (folder.st_mode & 0o022) * 3
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     except PermissionError as e:

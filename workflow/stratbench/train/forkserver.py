@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import signal
 
-if (
-    __name__ == "__main__"
-):  # before the imports, which take long: Ctrl-C must not end the server (_Server)
+# Ctrl-C must not end the server (_Server) during the imports, which take long.
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 import atexit
@@ -302,9 +301,8 @@ class _Server:
         self._answer(connection, pid)
 
     def _launcher_ended(self, connection: socket.socket, pid: int) -> None:
-        if (
-            self._children.get(pid) is not connection
-        ):  # `_reap` has handled the child in the same round
+        # `_reap` has handled the child in the same round.
+        if self._children.get(pid) is not connection:
             return
         self._selector.unregister(connection)
         # The child is not reaped yet, so that the pid is still its own.

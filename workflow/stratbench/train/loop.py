@@ -272,9 +272,8 @@ def train_epoch(
         until = last if stop is None else min(stop - epoch * per_epoch, last)
         stretch = islice(batches, until - len(losses))
         log.write("train", "start")
-        wait_for_all_workers(
-            worker
-        )  # the clock starts right after this barrier, so that a delay would count for all workers
+        # The clock starts right after this barrier, so that a delay would count for all workers.
+        wait_for_all_workers(worker)
         losses += run_timed_steps(
             strategy, data, clock, stretch, augmentation, goes_on=bool(losses)
         )

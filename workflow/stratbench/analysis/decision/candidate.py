@@ -49,9 +49,8 @@ class Candidate:
     time_high_s: float | None = None
     projected_figures: str = ""
     score: Score = field(default_factory=Score)
-    scores: pd.Series = field(
-        default_factory=lambda: pd.Series(dtype=float)
-    )  # scores by repeat, in the shown unit
+    # Scores by repeat, in the shown unit.
+    scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     #: Standard error of one repeat's score from the finite test set, in the shown unit; None if not recorded.
     score_error: float | None = None
     #: Whether the cells trained for a number of steps and skipped evaluation.

@@ -37,9 +37,8 @@ class Standings(NamedTuple):
     high: np.ndarray
     repeats: np.ndarray
     slower: np.ndarray  # whether the interval excludes equality and the ratio exceeds the margin
-    max_lead: (
-        np.ndarray
-    )  # log ratio by which a candidate may be faster than the chosen, shape [...]
+    # Log ratio by which a candidate may be faster than the chosen, shape [...].
+    max_lead: np.ndarray
 
 
 def find_choice_index(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarray:

@@ -214,9 +214,8 @@ def spread_positions(wanted: Sequence[float], low: float, high: float, apart: fl
     """
     order = np.argsort(wanted, kind="stable")
     groups: list[list[float]] = []
-    for i, k in enumerate(
-        order
-    ):  # touching names form a group at the mean of their wanted positions
+    # Touching names form a group at the mean of their wanted positions.
+    for i, k in enumerate(order):
         groups.append([wanted[k] - apart * i])
         while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
             groups[-2:] = [groups[-2] + groups[-1]]

@@ -231,9 +231,8 @@ def draw_scale(axes: Axes, shown: RowChart, scale: RowScale) -> None:
         axes.set_xticks([])
         return
     set_ticks(axes.xaxis, scale.limits, shown.has_log_scale, unit=shown.unit)
-    if (
-        scale.at(axes.get_xticks()[-1]) > scale.width - DISC
-    ):  # the tick's text would touch the text to the right
+    # The tick's text would touch the text to the right.
+    if scale.at(axes.get_xticks()[-1]) > scale.width - DISC:
         axes.get_xticklabels()[-1].set_horizontalalignment("right")
     if shown.equality_band:
         axes.axvspan(*shown.equality_band, color=BAND, linewidth=0, zorder=0)

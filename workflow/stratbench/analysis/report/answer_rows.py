@@ -96,9 +96,8 @@ def build_scale(
     nearest = others[0]
     inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
     beyond = len(others) - len(inside)
-    inside = (
-        inside if nearest in inside else [nearest, *inside]
-    )  # the nearest is drawn at the end of the scale
+    # The nearest alternative is drawn at the end of the scale.
+    inside = inside if nearest in inside else [nearest, *inside]
     taken: list[tuple[float, int]] = [(compute_scale_x(1.0), 0), (compute_scale_x(1.0) + CHOICE, 0)]
     shown, lines = [], []
     for other in inside:

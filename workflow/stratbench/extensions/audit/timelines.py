@@ -158,9 +158,8 @@ def find_loaded_machines(facts: Facts) -> Iterator[str]:
         one = facts.samples_on(workers[0], "host", host)
         threads = facts("provenance.threads_per_worker") or 1
         processes = len(workers) + len(facts.servers)
-        if (
-            facts("strategy.kind") == "own"
-        ):  # all processes of a user's command have one entry together
+        # All processes of a user's command have one entry together.
+        if facts("strategy.kind") == "own":
             processes = min(facts.workers_per_node, facts.gpus)
         maximum = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
         load = estimate_load_while_running(facts("time.total_s"), before, max(ends), one)

@@ -79,9 +79,8 @@ def write_checkpoint(
         for tensor in tensors:
             file.write(_view_bytes(tensor))
         file.flush()
-        os.fsync(
-            file.fileno()
-        )  # earlier checkpoints are deleted after this, and the node may crash
+        # Earlier checkpoints are deleted after this, and the node may crash.
+        os.fsync(file.fileno())
 
 
 def delete_checkpoints(folder: Path, below: float = math.inf) -> None:

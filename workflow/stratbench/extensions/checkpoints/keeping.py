@@ -79,9 +79,8 @@ class CheckpointWriter(Beside):
             facts = {
                 "counts": self.strategy.counts(),
                 "clock": clock,
-                "epochs": list(
-                    self._epochs
-                ),  # a copy, because the training appends to it while it is written
+                # A copy of the list is written, because the training appends to the list meanwhile.
+                "epochs": list(self._epochs),
                 "losses": len(stacked),
                 "loss_dtype": str(stacked.dtype).removeprefix("torch."),
                 "kept": own | {"count": own["count"] + 1},

@@ -100,9 +100,8 @@ class _ReportReader:
 
     def __init__(self) -> None:
         self.report = CommandReport()
-        self._clock_s: float | None = (
-            None  # begin of the next step, or None if the clock is stopped
-        )
+        # Begin of the next step, or None if the clock is stopped.
+        self._clock_s: float | None = None
         self._losses: list[float] = []
         self._begins_anew = True
         self._events: dict[str, Callable[[dict[str, Any], float], None]] = {

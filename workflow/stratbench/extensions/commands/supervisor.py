@@ -50,9 +50,8 @@ def main() -> None:
     parser.add_argument("program", nargs="+", help="program and arguments of the command")
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # only the agent may stop this process, by closing its input
+        # Only the agent may stop this process, by closing its input.
+        signal.signal(number, signal.SIG_IGN)
     lock_cell_as_worker(args.logs)
     set_process_attribute(_SET_CHILD_SUBREAPER, 1)
     begun_s = time.monotonic()

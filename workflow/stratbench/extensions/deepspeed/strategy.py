@@ -164,9 +164,8 @@ class DeepSpeed(Counted):
         self._trained = count_parameters(self.parameters)
         kind, settings = self.optimizer_kind()
         self.optimizer = kind(self.parameters, **settings)
-        model.to = lambda *_, **__: (
-            model
-        )  # the model is on its device; fake tensors cannot be moved
+        # The model is on its device already, and fake tensors cannot be moved.
+        model.to = lambda *_, **__: model
         self.engine, self.zero, *_ = deepspeed.initialize(
             model=model,
             optimizer=self.optimizer,
@@ -289,11 +288,12 @@ class DeepSpeed(Counted):
         )
 
         replaced = [
+            # The global list would keep every model alive.
             (
                 parameter_offload,
                 "FWD_MODULE_STACK",
                 [],
-            ),  # the global list would keep every model alive
+            ),
             # Fake tensors have no values, so that checks for finite norms and equal calls are disabled.
             *(
                 (at, "is_invalid_grad_norm", lambda norm: False)
@@ -348,9 +348,8 @@ def make_engine_config(
         }
     if not match_other_strategies:
         return config
-    config["timers"] = {
-        "throughput": {"enabled": False}
-    }  # with the timer, the host would wait for the device in each step
+    # With the timer, the host would wait for the device in each step.
+    config["timers"] = {"throughput": {"enabled": False}}
     # A bucket larger than the model would waste memory.
     bucket = min((bucket_cap_mb << 20) // NUMBER_BYTES, trained)
     zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}

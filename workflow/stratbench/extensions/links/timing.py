@@ -115,9 +115,8 @@ def _make_call(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], Any]:
     n = len(ranks)
-    numbers = (
-        -(-n_bytes // 4 // n) * n
-    )  # padded to a multiple of the number of ranks, as in sharding
+    # The tensor is padded to a multiple of the number of ranks, as in sharding.
+    numbers = -(-n_bytes // 4 // n) * n
     whole = torch.zeros(numbers, device=device)
     part = torch.zeros(numbers // n, device=device)
     # PyTorch 2.13 renamed both collectives.
@@ -188,9 +187,8 @@ def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: tor
         while (alone_s := _time_work(compute_products, count, device)) < collective_s / 4:
             count *= 2
         counts = torch.tensor([count], device=device)
-        dist.all_reduce(
-            counts, dist.ReduceOp.MIN, group=group
-        )  # no rank computes longer than the collective runs
+        # No rank computes longer than the collective runs.
+        dist.all_reduce(counts, dist.ReduceOp.MIN, group=group)
         count = int(counts.item())
         alone_s = _time_work(compute_products, count, device)
         dist.barrier(group=group)

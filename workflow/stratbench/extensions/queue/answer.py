@@ -76,9 +76,8 @@ def answer(
             "once; if the cluster has more, set decide.queue.nodes"
         )
     load = request.load
-    if (
-        history is not None
-    ):  # the load counts the GPUs in use, and those that the growing queue would need
+    # The load counts the GPUs in use, and those that the growing queue would need.
+    if history is not None:
         load = (history.mean_gpus_in_use + history.queue_growth_gpus) / capacity
     known = [] if history is None else list(describe_history(history, nodes, gpus_per_node))
     if reason := _find_refusal_reason(history, load, capacity):

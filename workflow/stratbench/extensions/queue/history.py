@@ -324,9 +324,8 @@ def _make_entry(row: Mapping[str, str], gpus_per_node: int, counted: bool) -> Ac
     if counted:
         gpus = parse_gpu_count(row["AllocTRES"]) or parse_gpu_count(row.get("ReqTRES", ""))
     start_s, end_s = _parse_time(row["Start"]), _parse_time(row["End"])
-    if not row[
-        "AllocTRES"
-    ]:  # a job cancelled in the queue has a start time in older versions of SLURM
+    # A job cancelled in the queue has a start time in older versions of SLURM.
+    if not row["AllocTRES"]:
         start_s = None
     flags = row.get("Flags")
     return AccountingEntry(

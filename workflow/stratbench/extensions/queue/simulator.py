@@ -280,9 +280,8 @@ class Cluster:
         self._changed = True
         if job.owner is not None:
             job.owner.handle_end(self, job, reason)
-        elif (
-            reason == "lost"
-        ):  # other users' jobs continue from where they were, at the end of the queue
+        # Other users' jobs continue from where they were, at the end of the queue.
+        elif reason == "lost":
             self.submit(SimulatedJob(job.gpus, max(1.0, job.end_s - self.now_s), job.request_s))
 
     # --- scheduling ------------------------------------------------------------------------------

@@ -136,9 +136,8 @@ class ElasticTraining(Training):
     is_preemptible: bool = False
     jobs: list[SimulatedJob] = field(default_factory=list)
     _first_step_s: float = math.nan
-    _speeds: dict[int, float] = field(
-        default_factory=dict
-    )  # speed of each training worker, by id of its job
+    # Speed of each training worker, by id of its job.
+    _speeds: dict[int, float] = field(default_factory=dict)
     _counted_until_s: float = 0.0  # time until which work is counted; in the future during a pause
     _saved_work_s: float = 0.0  # remaining work at the last checkpoint
     _saved_at_s: float = 0.0
@@ -211,9 +210,8 @@ class ElasticTraining(Training):
         if math.isnan(self._first_step_s):
             self._first_step_s = self._counted_until_s = self._saved_at_s = sim.now_s
         elif self.is_synchronous:
-            if (
-                sim.now_s > self._first_step_s
-            ):  # workers that are present at the start cause no pause
+            # Workers that are present at the start cause no pause.
+            if sim.now_s > self._first_step_s:
                 self._pause_training(sim)
         elif not self._speeds:
             self._counted_until_s = sim.now_s

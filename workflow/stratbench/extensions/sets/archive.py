@@ -86,9 +86,8 @@ def write_archive(
         zipfile.ZipFile(unfinished, "x", zipfile.ZIP_DEFLATED, compresslevel=9) as archive,
     ):
         for name, content in packed.items():
-            member = zipfile.ZipInfo(
-                name
-            )  # the date is 1980 by default, so that bytes do not depend on the clock
+            # The date is 1980 by default, so that bytes do not depend on the clock.
+            member = zipfile.ZipInfo(name)
             member.compress_type = zipfile.ZIP_DEFLATED
             member.create_system = 3
             member.external_attr = (stat.S_IFREG | 0o644) << 16
@@ -175,9 +174,8 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     if len(members) > MAX_MEMBERS:
         raise SetError(f"{path} lists more files than the {MAX_MEMBERS:,} that are read")
     for member in members:
-        name = (
-            member.orig_filename
-        )  # the name in the file, which zipfile may have changed in `filename`
+        # This is the name in the file, which zipfile may have changed in `filename`.
+        name = member.orig_filename
         shown = quote_untrusted(name)
         kind = stat.S_IFMT(member.external_attr >> 16)
         if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", name):

@@ -104,25 +104,24 @@ class BlockRun:
         shutil.rmtree(args.out / "segments", ignore_errors=True)
         for old in (*args.logs.glob(f"*/{record.FAILURE_FILE}"), args.logs / record.FAILURE_FILE):
             old.unlink(missing_ok=True)
-        any_settings = self._settings[
-            plan.order[0]
-        ]  # data and devices are the same for all strategies
+        # Data and devices are the same for all strategies.
+        any_settings = self._settings[plan.order[0]]
         for name in plan.order:
             s = self._settings[name]
             check_installed(name, get_strategy_class(s.strategy), s.options)
         check_code_and_data(args.data, any_settings)
         with gpu_locks.reserve_cell_gpus(any_settings, args.nodes) as self._use_cuda:
+            # The clock starts here, because the wait for devices does not count.
             started, begun_s = (
                 datetime.now(UTC),
                 time.monotonic(),
-            )  # the clock starts here, because the wait for devices does not count
+            )
             if any_settings.compile and (reason := missing_compiler_reason(self._use_cuda)):
                 raise gpu_locks.DeviceError(reason)
             with self._share_fork_server():
                 done = run_segments_in_order(plan, self._run_segment, self._choose_segment_length)
-        agent.handle_stop_signals(
-            lambda _: None
-        )  # all segments have run: a signal must not discard them
+        # All segments have run: a signal must not discard them.
+        agent.handle_stop_signals(lambda _: None)
         wall_s = time.monotonic() - begun_s
         result = {
             "schema_version": blocks.SCHEMA_VERSION,

@@ -34,9 +34,8 @@ class PairedResult:
     uses_servers: bool
     traits: Traits
     exclusion: tuple[str, str] | None  # if excluded: kind and reason
-    slower_than: (
-        tuple[str, str] | None
-    )  # if dropped as slower: the leader at that time, and the reason
+    # If the strategy was dropped as slower: the leader at that time, and the reason.
+    slower_than: tuple[str, str] | None
     claim: tuple[str, str] | None  # if it leads its comparison: the conclusion, and the confidence
 
 

@@ -88,9 +88,8 @@ def read_signatures(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | No
     signatures: dict[str, tuple[int, int, int] | None] = {}
     for path in map(str, paths):
         try:
-            os.listdir(
-                Path(path).parent
-            )  # a network file system may cache that the file was missing
+            # A network file system may cache that the file was missing.
+            os.listdir(Path(path).parent)
             s = Path(path).stat()
             signatures[path] = s.st_mtime_ns, s.st_ino, s.st_size
         except OSError:

@@ -393,9 +393,8 @@ class Images(DeviceData):
             self.train_inputs = enlarge_images(self.train_inputs, height, width)
             self.test_inputs = enlarge_images(self.test_inputs, height, width)
         else:
-            enlarge_images(
-                self.test_inputs[:1], height, width
-            )  # raises DataError now instead of in the first batch
+            # This call raises DataError now instead of in the first batch.
+            enlarge_images(self.test_inputs[:1], height, width)
         self._memory_format = memory_format
         self._padding = meta["crop_padding"]
         self._flip = meta["flip"]

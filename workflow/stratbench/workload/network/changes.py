@@ -221,9 +221,8 @@ class Changes(TorchDispatchMode):
                 if others:
                     get_buffers(module)[key] = tensor
                 if floats if tensor.is_floating_point() else others:
-                    tensor.copy_(
-                        before
-                    )  # in any case: BatchNorm changes buffers without a new version
+                    # Buffers are compared in any case, because BatchNorm changes them without a new version.
+                    tensor.copy_(before)
                     self._buffers[i] = (module, key, name, tensor, before, get_write_count(tensor))
         if others:
             self._attributes.put_back()

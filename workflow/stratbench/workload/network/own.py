@@ -282,10 +282,11 @@ def _tensors_overlap(t: Tensor, u: Tensor) -> bool:
         return False
     if t.itemsize != u.itemsize:
         return True
+    # Interleaved slices need a comparison per element.
     with (
         unset_fake_temporarily(),
         torch.no_grad(),
-    ):  # interleaved slices need a comparison per element
+    ):
         taken = torch.zeros(max(last, stop) // t.itemsize + 1, dtype=torch.bool)
         taken.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
         return bool(taken.as_strided(u.shape, u.stride(), u.storage_offset()).any())

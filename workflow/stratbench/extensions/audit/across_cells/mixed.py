@@ -161,9 +161,8 @@ def find_table_row(path: str) -> int | None:
         return None
     if any(path == f"settings.{key}" or path.startswith(f"settings.{key}.") for key in VARIED):
         return None
-    if (
-        path == "settings.global_batch"
-    ):  # differs with weak scaling; the rule mixed-batches compares it
+    # The global batch differs with weak scaling; the rule mixed-batches compares it.
+    if path == "settings.global_batch":
         return None
     for i, entry in enumerate(TABLE):
         if any(path == start or path.startswith(f"{start}.") for start in entry.field_paths):

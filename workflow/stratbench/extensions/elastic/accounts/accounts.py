@@ -148,9 +148,8 @@ def _read_histories(job: Job) -> list[MemberHistory]:
             if g.to_step is None:
                 _add_unreported_work(incarnation, g, job)
     for a, b in pairwise(_list_generations(incarnations)):
-        if (
-            b.from_checkpoint
-        ):  # if all members were lost, only the checkpoint says how far they came
+        # If all members were lost, only the checkpoint says how far they came.
+        if b.from_checkpoint:
             a.to_step = max(a.last_step, b.from_step)
     return incarnations
 
@@ -198,9 +197,8 @@ def make_job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float
         origin: Origin of the record's times, in seconds since 1970.
     """
     submitted, ended = entry["submitted_unix_s"], entry["ended_unix_s"]
-    started = entry["started_unix_s"] or dates.get(
-        "admitted"
-    )  # a job without a start was never seen running by a poll
+    # A job without a start was never seen running by a poll.
+    started = entry["started_unix_s"] or dates.get("admitted")
     started = started and max(started, submitted)
     ended = ended and max(ended, started or submitted)
     return {

@@ -112,9 +112,8 @@ class WorkerJobSupervisor:
         self._backend, self._slots, self._journal = backend, slots, journal
         self._entries: dict[str, WorkerJobEntry] = {}  # all jobs so far, by job id
         self._live: dict[int, str] = {}  # id of each slot's queued or running job
-        self._not_before = dict.fromkeys(
-            range(slots), 0.0
-        )  # time.monotonic() of the earliest next submission
+        # time.monotonic() of the earliest next submission.
+        self._not_before = dict.fromkeys(range(slots), 0.0)
         self._failures = dict.fromkeys(range(slots), 0)
         self._unknown = dict.fromkeys(range(slots), 0)
         self._postponed = submission.Postponed()  # has the slots whose submission is repeated later

@@ -26,9 +26,8 @@ class LocalJobs(Backend):
             watch: Called with the name and process id of each started worker.
         """
         self._server, self._job, self._watch = server, job, watch
-        self._running: dict[
-            str, tuple[Process, float]
-        ] = {}  # the process of each job and its start time, by job id
+        # The process of each job and its start time, by job id.
+        self._running: dict[str, tuple[Process, float]] = {}
 
     def submit(self, number: int, slot: int) -> str:
         name = format_worker_name(number)

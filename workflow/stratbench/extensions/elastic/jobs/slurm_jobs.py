@@ -72,9 +72,8 @@ class SlurmJobs(Backend):
             remedy = "" if kind else f"; {_REMEDY}"
             raise SubmissionRefused(f"sbatch: {reason} (on {socket.gethostname()}){remedy}", kind)
         lines = [line.strip() for line in done.stdout.splitlines()]
-        numbers = [
-            line for line in lines if re.fullmatch(r"\d+(;.+)?", line)
-        ]  # sbatch of some sites prints further lines
+        # The sbatch of some sites prints further lines.
+        numbers = [line for line in lines if re.fullmatch(r"\d+(;.+)?", line)]
         if not numbers:
             printed = " ".join(done.stdout.split())[:200]
             raise SubmissionRefused(f"sbatch printed {printed!r} instead of the job's number")

@@ -126,9 +126,8 @@ def make_optimizer_arguments(choice: Choice) -> dict[str, Any]:
     }
     wanted, sharded = find_optimizer_implementation(choice), s.strategy == "fsdp"
     fused = s.optimizer == "adamw" and wanted == "fused"
-    runs = (
-        "foreach" if choice.device == "cuda" and not sharded else "for-loop"
-    )  # the implementation that torch chooses by default
+    # The implementation that torch chooses by default.
+    runs = "foreach" if choice.device == "cuda" and not sharded else "for-loop"
     if runs == wanted:
         choice.add_note("torch's own choice here", "optimizer_impl")
     elif not fused:

@@ -167,9 +167,8 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
         rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def propagate_untraced(*args: Any) -> Any:
-            with (
-                _disable_current_modes()
-            ):  # the rules compute shapes of whole tensors, which no worker makes
+            # The rules compute shapes of whole tensors, which no worker makes.
+            with _disable_current_modes():
                 return rules(*args)
 
         stack.enter_context(
@@ -184,9 +183,8 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
         if fused:
             stack.enter_context(replace_attribute(torch.optim, "SGD", fused_sgd))
         if counts_steps:
-            import_module(
-                "torch.distributed.optim"
-            )  # imported first: it compiles the function replaced here
+            # This module is imported first, because its import compiles the function that is replaced here.
+            import_module("torch.distributed.optim")
             adam = import_module("torch.optim.adam")
             stack.enter_context(replace_attribute(adam, "_get_value", lambda _: 1.0))
         yield

@@ -84,9 +84,8 @@ def make_model_study(
         return None
 
     first = next(iter(overrides["numbers"].values()))["strategies"][:1]
-    _, alone = load_experiments(
-        {"network": block | {"strategies": first, "gpus": [1]}}
-    )  # this call raises for faults that all experiments share
+    # This call raises for faults that all experiments share.
+    _, alone = load_experiments({"network": block | {"strategies": first, "gpus": [1]}})
     if "optimizer" not in block and alone.dataset(block["dataset"]).is_text:
         block |= {"optimizer": overrides["trained_on"]["next-token"]["optimizer"]}
     experiments, left_out = {}, []

@@ -74,7 +74,7 @@ def _compute_autoregressive_factors(n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return von Neumann's expected ratio and the interval factor of `n` blocks per correlation."""
     lags = np.arange(1, n)
     powers = CORRELATIONS[:, None] ** lags
-    # N times the variance of the mean, in units of the variance.
+    # Number of blocks times the variance of the mean, in units of the variance.
     inflated = 1 + 2 * ((1 - lags / n) * powers).sum(-1)
     expected = (n - inflated) / (n - 1)  # expected value of the variance with divisor n - 1
     return (1 - CORRELATIONS) / expected, np.sqrt(inflated / expected)

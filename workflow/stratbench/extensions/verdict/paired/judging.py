@@ -34,21 +34,18 @@ class Look(NamedTuple):
     leader: np.ndarray  # index of the fastest strategy that may be chosen
     blocks: np.ndarray  # number of blocks that contain all strategies in the comparison
     sets: np.ndarray  # number of node sets that these blocks ran on
-    reuses_few_nodes: (
-        np.ndarray
-    )  # whether the blocks have fewer than MIN_SETS node sets, one of them repeatedly
-    excess_similarity_sds: (
-        np.ndarray
-    )  # standard deviations by which neighbouring blocks are too similar
+    # Whether the blocks have fewer than MIN_SETS node sets, one of them repeatedly.
+    reuses_few_nodes: np.ndarray
+    # Standard deviations by which neighbouring blocks are too similar.
+    excess_similarity_sds: np.ndarray
     mean: np.ndarray
     bound: np.ndarray  # lower bound of the strategy's ratio, on which decisions are based
     low: np.ndarray  # lower end of the reported interval of the ratio
     high: np.ndarray
     slower: np.ndarray  # strategies shown to be slower than the leader
     rivals: np.ndarray  # strategies in the comparison, except the leader
-    at_most: (
-        np.ndarray
-    )  # upper bound on the log ratio by which any strategy may be faster than the leader
+    # Upper bound on the log ratio by which any strategy may be faster than the leader.
+    at_most: np.ndarray
     decided: np.ndarray
 
     @property
