@@ -109,7 +109,7 @@ def open_lock_file(path: Path) -> int:
             try:
                 os.fchown(descriptor, -1, folder.st_gid)
             except OSError:
-                mode &= ~0o060  # otherwise another group could open the file
+                mode &= ~0o060  # without this, another group could open the file
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, mode)
     return descriptor
@@ -127,7 +127,8 @@ def create_temporary_locked_folder(parent: Path, prefix: str, suffix: str = "") 
         suffix: End of the new folder's name.
     """
     for left in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
-        with contextlib.suppress(OSError):  # another process removed it, or it is another user's
+        # Another process has removed the file, or it is another user's.
+        with contextlib.suppress(OSError):
             remove_abandoned_folder(left, prefix, suffix)
     folder, descriptor = create_locked_folder(parent, prefix, suffix)
     try:

@@ -82,7 +82,8 @@ class StepClock:
         self._epoch_starts_s: list[float] = []
         self._epoch_times_s: list[float] = []
         self._step_ms = array("d")
-        self._phases: dict[str, tuple[int, float]] = {}  # steps with the phase, and their sum in ms
+        # Per phase: number of steps with it, and the sum of their times in ms.
+        self._phases: dict[str, tuple[int, float]] = {}
         self._own = own
         self._own_ms: deque[float] = deque(maxlen=OWN_STEPS)
         self._issue_ms: float | None = None

@@ -229,7 +229,8 @@ class _Server:
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._entries: dict[str, Callable[..., Any]] = {}
-        self._children: dict[int, socket.socket] = {}  # pid -> connection to its launcher
+        # Connection to the launcher of each child, by the child's pid.
+        self._children: dict[int, socket.socket] = {}
         self._has_owner = True
         # Children wait for the pipe's end of file, which tells them that this process has ended.
         self._alive, self._alive_here = os.pipe()

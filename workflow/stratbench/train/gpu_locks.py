@@ -166,7 +166,8 @@ def reserve_gpus(gpus: list[str], wanted: int) -> Iterator[list[str]]:
                     held.callback(os.close, descriptor)
                     mine.append(gpu)
             if len(mine) < wanted:
-                # Release the GPUs that were locked: two cells with half of the GPUs each would wait forever.
+                # The GPUs that were locked are released: two cells with half of the GPUs each would wait
+                # forever.
                 held.close()
                 mine.clear()
                 if not announced:

@@ -45,9 +45,9 @@ class Standing:
     phase: str
     #: Exit code of the worker. None: it was running.
     exit_code: int | None = None
-    #: Seconds since its last progress. None: it has sent no heartbeat.
+    #: Seconds since the worker's last progress. None: the worker has sent no heartbeat.
     quiet_s: float | None = None
-    #: Seconds of its longest step. None: it has sent no heartbeat.
+    #: Seconds of the worker's longest step. None: the worker has sent no heartbeat.
     longest_step_s: float | None = None
     #: Whether the worker counts as hung (`HeartbeatReading.hangs`).
     hangs: bool = False

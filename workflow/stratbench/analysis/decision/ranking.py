@@ -37,7 +37,7 @@ class Standings(NamedTuple):
     high: np.ndarray
     repeats: np.ndarray
     slower: np.ndarray  # whether the interval excludes equality and the ratio exceeds the margin
-    # Log ratio by which a candidate may be faster than the chosen, shape [...].
+    # Log ratio by which a candidate may be faster than the chosen one, shape [...].
     max_lead: np.ndarray
 
 

@@ -48,7 +48,7 @@ PARTS = (
     ("waiting", "wait", False, ("server_wait", "bubble")),
     ("slowed on purpose", "bad", True, ("slowdown",)),
 )
-#: The label, colour and filling of the time in no other part.
+#: The label, colour and filling of the time of a step that belongs to no other part.
 REST = ("rest", "muted", False)
 #: Maximum number of named points in a scatter chart.
 MAX_NAMED = 7

@@ -79,7 +79,7 @@ def write_checkpoint(
         for tensor in tensors:
             file.write(_view_bytes(tensor))
         file.flush()
-        # Earlier checkpoints are deleted after this, and the node may crash.
+        # The file must survive a crash of the node, because earlier checkpoints are deleted afterwards.
         os.fsync(file.fileno())
 
 

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("program", nargs="+", help="program and arguments of the command")
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Only the agent may stop this process, by closing its input.
+        # These signals are ignored, because only the agent may stop this process, by closing its input.
         signal.signal(number, signal.SIG_IGN)
     lock_cell_as_worker(args.logs)
     set_process_attribute(_SET_CHILD_SUBREAPER, 1)

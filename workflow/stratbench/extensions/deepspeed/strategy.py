@@ -288,7 +288,7 @@ class DeepSpeed(Counted):
         )
 
         replaced = [
-            # The global list would keep every model alive.
+            # DeepSpeed's global list would keep every model alive, so that it is replaced.
             (
                 parameter_offload,
                 "FWD_MODULE_STACK",

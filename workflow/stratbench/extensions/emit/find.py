@@ -42,7 +42,7 @@ def find_named_path(results: Path, study: str | None, cell: str) -> Path:
     for path in (named, named / "record.json"):
         if path.is_file():
             return path
-    # An absolute path would search the whole disk.
+    # An absolute path is not searched, because it would search the whole disk.
     is_name = not named.is_absolute() and ".." not in named.parts
     matches = {
         folder.parent.name: sorted((folder / cell).glob("**/record.json"))

@@ -61,7 +61,7 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[Collec
         for size in sweep.list_sizes_bytes()
     ]
     times: list[CollectiveTime] = []
-    for number in range(-1, sweep.repeats):  # the first round connects and warms up
+    for number in range(-1, sweep.repeats):  # round -1 connects and warms up, and is not timed
         if rank == 0 and number >= 0:
             print(f"collectives: round {number + 1} of {sweep.repeats}", flush=True)
         order = random.Random(number).sample(cells, len(cells))
@@ -187,7 +187,7 @@ def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: tor
         while (alone_s := _time_work(compute_products, count, device)) < collective_s / 4:
             count *= 2
         counts = torch.tensor([count], device=device)
-        # No rank computes longer than the collective runs.
+        # The smallest count is used, so that no rank computes longer than the collective runs.
         dist.all_reduce(counts, dist.ReduceOp.MIN, group=group)
         count = int(counts.item())
         alone_s = _time_work(compute_products, count, device)

@@ -141,7 +141,7 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     is_ours = published.mask_counterparts(cells)
     listed = findings.to_dict("records")
     ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
-    # Without the audit: the question here is what the paper prints, right or wrong.
+    # The audit is not applied, because the question here is what the paper prints, right or wrong.
     own = {version: read_published_groups(version)[0] for version in ("v1", "v2")}
     notes = published.read_explanations().set_index("about").to_dict("index")
     rows = []

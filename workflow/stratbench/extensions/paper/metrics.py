@@ -240,12 +240,12 @@ def make_vgg16_metric(scale: float) -> Callable[[Repeats], Iterator[ClaimFigure]
     return iter_figures
 
 
-#: The label of a figure of any strategy.
+#: The label of a value that any strategy may have.
 _ANY = "{strategy}, {model} on {gpus}"
 
 METRICS: dict[str, Callable[[Repeats], Iterator[ClaimFigure]]] = {
     MEMORY_RATIO: make_ratio_metric(
-        # One GPU shards nothing.
+        # Groups on one GPU are excluded, because one GPU shards nothing.
         lambda group: make_pair_selector("ddp", "fsdp")(group) if group.gpus > 1 else None,
         column="peak_memory_bytes",
         concerns="memory",

@@ -139,7 +139,7 @@ class ElasticTraining(Training):
     # Speed of each training worker, by id of its job.
     _speeds: dict[int, float] = field(default_factory=dict)
     _counted_until_s: float = 0.0  # time until which work is counted; in the future during a pause
-    _saved_work_s: float = 0.0  # remaining work at the last checkpoint
+    _saved_work_s: float = 0.0  # work that remained at the last checkpoint
     _saved_at_s: float = 0.0
     _plan_number: int = 0  # number of the last planned end; earlier ones no longer count
 

@@ -293,7 +293,7 @@ def _extract_member(
         raise SetError(
             f"{path}: {member.filename} was changed: its content does not fit its hash in the manifest"
         )
-    out = folder / member.filename  # safe, because _MEMBER matched the name
+    out = folder / member.filename  # the path is safe, because _MEMBER matched the name
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(content)
 

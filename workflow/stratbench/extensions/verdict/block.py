@@ -120,7 +120,7 @@ class BlockRun:
                 raise gpu_locks.DeviceError(reason)
             with self._share_fork_server():
                 done = run_segments_in_order(plan, self._run_segment, self._choose_segment_length)
-        # All segments have run: a signal must not discard them.
+        # All segments have run, and a signal must not discard them any more.
         agent.handle_stop_signals(lambda _: None)
         wall_s = time.monotonic() - begun_s
         result = {

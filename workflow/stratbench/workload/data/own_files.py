@@ -360,7 +360,7 @@ def open_tokenizer(name: str, path: Path) -> Any:
         raise DataError(f"data set {name!r}: {NO_TOKENIZERS}") from None
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises plain Exception
+    except Exception as error:  # the package `tokenizers` raises plain Exceptions
         raise DataError(
             f"data set {name!r}: {path} is not a tokenizer file ({error}); give a tokenizer.json"
         ) from error

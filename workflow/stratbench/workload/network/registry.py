@@ -75,7 +75,7 @@ class Model:
 
 
 FAMILIES: dict[str, Family] = {
-    "vgg": Family(  # `_group_vgg_layers` forms its shard groups
+    "vgg": Family(  # `_group_vgg_layers` forms the shard groups of VGGs
         batchnorm=False, pipeline_modules="stratbench.workload.network.torchvisions:VGG"
     ),
     "efficientnet": Family(

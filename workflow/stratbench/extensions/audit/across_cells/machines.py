@@ -288,5 +288,5 @@ def iter_concurrent_cells(
             together_s = (min(until, ended) - begun).total_seconds()
             if together_s > TOGETHER_S:
                 yield place, together_s, one, later
-            if ended > until:  # later cells are compared with the cell that ends last
+            if ended > until:  # the next cells are compared with the cell that ends last
                 until, one = ended, later

@@ -19,7 +19,7 @@ from stratbench.strategies import (
     get_traits,
 )
 
-#: Micro-batches of a pipeline's step, by its stages: so many keep its bubble below a fifth.
+#: Number of micro-batches per pipeline stage in a step, which keeps the bubble below a fifth of the step.
 MICROBATCHES_A_STAGE = 4
 #: Option with the number of micro-batches.
 MICROBATCHES = "microbatches"
