@@ -79,8 +79,7 @@ def block_page(block: str, rule: Mapping[str, Any]) -> str:
     parts = [
         f"# Configuration: `{block}`\n",
         f"This reference lists the keys of the block `{block}` in [config.yaml](../../configuration.md). "
-        "Content of the block: "
-        f"{rule['description']}\n",
+        f"Content of the block: {rule['description'][0].lower()}{rule['description'][1:]}\n",
         f"```yaml\n{example_of(block)}```\n",
     ]
     for title, properties, required in iter_blocks("", {"properties": {block: rule}}):

@@ -107,7 +107,7 @@ def train(t: Trainee, job: Job, profiled: bool) -> Trained:
     if strategy.kind == "server":
         for _, where in strategy.tickets():
             losses.append(strategy.step(*data.batch(order[where])))
-        strategy.load_epoch(0)  # the servers' weights, as an evaluation takes them
+        strategy.load_snapshot(0)  # the servers' weights, as an evaluation takes them
     else:
         refuse_to_synchronise(worker.device, True)
         try:

@@ -104,7 +104,7 @@ class planned:
 
 
 def request_of(s: Settings, on_cuda: bool) -> Request:
-    return Request.of(s, dataset_of(s), on_cuda, local_world=s.gpus)
+    return Request.from_settings(s, dataset_of(s), on_cuda, local_world=s.gpus)
 
 
 def dataset_of(s: Settings) -> Dataset:
@@ -149,7 +149,7 @@ def look_at(stage: Stage, case: Case, s: Settings, found: dict[str, Any], plan: 
         states == plan.model_states_bytes,
         f"{states}, plan {plan.model_states_bytes}",
     )
-    predicted = plan.training_peak(s.per_worker_batch, found["resident_threads"]).n_bytes
+    predicted = plan.compute_training_peak(s.per_worker_batch, found["resident_threads"]).n_bytes
     data = dataset_of(s)
     predicted += data_bytes(data, compute_input_shape(s.model, data.shape), s.augment)
     figures = used | {"steps": found["steps"], "predicted_bytes": predicted}

@@ -89,7 +89,7 @@ def pushed(job: Job) -> dict[str, Any]:
             recording.__enter__()
         armed = epoch not in TURNS or done % 2 == 0
         if not armed:
-            strategy.channel.arm = lambda *args, **kwargs: None
+            strategy.channel.send_during_backward = lambda *args, **kwargs: None
         synchronise(worker.device)
         began = time.perf_counter()
         order = draw_epoch_order(data.train_samples, worker.settings.seed, epoch).to(worker.device)
@@ -110,7 +110,7 @@ def pushed(job: Job) -> dict[str, Any]:
     found["skipped"] = strategy.report()["details"]["skipped_steps"]
     if worker.device.type == "cuda":
         found |= bandwidths(strategy.flat)
-    strategy.load_epoch(0)
+    strategy.load_snapshot(0)
     found["apart"] = differ(before, single, weights_of(strategy))
     strategy.close()
     return found
@@ -220,7 +220,7 @@ def overflowed(job: Job) -> tuple[int, int, float]:
         order = draw_epoch_order(data.train_samples, worker.settings.seed, epoch).to(worker.device)
         strategy.step(*data.batch(order[where]))
         steps += 1
-    strategy.load_epoch(0)
+    strategy.load_snapshot(0)
     pairs = zip(before, weights_of(strategy), strict=True)
     moved = max(float((a - b).abs().max()) for a, b in pairs)
     skipped = strategy.report()["details"]["skipped_steps"]

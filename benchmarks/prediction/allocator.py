@@ -157,12 +157,12 @@ def row_of(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
     """The case's row of the table."""
     found = measured(case, folder, timeout_s)
     s, data = settings_of(case), describe_data_set("data", case.spec)
-    request = Request.of(s, data, on_cuda=True, local_world=case.gpus)
+    request = Request.from_settings(s, data, on_cuda=True, local_world=case.gpus)
     _, made = rehearse_requests([request], folder / "plan-cache")
     if (footprint := made[request].footprint) is None:
         raise RuntimeError(f"{case.name}: {made[request].fault}")
     gpu = find_gpu(found["gpu"])
-    peak = footprint.training_peak(s.per_worker_batch, gpu.resident_threads)
+    peak = footprint.compute_training_peak(s.per_worker_batch, gpu.resident_threads)
     plan_bytes = peak.n_bytes + data_bytes(data, request.input_shape, s.augment)
     used = found["memory"]
     requested_bytes = measured_peak_bytes(used, 0)

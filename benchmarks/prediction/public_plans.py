@@ -58,7 +58,7 @@ class Planner:
         followed = {"unpredicted": made} if isinstance(made, str) else {"footprint": made}
         rehearsals, networks = (
             {request: Rehearsal(**followed)},
-            {Network.of(request): CheckResult()},
+            {Network.from_request(request): CheckResult()},
         )
         checked = Checked(study, [subject], networks, rehearsals, {}, {})
         (planned,) = make_plan(config, checked, {}).cells

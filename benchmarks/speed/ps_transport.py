@@ -109,7 +109,7 @@ def own_worker(
     flat = FlatSpace(nn.ParameterList([torch.zeros(numel)]))
     flat.grads.fill_(1.0)
     channel = Channel.connect(config.rendezvous, worker, flat, secret, transport)
-    ticket, ends = channel.first(), []
+    ticket, ends = channel.wait_for_first_ticket(), []
     while ticket is not None:
         ticket = channel.push_pull()
         ends.append(time.monotonic())
@@ -136,7 +136,7 @@ def processes(
         workers=n_workers,
         epochs=1,
         steps_per_epoch=WARMUP + ops,
-        slices=n_workers,
+        slices_per_step=n_workers,
         policy="ps-async",
         hyper={"lr": LR},
         shard_bytes=shard_bytes,

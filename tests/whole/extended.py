@@ -135,7 +135,7 @@ def a_strategy(folder: Path) -> None:
     _, study = load_study(folder, strategies=names, variants=variants, gpus=[2])
     assert [study.settings(cell).options.get("period") for cell in study.cells] == [None, 1, 32]
     planned = footprint_of(folder, strategies=["pairs"], gpus=[2])
-    assert planned.training_peak(8).parts_bytes["parameters"] > 0
+    assert planned.compute_training_peak(8).parts_bytes["parameters"] > 0
     strategy, result = trained(folder, "pairs")
     assert result.status == "ok"
     assert result.progress.per_epoch[-1]["score"] > 0.3

@@ -143,7 +143,7 @@ def channel_to_nobody(strategy: ParameterServer) -> Any:
     def push() -> None:
         assert staging.armed
         assert not staging._waiting, "not all was on its way when the backward ended"
-        space.check()
+        space.check_gradient_views()
         staging.finish_push()
         assert left[0] == "buffers"
         assert sorted(left[1:]) == list(range(len(shards)))
@@ -154,9 +154,9 @@ def channel_to_nobody(strategy: ParameterServer) -> Any:
 
     channel = mock.create_autospec(client.Channel, instance=True)
     channel.wait_s, channel.moved_bytes = 0.0, [0, 0]
-    channel.arm.side_effect = staging.arm
-    channel.rehearse.side_effect = channel.push_pull.side_effect = push
-    channel.first.return_value = Ticket(0, 0, 0, 0)
+    channel.send_during_backward.side_effect = staging.copy_during_backward
+    channel.rehearse_exchange.side_effect = channel.push_pull.side_effect = push
+    channel.wait_for_first_ticket.return_value = Ticket(0, 0, 0, 0)
     return channel
 
 
@@ -198,7 +198,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         if models.MODELS[model].reads_text
         else models.compute_input_shape(model, (3, SIDE, SIDE))
     )
-    request = fake.Request(s, shape, CLASSES, local_world=workers, eval_batch=SAMPLES)
+    request = fake.Request(s, shape, CLASSES, workers_per_node=workers, eval_batch=SAMPLES)
     with ExitStack() as stack:
         for patch in patches():
             stack.enter_context(patch)
@@ -210,7 +210,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         )
         groups = models.list_wrap_groups(model, net)
         made = fake.strategy_on_fakes(request)
-        if request.served:
+        if request.is_served:
             made.connect = partial(channel_to_nobody, made)
         worker = Worker(s, 0, workers, workers, DEVICE, RunFolder(Path()), groups)
         seen: dict[str, str] = {}

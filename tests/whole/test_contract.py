@@ -159,8 +159,10 @@ def differences(trained: Trained) -> Iterator[str]:
     if sent_bytes is not None and sent_bytes != pytest.approx(planned_bytes, rel=1e-6):
         yield f"bytes sent: planned {planned_bytes}, counted {sent_bytes}"
     # Resident memory is that of the tensors, and of what a process holds beside.
-    least_bytes = made.training_peak(s.samples_per_step).n_bytes + data_bytes_of(s)
-    most_bytes = made.needed_bytes(s.samples_per_step) + data_bytes_of(s) + CPU_PROCESS_BYTES
+    least_bytes = made.compute_training_peak(s.samples_per_step).n_bytes + data_bytes_of(s)
+    most_bytes = (
+        made.compute_needed_bytes(s.samples_per_step) + data_bytes_of(s) + CPU_PROCESS_BYTES
+    )
     if not least_bytes <= memory["peak_bytes"] <= most_bytes:
         yield f"peak: planned {least_bytes} to {most_bytes}, measured {memory['peak_bytes']}"
 

@@ -188,7 +188,7 @@ def test_the_likely_ticket_is_the_same_slice_of_the_next_step():
     )
     cls = get_strategy_class("ps-sync")
     strategy.samples_per_step = cls.samples_per_step
-    strategy._samples_of = lambda step, part: cls._samples_of(strategy, step, part)
+    strategy._get_sample_slice = lambda step, part: cls._samples_of(strategy, step, part)
     found = []
     for epoch, step in ((0, 0), (0, 2), (1, 2)):
         strategy.ticket = mock.Mock(spec=Ticket, epoch=epoch, step=step, slice=1)

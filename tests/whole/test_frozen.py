@@ -106,7 +106,7 @@ def test_a_record_counts_what_is_frozen_and_what_is_trained(trained, strategy):
     forward, training = (compute[f"{name}_flops_per_sample"] for name in ("forward", "training"))
     assert forward < training < 2 * forward
     planned = footprint.make_footprint(
-        Request.of(s, describe_data_set("tiny", TINY), False, s.gpus)
+        Request.from_settings(s, describe_data_set("tiny", TINY), False, s.gpus)
     )
     assert planned.model_states_bytes == found["memory"]["model_states"]
     assert planned.training_flops_per_sample == training

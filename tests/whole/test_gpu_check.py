@@ -271,7 +271,7 @@ def test_memory_is_held_against_the_plan(part, monkeypatch, peak_mib, states_off
     states = {"parameters_bytes": 100}
     plan = SimpleNamespace(
         model_states_bytes=states,
-        training_peak=lambda batch, resident_threads: SimpleNamespace(n_bytes=1000 * mib),
+        compute_training_peak=lambda batch, resident_threads: SimpleNamespace(n_bytes=1000 * mib),
     )
     found = {"model_states": {"parameters_bytes": 100 + states_off}, "steps": 1}
     found["resident_threads"], found["gpu_bytes"] = 132 * 2048, 80 * 1024 * mib

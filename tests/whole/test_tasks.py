@@ -513,12 +513,12 @@ def test_a_plan_of_steps_ends_within_its_last_epoch():
     plan = TicketPlan(3, 4, 2, steps=9)
     assert len(plan) == 18
     assert [plan.count_epoch_tickets(epoch) for epoch in range(3)] == [8, 8, 2]
-    assert plan.ticket(17)[1:] == (2, 0, 1)
+    assert plan.get_ticket(17)[1:] == (2, 0, 1)
     log = EpochLog(plan, None)
     store = type("Store", (), {"shards": {}, "buffers": None})
     for number in range(18):
-        log.count(number, float(number), store)
-    assert log.complete
+        log.count_ticket(number, float(number), store)
+    assert log.is_complete
     assert [end["end_s"] for end in log.ends] == [7.0, 15.0, 17.0]
     with pytest.raises(ValueError, match="do not end in the last"):
         TicketPlan(3, 4, 2, steps=8)

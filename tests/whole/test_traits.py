@@ -109,8 +109,10 @@ def test_a_new_strategy_is_judged_by_what_it_says_and_carefully_where_it_is_sile
 
 
 def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered):
-    request = Request(settings("silent", options={}), (3, 32, 32), 10, local_world=4, eval_batch=64)
-    assert not request.served
+    request = Request(
+        settings("silent", options={}), (3, 32, 32), 10, workers_per_node=4, eval_batch=64
+    )
+    assert not request.is_served
     assert not request.may_reshard
     assert not get_strategy_class("silent").alike_on_any_count
 

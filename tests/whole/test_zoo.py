@@ -412,11 +412,11 @@ def test_the_check_says_of_each_network_what_a_run_does(name, monkeypatch):
     }
     network = check.check_network(requests["single"])
     for way, request in requests.items():
-        said = network.fault or check.rehearse(request, network).refusal
+        said = network.fault or check.rehearse(request, network).refusal_reason
         reason = REFUSED.get(name, {}).get(way)
         assert (said is None) == (reason is None), (way, said)
         assert reason is None or reason in said
-    assert network.fault or network.dropout == (name in DRAWS)
+    assert network.fault or network.has_dropout == (name in DRAWS)
 
 
 class Loose(zoo.Base):

@@ -441,7 +441,7 @@ PLANNED = {
 def test_plan_and_check_say_of_a_command_what_they_cannot_know(tmp_path):
     config, study = load_config(PLANNED | {"results": str(tmp_path)})
     checked = check_study(config, study)
-    assert checked.refused == {}
+    assert checked.refusal_reasons_by_cell == {}
     assert "mine: is a command of yours, which is not tried" in check_text(checked)
     (planned,) = make_plan(config, checked, {}).cells
     assert (planned.state, planned.footprint) == ("to do", None)

@@ -253,7 +253,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
         task=tasks.get_task(s, request.input_shape, False),
     )  # fmt: skip
     strategy.setup(net, worker)
-    batch = request.example_batch(8)
+    batch = request.make_example_batch(8)
     saved = strategy.save()
     for _ in range(3):
         strategy.step(*batch)
@@ -266,11 +266,11 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     trace = OperatorTrace(on_cpu=True)
     fake._tag_states(trace, strategy, net)
     with trace:
-        trace.begin("forward")
-        strategy.step(*request.example_batch(8))
-        trace.begin("evaluate")
+        trace.begin_phase("forward")
+        strategy.step(*request.make_example_batch(8))
+        trace.begin_phase("evaluate")
     first, last = (phase.first for phase in trace.phases[1:])
-    live = trace.live_bytes(first, last)
+    live = trace.list_live_bytes(first, last)
     states = strategy.model_states()
     return {"peak": max(live), "between": live[0], "sent": sent, "states": states}
 
@@ -425,13 +425,13 @@ class TestAStage:
         real = found[2][f"as it runs {stage} {model}"]
         made = footprint.make_footprint(request_for(stage, model, 2))
         between = sum(made.between_steps_bytes.values())
-        print(stage, model, "peak", made.training_peak(8).n_bytes, real["peak"], "between", between,
+        print(stage, model, "peak", made.compute_training_peak(8).n_bytes, real["peak"], "between", between,
               real["between"])  # fmt: skip
         assert made.model_states_bytes == real["states"]
         assert wire_bytes(made.collectives, 2, on_gloo=False) == pytest.approx(
             real["sent"], rel=1e-3
         )
-        assert (between, made.training_peak(8).n_bytes) == (real["between"], real["peak"])
+        assert (between, made.compute_training_peak(8).n_bytes) == (real["between"], real["peak"])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -530,7 +530,7 @@ def test_plan_and_check_say_what_is_missing_and_go_on(installed):
     requests = [request_for(2, "vgg-compact", 2), footprint_request("ddp")]
     for order in (requests, requests[::-1]):
         network = check.check_network(order[0])
-        found = {r.strategy: check.rehearse(r, network).refusal for r in order}
+        found = {r.strategy: check.rehearse(r, network).refusal_reason for r in order}
         assert found == {"deepspeed": sentence("deepspeed", installed), "ddp": None}
     assert check.try_footprint(requests[0]) == sentence("deepspeed", installed)
 

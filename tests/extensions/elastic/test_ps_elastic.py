@@ -61,7 +61,7 @@ def one_thread():
 def elastic(folder, **changed):
     """A run of up to PLACES workers, two epochs of ten steps."""
     own = {k: changed.pop(k) for k in list(changed) if k in ElasticConfig.__dataclass_fields__}
-    facts = {"workers": PLACES, "slices": PLACES, "epochs": 2, "steps_per_epoch": 10}
+    facts = {"workers": PLACES, "slices_per_step": PLACES, "epochs": 2, "steps_per_epoch": 10}
     facts |= {"snapshot_dir": str(folder / "snapshots")}
     as_gang = config(folder, **facts | changed)
     return ElasticServerConfig(
@@ -129,7 +129,7 @@ def history(folder, policy, n_servers, seed, numbers=12):
 
 
 def check_run(plan, found):
-    n = plan.epochs * plan.steps_per_epoch * plan.slices
+    n = plan.epochs * plan.steps_per_epoch * plan.slices_per_step
     assert [(s["status"], s["error"]) for s in found] == [("ok", None)] * len(found)
     assert found[0]["tickets_settled"] == n
     assert sum(w["tickets"] for w in found[0]["workers"]) >= n
@@ -525,24 +525,24 @@ def test_the_first_epoch_that_reaches_the_target_ends_the_run(tmp_path, n_server
 
 
 def len_of(plan):
-    return plan.epochs * plan.steps_per_epoch * plan.slices
+    return plan.epochs * plan.steps_per_epoch * plan.slices_per_step
 
 
 def test_others_train_while_one_evaluates(tmp_path, monkeypatch):
     plan = elastic(tmp_path)
     hold, begun = threading.Event(), threading.Event()
-    score = Channel.score
+    score = Channel.send_evaluation
 
     def score_when_told(channel, figures):
         begun.set()
         assert hold.wait(PATIENCE_S)
         return score(channel, figures)
 
-    monkeypatch.setattr(Channel, "score", score_when_told)
+    monkeypatch.setattr(Channel, "send_evaluation", score_when_told)
     servers = serve_all(plan)
     workers = [Worked(plan, SECRET, n, before_push=slowly, incarnation=1) for n in range(3)]
     assert begun.wait(PATIENCE_S)
-    of_first_epoch = plan.steps_per_epoch * plan.slices
+    of_first_epoch = plan.steps_per_epoch * plan.slices_per_step
     until(lambda: sum(len(w.tickets) for w in workers) > of_first_epoch + 10, PATIENCE_S)
     hold.set()
     for worker in workers:
@@ -553,7 +553,7 @@ def test_others_train_while_one_evaluates(tmp_path, monkeypatch):
 @pytest.mark.parametrize("goes", ["leave", "_close_connections"])
 def test_what_a_worker_that_goes_was_to_evaluate_another_evaluates(tmp_path, monkeypatch, goes):
     plan = elastic(tmp_path)
-    score, gone = Channel.score, []
+    score, gone = Channel.send_evaluation, []
 
     def go_the_first_time(channel, figures):
         if gone:
@@ -562,7 +562,7 @@ def test_what_a_worker_that_goes_was_to_evaluate_another_evaluates(tmp_path, mon
         getattr(channel, goes)()
         raise Left("gone")
 
-    monkeypatch.setattr(Channel, "score", go_the_first_time)
+    monkeypatch.setattr(Channel, "send_evaluation", go_the_first_time)
     servers = serve_all(plan)
     workers = [Worked(plan, SECRET, n, before_push=slowly, incarnation=1) for n in range(3)]
     for number, worker in enumerate(workers):
@@ -679,7 +679,7 @@ def test_a_shard_that_goes_on_takes_no_ticket_twice_and_nobody_is_there():
     after.load(before.state())
     weights = after.policy.weights.clone()
     assert torch.equal(weights, before.policy.weights)
-    assert sorted(after.taken) == [0, 1, 2, 3]
+    assert sorted(after.pushed_tickets) == [0, 1, 2, 3]
     released.clear()
     after.push(1, 3, torch.ones(50, dtype=torch.float64), alive)
     assert torch.equal(after.policy.weights, weights)

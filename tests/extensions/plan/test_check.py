@@ -216,7 +216,7 @@ def found_of(name: str, wrap_classes: list[str] | None = None, **changes) -> dic
     with tempfile.TemporaryDirectory() as folder:
         networks, made = check.rehearse_requests([s.request for s in subjects], Path(folder))
     (network,) = networks.values()
-    return {s.cell.strategy: network.fault or made[s.request].refusal for s in subjects}
+    return {s.cell.strategy: network.fault or made[s.request].refusal_reason for s in subjects}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -297,16 +297,16 @@ def test_what_is_too_large_to_be_tried_with_real_numbers_is_not_checked_and_no_f
         "   not checked: model 'Branches' (odd_networks.Branches): its forward of a batch" in text
     )
     assert "cannot be trained" not in text
-    assert {(c.model, c.strategy) for c in checked.refused} == {("Unused", "ddp")}
+    assert {(c.model, c.strategy) for c in checked.refusal_reasons_by_cell} == {("Unused", "ddp")}
     assert "2 cells could not be checked before the training" in text
 
 
 def test_an_error_of_fakes_alone_leaves_a_small_network_without_a_prediction_only(tmp_path):
     config, study = make_model_study({"RaisesOnFakes": None}, strategies=["ddp"])
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
-    (found,) = checked.rehearsals.values()
-    assert (found.refusal, found.footprint, found.unchecked) == (None, None, None)
-    assert "expected another device" in found.unpredicted
+    (found,) = checked.rehearsals_by_request.values()
+    assert (found.refusal_reason, found.footprint, found.unchecked_reason) == (None, None, None)
+    assert "expected another device" in found.unpredicted_reason
     assert "ddp: works with 2 workers" in check_text(checked)
 
 
@@ -474,7 +474,7 @@ def test_a_bad_task_refuses_the_cells_of_its_experiment_alone(tmp_path, monkeypa
     blocks = {"x": {}, "y": {"task": bad}, "z": {"task": "Good"}}
     blocks = dict(sorted(blocks.items(), reverse=first))
     checked = check_tasks(tmp_path, monkeypatch, **blocks)
-    [(cell, reason)] = checked.refused.items()
+    [(cell, reason)] = checked.refusal_reasons_by_cell.items()
     assert cell.experiment == "y"
     assert reason.startswith("task 'my_tasks_")
     assert reason.endswith(BAD_TASKS[bad])
@@ -487,7 +487,7 @@ def test_a_loss_that_is_no_mean_over_its_parts_is_told_and_trains(tmp_path, monk
     each = {"strategies": ["ddp", "ps-sync"]}
     blocks = {"x": each | {"task": "Ignores"}, "y": each | {"task": "Weighs"}}
     checked = check_tasks(tmp_path, monkeypatch, **blocks)
-    assert not checked.refused
+    assert not checked.refusal_reasons_by_cell
     ignores, weighs = check_text(checked).split("'\n   ")[1:]
     assert f"   {NO_SUM}\n" in ignores
     assert NO_SUM not in weighs
@@ -511,7 +511,7 @@ def test_what_one_experiment_asks_of_a_network_refuses_no_other(tmp_path, monkey
     """Activation checkpointing of a network without blocks; the lines name the experiment."""
     blocks = {"x": {}, "y": {"activation_checkpointing": True}}
     checked = check_tasks(tmp_path, monkeypatch, **dict(sorted(blocks.items(), reverse=first)))
-    [(cell, reason)] = checked.refused.items()
+    [(cell, reason)] = checked.refusal_reasons_by_cell.items()
     assert (cell.experiment, "activation_checkpointing" in reason) == ("y", True), reason
     text = check_text(checked)
     assert "   ddp: works with 2 workers in x\n   ddp: unsupported with 2 workers in y: " in text
@@ -522,11 +522,11 @@ def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monk
         {"Normalises": None}, strategies=["ddp"], gpus=[1, 2], global_batch=2
     )
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
-    assert list(checked.refused.values()) == [
+    assert list(checked.refusal_reasons_by_cell.values()) == [
         "model 'Normalises' (odd_networks.Normalises): it normalises over the batch (BatchNorm), but a "
         "worker's batch has one sample; use a larger batch, or fewer workers"
     ]
-    assert next(iter(checked.refused)).gpus == 2
+    assert next(iter(checked.refusal_reasons_by_cell)).gpus == 2
 
 
 def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys, monkeypatch):
@@ -537,8 +537,13 @@ def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys,
         told = capsys.readouterr().out
         assert (f"models to check: {networks}\n" in told) == (networks > 0)
         assert [n for n in ("Plain", "Unused") if f"  {n} with ddp: " in told] == cells
-        assert [cell.model for cell in checked.refused] == ["Unused"]
-    assert checked.networks[check.Network.of(checked.subjects[0].request)].parameters == 898
+        assert [cell.model for cell in checked.refusal_reasons_by_cell] == ["Unused"]
+    assert (
+        checked.checks_by_network[
+            check.Network.from_request(checked.subjects[0].request)
+        ].num_parameters
+        == 898
+    )
 
 
 def test_it_is_told_how_long_the_rest_will_take(tmp_path, capsys):
@@ -557,8 +562,8 @@ def test_a_footprint_is_made_where_the_check_has_been_without_a_second_look(tmp_
         check, "_find_refusal", lambda *_: pytest.fail("it was walked through twice")
     )
     checked = check.check_study(config, study)
-    assert not checked.refused
-    assert checked.rehearsals[checked.subjects[0].request].footprint.collectives
+    assert not checked.refusal_reasons_by_cell
+    assert checked.rehearsals_by_request[checked.subjects[0].request].footprint.collectives
 
 
 def test_every_strategy_that_the_settings_refuse_is_told_at_once():

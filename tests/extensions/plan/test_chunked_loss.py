@@ -85,15 +85,15 @@ def test_the_loss_in_parts_is_that_of_the_whole(precision, chunks):
 def test_what_is_allocated_is_planned():
     request = request_for("single", MODEL, 1, loss_chunks=4)
     made, trace = set_up(request), OperatorTrace(on_cpu=True)
-    trace.tag("parameters", made.model.parameters())
+    trace.tag_storages("parameters", made.model.parameters())
     state = made.optimizer.state.values()
-    trace.tag("optimizer", (t for entry in state for t in entry.values()))
+    trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
     x, y = batch(24)
-    trace.tag("activations", (x, y))
+    trace.tag_storages("activations", (x, y))
     with trace:
         made.step(x, y)
-    measured = max(trace.live_bytes(0, len(trace.events)))
-    assert planned(request).training_peak(24).n_bytes == measured
+    measured = max(trace.list_live_bytes(0, len(trace.events)))
+    assert planned(request).compute_training_peak(24).n_bytes == measured
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_the_memory_of_scores_is_that_of_a_part(strategy):
     request = request_for(strategy, MODEL, 1 if strategy == "single" else 2, precision="bf16")
     request = request.__class__(**vars(request) | {"classes": vocabulary})
     whole, parts = (planned(changed(request, loss_chunks=n)) for n in (1, 8))
-    saved = whole.training_peak(batch).n_bytes - parts.training_peak(batch).n_bytes
+    saved = whole.compute_training_peak(batch).n_bytes - parts.compute_training_peak(batch).n_bytes
     scores_bytes = 4 * batch * POSITIONS * vocabulary
     assert saved > 1.5 * scores_bytes  # in 32 bits, and their gradient
     assert parts.model_states_bytes == whole.model_states_bytes
@@ -150,7 +150,9 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     assert code == 0, output
     made = launched.read_record()
     assert made["status"] == "ok", made["reason"]
-    request = Request.of(s, describe_data_set("text", spec), on_cuda=False, local_world=2)
+    request = Request.from_settings(
+        s, describe_data_set("text", spec), on_cuda=False, local_world=2
+    )
     assert made["memory"]["model_states"] == planned(request).model_states_bytes
     sent_bytes = made["communication"]["sent_bytes_per_step"]
     assert sent_bytes == pytest.approx(wire_bytes(planned(request).collectives, 2, on_gloo=False))

@@ -53,18 +53,20 @@ def small(tmp_path, monkeypatch):
 def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(small):
     first = []
     answer = answer_question(CONFIG | {"results": "results"}, QUESTION, first.append)
-    assert {c.strategy for c in first[0].choices} == {"fsdp-zero3"}
-    found = {(c.strategy, c.checkpointing): c for c in answer.choices}
+    assert {c.strategy for c in first[0].strategy_answers} == {"fsdp-zero3"}
+    found = {(c.strategy, c.uses_checkpointing): c for c in answer.strategy_answers}
     names = {"fsdp-zero3", "ddp", "tensor-2", "tensor-2-sequence", "pipeline-2"}
     assert set(found) == {(name, ckpt) for name in names for ckpt in (False, True)}
-    assert [c.verdict for c in answer.choices] == [FITS] * 10
+    assert [c.verdict for c in answer.strategy_answers] == [FITS] * 10
     # Eight micro-batches go through the two stages.
     assert all(
-        c.global_batch == 8 * c.micro_batch for c in answer.choices if "pipeline" in c.strategy
+        c.global_batch == 8 * c.micro_batch
+        for c in answer.strategy_answers
+        if "pipeline" in c.strategy
     )
-    rates = [c.samples_per_s[2] for c in answer.choices]
+    rates = [c.samples_per_s[2] for c in answer.strategy_answers]
     assert rates == sorted(rates, reverse=True)
-    for c in answer.choices:
+    for c in answer.strategy_answers:
         low, high, usual = c.samples_per_s
         assert low <= usual <= high
         assert c.memory.allocated_bytes <= c.memory.reserved_bytes < c.memory.shown_bytes
@@ -77,7 +79,7 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
     text = format_answer(answer)
     assert "gpt-compact (" in text.splitlines()[0]
     assert "on 2 x A10G 24 GiB: texts of 64 tokens, adamw, bf16" in text.splitlines()[0]
-    best = answer.choices[0]
+    best = answer.strategy_answers[0]
     assert f"{best.strategy} fits with {best.micro_batch} texts at once" in text.replace("\n ", "")
     hours = 1e9 / (64 * best.samples_per_s[2]) / 3600
     assert f"{2 * hours:.2g} GPU-hours, at a cost of {4 * hours:.2g}" in " ".join(text.split())
@@ -102,7 +104,7 @@ def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_l
     chosen = choose_batch(s, footprint, device, cluster)
     more = choose_batch(s, footprint, device, cluster, batch=chosen.micro_batch + 1)
     assert chosen.verdict == FITS
-    room_bytes = device.room_bytes(cluster["memory_margin"])
+    room_bytes = device.compute_room_bytes(cluster["memory_margin"])
     assert chosen.memory.allocated_bytes <= room_bytes < more.memory.allocated_bytes
     assert chosen.global_batch == 2 * chosen.micro_batch
     full = choose_batch(s, footprint, device, cluster | {"memory_margin": 1e6}, least=3)

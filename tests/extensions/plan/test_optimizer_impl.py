@@ -89,17 +89,17 @@ def test_what_an_implementation_allocates_is_planned(implementation, optimizer):
     made = set_up(request, torch.float32)
     trace = OperatorTrace(on_cpu=True)
     model = made.model
-    trace.tag("parameters", model.parameters())
-    trace.tag("buffers", model.buffers())
+    trace.tag_storages("parameters", model.parameters())
+    trace.tag_storages("buffers", model.buffers())
     state = get_optimizer_state(made.optimizer).values()
-    trace.tag("optimizer", (t for entry in state for t in entry.values()))
+    trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
     x, y = (t[:1] for t in batch())
     x, y = x.clone(), y.clone()
-    trace.tag("activations", (x, y))
+    trace.tag_storages("activations", (x, y))
     with trace:
         made.step(x, y)
-    measured = max(trace.live_bytes(0, len(trace.events)))
-    assert footprint.make_footprint(request).training_peak(1).n_bytes == measured
+    measured = max(trace.list_live_bytes(0, len(trace.events)))
+    assert footprint.make_footprint(request).compute_training_peak(1).n_bytes == measured
 
 
 @pytest.mark.slow
@@ -110,11 +110,11 @@ def test_adamw_by_foreach_takes_a_copy_of_what_a_gpu_trains():
         for implementation in IMPLEMENTATIONS
     )
     assert foreach.model_states_bytes == fused.model_states_bytes == loop.model_states_bytes
-    peak = foreach.training_peak(1)
+    peak = foreach.compute_training_peak(1)
     assert peak.phase == "optimizer"
     parameters_bytes = fused.model_states_bytes["parameters_bytes"]
     assert peak.parts_bytes["temporaries"] == pytest.approx(parameters_bytes, rel=0.01)
-    assert loop.training_peak(1).n_bytes < peak.n_bytes - 0.5 * parameters_bytes
+    assert loop.compute_training_peak(1).n_bytes < peak.n_bytes - 0.5 * parameters_bytes
     assert fused.operations_per_step < foreach.operations_per_step < loop.operations_per_step
 
 

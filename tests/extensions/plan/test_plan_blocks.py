@@ -79,16 +79,16 @@ def blocks_of(request: Request) -> Blocks | None:
     with fake.surroundings(request):
         model, _, _ = fake.build_worker(request)
         blocks = find_blocks(model)
-        x, _ = request.example_batch(2)
+        x, _ = request.make_example_batch(2)
         return blocks if blocks and are_called_alike(model, blocks, x) else None
 
 
 def assert_equal(drawn: Footprint, full: Footprint, parts: int) -> None:
-    for name in (f.name for f in fields(Footprint) if f.name != "moments"):
+    for name in (f.name for f in fields(Footprint) if f.name != "peak_moments"):
         assert getattr(drawn, name) == getattr(full, name), name
     for batch in (1, 2, 3, 16, 100, 1000):
         for threads in (0, 270336):
-            peaks = [f.training_peak(batch * parts, threads) for f in (drawn, full)]
+            peaks = [f.compute_training_peak(batch * parts, threads) for f in (drawn, full)]
             assert peaks[0].n_bytes == peaks[1].n_bytes, (batch, threads)
             assert peaks[0].parts_bytes == peaks[1].parts_bytes, (batch, threads)
 
@@ -134,7 +134,7 @@ def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(
     blocks = blocks_of(request)
     assert blocks == ("blocks", 12 if strategy == "tensor" else LAYERS)
     drawn = extrapolate_footprint(partial(follow, request, 0, None), blocks)
-    assert_equal(drawn, make_footprint(request), request.parts)
+    assert_equal(drawn, make_footprint(request), request.num_accumulated_parts)
 
 
 @pytest.mark.slow

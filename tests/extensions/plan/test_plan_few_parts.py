@@ -54,19 +54,21 @@ def test_a_pipeline_has_what_the_plan_calls_of_it():
 
 def assert_same(drawn: Footprint, full: Footprint, parts: int) -> None:
     """Numbers of bytes and operations are equal; lines in the batch, but for what a division leaves."""
-    lines = ("moments", "collectives", "touched_bytes", "stages")
+    lines = ("peak_moments", "collectives", "touched_bytes", "stage_footprints")
     for name in (f.name for f in fields(Footprint) if f.name not in lines):
         assert getattr(drawn, name) == getattr(full, name), name
     assert len(drawn.collectives) == len(full.collectives)
     for one, other in zip(drawn.collectives, full.collectives, strict=True):
         assert one == pytest.approx(other) if len(other) > 2 and other[2] else one == other
     for samples in (parts, 100 * parts):
-        assert drawn.touched_bytes.at(samples) == pytest.approx(full.touched_bytes.at(samples))
+        assert drawn.touched_bytes.evaluate_at(samples) == pytest.approx(
+            full.touched_bytes.evaluate_at(samples)
+        )
     for samples in (1, 2, 3, 16, 1000):
         for threads in (0, 270336):
-            peaks = [f.training_peak(samples * parts, threads) for f in (drawn, full)]
+            peaks = [f.compute_training_peak(samples * parts, threads) for f in (drawn, full)]
             assert peaks[0] == peaks[1], (samples, threads)
-    for one, other in zip(drawn.stages, full.stages, strict=True):
+    for one, other in zip(drawn.stage_footprints, full.stage_footprints, strict=True):
         assert_same(one, other, parts)
 
 
@@ -90,7 +92,7 @@ def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
     real = few_parts.follow
     monkeypatch.setattr(few_parts, "follow", lambda *a, **k: followed.append(a) or real(*a, **k))
     monkeypatch.setattr(few_parts, "make_footprint", None)
-    assert_same(make_by_few_parts(request), full, request.parts)
+    assert_same(make_by_few_parts(request), full, request.num_accumulated_parts)
     if options.get("pipeline_parallel_size") == 4:
         # Three of the first stage, three that the middle ones share, and two of the last.
         assert len(followed) == 8
@@ -100,7 +102,7 @@ def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
 def test_what_few_parts_do_not_tell_is_followed_whole(monkeypatch):
     request = request_of("pipeline", 2, {"microbatches": 6, "pipeline_parallel_size": 2})
     monkeypatch.setattr(few_parts, "combine_weighted", raise_unlike)
-    assert_same(make_by_few_parts(request), make_footprint(request), request.parts)
+    assert_same(make_by_few_parts(request), make_footprint(request), request.num_accumulated_parts)
 
 
 def raise_unlike(*_: object) -> None:
@@ -127,6 +129,8 @@ def test_footprints_with_other_moments_are_not_drawn_out():
     request = request_of("single", 1, {}, gradient_accumulation_steps=3)
     few, more = (make_footprint(changed(request, gradient_accumulation_steps=n)) for n in (3, 4))
     extrapolate_parts([few, more], [3, 4, 12], (-8, 9))
-    other = replace(more.moments[0], total_bytes=Affine(1.0, 1.0))
+    other = replace(more.peak_moments[0], total_bytes=Affine(1.0, 1.0))
     with pytest.raises(UnlikeError):
-        extrapolate_parts([few, replace(more, moments=[*more.moments, other])], [3, 4, 12], (-8, 9))
+        extrapolate_parts(
+            [few, replace(more, peak_moments=[*more.peak_moments, other])], [3, 4, 12], (-8, 9)
+        )

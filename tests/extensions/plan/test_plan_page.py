@@ -149,20 +149,22 @@ def test_the_pages_figures_are_the_plans_at_batches_and_gpus_that_it_was_not_giv
     plan = planned(results, gpu=gpu, global_batch=batch)
     known = [c for c in plan.cells if c.footprint is not None]
     assert len({c.cell.strategy for c in known}) > 8
-    narrowed = any(c.fit.by_device and "public runs" in c.fit.by_device.source for c in known)
+    narrowed = any(
+        c.fit.device_rate_span and "public runs" in c.fit.device_rate_span.source for c in known
+    )
     assert narrowed == (gpu == "H100 SXM")
     for c, told in zip(
         known, figures(page, [choice_of(page, c, plan.device) for c in known]), strict=True
     ):
         fit, where = c.fit, f"{c.cell} at {batch} on {gpu}"
         assert told["needed"] == pytest.approx(fit.needed_bytes, rel=WITHIN), where
-        assert WORDS[told["state"]] == fit.verdict, where
+        assert WORDS[told["state"]] == fit.memory_verdict, where
         assert told["mostSamples"] * c.subject.steps_per_batch == fit.largest_batch, where
         assert told["sent"] == pytest.approx(c.needs.wire_bytes, rel=WITHIN), where
-        if fit.by_device is None:
+        if fit.device_rate_span is None:
             assert told["span"] is None, where
         else:
-            span = (fit.by_device.low_s, fit.by_device.high_s)
+            span = (fit.device_rate_span.low_s, fit.device_rate_span.high_s)
             assert told["span"] == pytest.approx(span, rel=WITHIN), where
             assert told["usual"] == pytest.approx(fit.usual_s, rel=WITHIN), where
         assert sum(told["parts"].values()) == pytest.approx(fit.needed_bytes, rel=WITHIN), where
@@ -186,7 +188,7 @@ def test_between_two_counts_of_workers_the_pages_figures_are_the_plans(
             assert "this plan has no" in shown["reason"], c.cell
             continue
         interpolated.add(c.cell.strategy)
-        span = (c.fit.by_device.low_s, c.fit.by_device.high_s)
+        span = (c.fit.device_rate_span.low_s, c.fit.device_rate_span.high_s)
         assert shown["needed"] == pytest.approx(c.fit.needed_bytes, rel=WITHIN), c.cell
         assert shown["sent"] == pytest.approx(c.needs.wire_bytes, rel=WITHIN), c.cell
         assert shown["span"] == pytest.approx(span, rel=WITHIN), c.cell
@@ -266,7 +268,7 @@ def test_on_more_workers_than_the_study_has_its_figures_are_those_of_a_plan_that
         # FSDP pads each tensor to a multiple of the workers: of a small network that is some percent.
         room = 0.1 if c.cell.strategy == "fsdp" else WITHIN
         assert told["sent"] == pytest.approx(c.needs.wire_bytes, rel=room), c.cell
-        span = (c.fit.by_device.low_s, c.fit.by_device.high_s)
+        span = (c.fit.device_rate_span.low_s, c.fit.device_rate_span.high_s)
         assert told["span"] == pytest.approx(span, rel=room), c.cell
 
 
@@ -334,9 +336,9 @@ def test_the_largest_batch_fits_in_the_plan_and_the_next_does_not(
             # The network is checked with the first of its cells, which is the same as before.
             both = {"strategies": ["single", strategy], "global_batch": batch}
             there = on_eight(planned(results, **at, **both))[strategy]
-            assert there.fit.verdict == ("fits" if fits else "tight"), (strategy, batch)
+            assert there.fit.memory_verdict == ("fits" if fits else "tight"), (strategy, batch)
             [shown] = figures(browser, [choice | {"batch": batch}])
-            assert WORDS[shown["state"]] == there.fit.verdict, (strategy, batch)
+            assert WORDS[shown["state"]] == there.fit.memory_verdict, (strategy, batch)
 
 
 @pytest.mark.slow

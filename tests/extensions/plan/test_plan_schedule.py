@@ -70,14 +70,14 @@ def made_up(fixed_gib: float = 2.0, **changes: Any) -> Footprint:
     fields: dict[str, Any] = {
         "model_states_bytes": {"parameters_bytes": GIB},
         "between_steps_bytes": {"parameters": GIB},
-        "moments": [Moment("backward", Affine(fixed_gib * GIB, 1 << 20), parts)],
-        "evaluation": MemoryPeak(GIB, "evaluation", {"activations": GIB}),
+        "peak_moments": [Moment("backward", Affine(fixed_gib * GIB, 1 << 20), parts)],
+        "evaluation_peak": MemoryPeak(GIB, "evaluation", {"activations": GIB}),
         "collectives": [("all_reduce", 400), ("broadcast", 100)],
         "flops_per_sample": 1e9,
         "training_flops_per_sample": 3e9,
         "operations_per_step": 1000,
         "touched_bytes": Affine(0, 1e6),
-        "flat_bytes": {"weights": 1000, "buffers": 10},
+        "flat_tensor_bytes": {"weights": 1000, "buffers": 10},
     }
     return Footprint(**fields | changes)
 
@@ -96,7 +96,7 @@ def plan_of(tmp_path: Path, monkeypatch):
 
         def rehearsal(request: Request) -> Rehearsal:
             if isinstance(given, str):
-                return Rehearsal(unpredicted=given)
+                return Rehearsal(unpredicted_reason=given)
             return Rehearsal(given if isinstance(given, Footprint) else given(request))
 
         nets = defaultdict(check.CheckResult)
@@ -114,7 +114,7 @@ def cell(plan: schedule.Plan, strategy: str, gpus: int) -> schedule.Planned:
 
 
 def test_a_cell_needs_its_peak_and_the_data_set_and_on_a_cpu_the_warm_ups_copy(plan_of):
-    on_cpu, on_gpu = (cell(plan_of(made_up(on_cuda=where)), "ddp", 2) for where in (False, True))
+    on_cpu, on_gpu = (cell(plan_of(made_up(is_on_cuda=where)), "ddp", 2) for where in (False, True))
     data_bytes = 60_000 * 3 * 32 * 32 + 8 * (60_000 + 50_000)
     for c, copied_bytes in ((on_cpu, GIB), (on_gpu, 0)):
         assert c.fit.peak.n_bytes == 2 * GIB + 32 * (1 << 20) + data_bytes
@@ -122,7 +122,7 @@ def test_a_cell_needs_its_peak_and_the_data_set_and_on_a_cpu_the_warm_ups_copy(p
         assert c.fit.peak.parts_bytes["data"] == data_bytes
     # A GPU's copy waits in the host's memory.
     buffers = {"parameters": 3 * GIB, "buffers": GIB}
-    more = cell(plan_of(made_up(on_cuda=True, between_steps_bytes=buffers)), "ddp", 2)
+    more = cell(plan_of(made_up(is_on_cuda=True, between_steps_bytes=buffers)), "ddp", 2)
     assert more.fit.needed_bytes == on_gpu.fit.needed_bytes
     assert more.needs.host_bytes - on_gpu.needs.host_bytes == 2 * 3 * GIB
 
@@ -152,12 +152,12 @@ def test_a_need_fits_to_81_and_is_tight_to_103_percent_of_a_gpu(
     plan_of, gpu: str, gib: int, share: float, verdict: str
 ):
     data_gib = (60_000 * 3 * 32 * 32 + 8 * (60_000 + 50_000)) / GIB
-    footprint = made_up(share * gib - data_gib - 8 / 1024, on_cuda=True)
+    footprint = made_up(share * gib - data_gib - 8 / 1024, is_on_cuda=True)
     cluster = {"gpu": gpu, "skip_infeasible": True}
     plan = plan_of(footprint, strategies=["ddp"], gpus=[8], cluster=cluster)
     c = cell(plan, "ddp", 8)
     assert c.fit.needed_bytes == pytest.approx(share * gib * GIB)
-    assert c.fit.verdict == table.make_row(c, [])["fits"] == verdict
+    assert c.fit.memory_verdict == table.make_row(c, [])["fits"] == verdict
     assert c.state == ("infeasible" if verdict == "does not fit" else "to do")
     assert ("GiB" in c.reason) == (verdict == "does not fit")
     told = {
@@ -208,7 +208,7 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
     cluster = {"price_per_gpu_hour": 3, "compare_gpus": ["A100 40GB"]}
     plan = plan_of(made_up(model_states_bytes=states), cluster=cluster)
     c = cell(plan, "ps-async-modified", 8)
-    row = table.make_row(c, plan.others)
+    row = table.make_row(c, plan.compared_devices)
     assert [name for name, value in row.items() if value == ""] == ["reason", "stage_peaks_mib"]
     MIB = 1 << 20
     for name, n_bytes in (
@@ -218,8 +218,10 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
         ("host_mem_mib_needed", c.needs.host_bytes),
     ):
         assert row[name] == round(n_bytes / MIB, 2), name
-    assert row["slurm_mem_mib"] == c.asked.mem_mib
-    assert float(row["gpu_hours_high"]) == pytest.approx(8 * c.fit.total.high_s / 3600, rel=1e-5)
+    assert row["slurm_mem_mib"] == c.job_request.mem_mib
+    assert float(row["gpu_hours_high"]) == pytest.approx(
+        8 * c.fit.total_span.high_s / 3600, rel=1e-5
+    )
     assert float(row["cost_high"]) == pytest.approx(3 * float(row["gpu_hours_high"]), rel=1e-5)
     assert row["fits A100 SXM 40 GB"] == "fits"
     unknown = table.make_row(cell(plan_of("no such operator"), "ddp", 2), [])
@@ -231,7 +233,7 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
 
 def test_the_peaks_of_all_stages_are_told(plan_of):
     stages = [made_up(gib) for gib in (2.0, 4.0, 3.0)]
-    plan = plan_of(made_up(stages=stages), strategies=["ddp"], gpus=[8])
+    plan = plan_of(made_up(stage_footprints=stages), strategies=["ddp"], gpus=[8])
     c = plan.cells[0]
     row = table.make_row(c, [])
     peaks = [float(mib) for mib in row["stage_peaks_mib"].split()]
@@ -251,14 +253,14 @@ def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
     shown = re.findall("<td>(.*?)</td>", page)
     fit, (amount, unit) = c.fit, format_bytes(c.fit.needed_bytes).split()
     peak, sent = format_bytes(fit.peak.n_bytes), format_bytes(c.needs.wire_bytes)
-    span, batch = quantities.format_span(fit.train), str(fit.largest_batch)
+    span, batch = quantities.format_span(fit.train_span), str(fit.largest_batch)
     at = shown.index(peak)
     assert 'title="the weights: 1.00 GiB"' in shown[at + 1]
     usual, compared = (
         format_seconds(fit.usual_s),
-        quantities.format_compared_time(fit.usual_s, fit.train),
+        quantities.format_compared_time(fit.usual_s, fit.train_span),
     )
-    rest = [f"{amount} {unit}", "fits", batch, sent, usual, span, fit.train.source]
+    rest = [f"{amount} {unit}", "fits", batch, sent, usual, span, fit.train_span.source]
     assert shown[at + 2 : at + 9] == rest
     told = format_plan(plan).splitlines()
     over = next(i for i, line in enumerate(told) if line.endswith("(! does not fit, ? tight)"))
@@ -268,7 +270,7 @@ def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
 
 
 def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
-    asked = cell(plan_of(), "ps-async-modified", 8).asked
+    asked = cell(plan_of(), "ps-async-modified", 8).job_request
     assert (asked.nodes, asked.gres, asked.cpus, asked.runtime_min) == (2, "gpu:4", 4 * 8 + 4, 60)
     assert "--nodes=2" in asked.sbatch
     assert "--gres=gpu:4" in asked.sbatch
@@ -276,16 +278,16 @@ def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
 
 def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, tmp_path: Path):
     flat = {"weights": 100 * GIB, "buffers": 0}
-    plan = plan_of(made_up(flat_bytes=flat))
+    plan = plan_of(made_up(flat_tensor_bytes=flat))
     planned = cell(plan, "ps-async-modified", 2)
     # Two workers' mirrors of weights and gradients; weights, momentum and snapshot of the server.
     assert planned.needs.host_bytes >= 2 * 2 * 100 * GIB + 3 * 100 * GIB
-    assert planned.asked.mem_mib == -(-planned.needs.host_bytes // (1 << 20))
-    assert planned.asked.planned_mib
+    assert planned.job_request.mem_mib == -(-planned.needs.host_bytes // (1 << 20))
+    assert planned.job_request.planned_mib
     table.write_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
-    assert kept.host_mem_mib(planned.cell) == planned.asked.mem_mib
-    settings, longest_s = planned.subject.settings, round(planned.fit.total.high_s)
+    assert kept.host_mem_mib(planned.cell) == planned.job_request.mem_mib
+    settings, longest_s = planned.subject.settings, round(planned.fit.total_span.high_s)
     further = replace(settings, seed=7)  # of another repeat
     for same in (settings, further):
         assert kept.longest_s(planned.cell, same, plan.cluster) == longest_s
@@ -296,7 +298,7 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     without = resources.build_job_request(
         planned.cell, planned.subject.settings, plan.cluster, None
     )
-    assert without.mem_mib < planned.asked.mem_mib
+    assert without.mem_mib < planned.job_request.mem_mib
     assert plan_file.PlanFile(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
 
 
@@ -304,10 +306,10 @@ def test_the_servers_of_an_elastic_cell_ask_for_their_memory_in_a_job_of_their_o
     flat = {"weights": 100 * GIB, "buffers": 0}
     block = {"strategies": ["ps-async"], "gpus": [2], "precision": "fp32"}
     gang, elastic = (
-        plan_of(made_up(flat_bytes=flat), **block, elastic=e).cells[0] for e in (False, True)
+        plan_of(made_up(flat_tensor_bytes=flat), **block, elastic=e).cells[0] for e in (False, True)
     )
     # Weights, momentum and snapshot, and what is received: no worker shares memory with it.
-    assert elastic.asked.mem_mib >= 3 * 100 * 1024
+    assert elastic.job_request.mem_mib >= 3 * 100 * 1024
     assert elastic.needs.server_bytes > gang.needs.server_bytes
 
 
@@ -357,10 +359,10 @@ def test_without_a_limit_of_its_own_a_cell_asks_for_the_time_that_its_plan_says(
 
 def test_the_time_limit_cuts_off_what_cannot_end_before_it(plan_of):
     quick = cell(plan_of(), "single", 1).fit
-    assert quick.cut_off == "no"
-    assert cell(plan_of(epochs=10_000), "single", 1).fit.cut_off == "certain"
+    assert quick.time_limit_verdict == "no"
+    assert cell(plan_of(epochs=10_000), "single", 1).fit.time_limit_verdict == "certain"
     # Some number of epochs lies between.
-    cuts = {cell(plan_of(epochs=n), "single", 1).fit.cut_off for n in (20, 60, 180, 500)}
+    cuts = {cell(plan_of(epochs=n), "single", 1).fit.time_limit_verdict for n in (20, 60, 180, 500)}
     assert "possible" in cuts
 
 
@@ -386,9 +388,9 @@ def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of):
 
 def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
     small = made_up(
-        moments=[Moment("backward", Affine(3 << 20, 0), {"parameters": Affine(3 << 20, 0)})],
+        peak_moments=[Moment("backward", Affine(3 << 20, 0), {"parameters": Affine(3 << 20, 0)})],
         between_steps_bytes={"parameters": 1 << 20},
-        evaluation=MemoryPeak(1 << 20, "evaluation", {"activations": 1 << 20}),
+        evaluation_peak=MemoryPeak(1 << 20, "evaluation", {"activations": 1 << 20}),
         operations_per_step=1,
     )
     plan = plan_of(
@@ -590,8 +592,8 @@ def test_records_of_other_experiments_and_failures_do_not_count():
 def test_a_records_time_replaces_the_devices(plan_of):
     first = plan_of().cells[0].cell
     fit = cell(plan_of(records={first: record_of("ddp", 2, 777.0)}), "ddp", 2).fit
-    assert fit.train.low_s == pytest.approx(0.9 * 777)
-    assert fit.by_device.low_s != fit.train.low_s
+    assert fit.train_span.low_s == pytest.approx(0.9 * 777)
+    assert fit.device_rate_span.low_s != fit.train_span.low_s
 
 
 @pytest.mark.parametrize(
@@ -603,7 +605,7 @@ def test_records_of_another_gpu_say_nothing_of_the_times_on_this_one(plan_of, na
     of = {"workers": [{"provenance": {"gpu": name and {"name": name}}}]}
     first = plan_of().cells[0].cell
     fit = cell(plan_of(records={first: record_of("ddp", 2, 777.0) | of}), "ddp", 2).fit
-    assert (fit.train == fit.by_device) != counts
+    assert (fit.train_span == fit.device_rate_span) != counts
 
 
 def test_records_of_any_gpu_that_a_short_name_may_mean_count():
@@ -723,7 +725,7 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
         config_of(tmp_path, strategies=["fsdp", "ddp", "ps-async"])
     )
     found = {
-        (cell.strategy, cell.gpus): subject_of(config, study, cell).request.local_world
+        (cell.strategy, cell.gpus): subject_of(config, study, cell).request.workers_per_node
         for cell in study.cells
     }
     assert [found["fsdp", gpus] for gpus in (1, 2, 8)] == [1, 2, 4]
@@ -763,7 +765,9 @@ def test_of_what_fits_the_quickest_and_those_near_it_are_named(plan_of):
             verdict = schedule.DOES_NOT_FIT if span is None else schedule.FITS
             ends, usual_s = (span[:2], span[2]) if span else (None, None)
             by_device = ends and Span(*ends, "")
-            fit = replace(c.fit, by_device=by_device, usual_s=usual_s, verdict=verdict)
+            fit = replace(
+                c.fit, device_rate_span=by_device, usual_s=usual_s, memory_verdict=verdict
+            )
             cells.append(replace(c, fits_on={"A": fit}, state=state))
         (answer,) = dict(answer_questions(replace(plan, cells=cells)))[
             "Which cells fit, and which strategy is the fastest?"
@@ -799,11 +803,11 @@ def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_i
         )
         fit = replace(
             c.fit,
-            by_device=Span(*spans[c.cell.strategy], ""),
+            device_rate_span=Span(*spans[c.cell.strategy], ""),
             usual_s=spans[c.cell.strategy][1],
             room_bytes=9 * GIB + c.needs.data_bytes,
         )
-        footprint = made_up(moments=[moment], between_steps_bytes={})
+        footprint = made_up(peak_moments=[moment], between_steps_bytes={})
         cells.append(replace(c, footprint=footprint, fits_on={plan.device: fit}))
     (said,) = dict(answer_questions(replace(plan, cells=cells)))[
         "By how much can the model grow and still fit?"
@@ -835,10 +839,10 @@ def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_doe
             verdict = schedule.FITS if fits else schedule.DOES_NOT_FIT
             fit = replace(
                 c.fit,
-                by_device=Span(low_s, high_s, ""),
+                device_rate_span=Span(low_s, high_s, ""),
                 usual_s=high_s,
                 needed_bytes=gib * GIB,
-                verdict=verdict,
+                memory_verdict=verdict,
             )
             cells.append(replace(c, fits_on={"A": fit}))
         (said,) = dict(answer_questions(replace(plan, cells=cells)))[question]
@@ -911,7 +915,7 @@ def on_an_a100(plan_of):
     def times(c: schedule.Planned, **changes: Any) -> list[float]:
         cluster = {"link_gb_per_s": None, "network_gb_per_s": None}
         device = device_rates.make_gpu_device(A100, c.subject.settings.precision, cluster)
-        needs = replace(c.needs, slowest=replace(c.needs.slowest, **changes))
+        needs = replace(c.needs, slowest_rank=replace(c.needs.slowest_rank, **changes))
         return [duration.plan_step(device, c.subject, needs, rates).seconds for rates in range(3)]
 
     def make(**experiment: Any) -> schedule.Planned:
@@ -1000,9 +1004,9 @@ def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
     plan = plan_of(strategies=["ddp"], gpus=[4])
     c = cell(plan, "ddp", 4)
     device = device_rates.make_gpu_device(device_rates.find_gpu("A10G"), "fp16", plan.cluster)
-    rate = device.slowest_link_bytes_per_s(1) * duration.LINK_UTILISATION[0]
-    slowest = replace(c.needs.slowest, training_flops_per_sample=0, operations_per_step=1)
-    alone = replace(c.needs, slowest=slowest, wire_bytes=0)
+    rate = device.get_slowest_link_bytes_per_s(1) * duration.LINK_UTILISATION[0]
+    slowest = replace(c.needs.slowest_rank, training_flops_per_sample=0, operations_per_step=1)
+    alone = replace(c.needs, slowest_rank=slowest, wire_bytes=0)
     computes_s = duration.plan_step(device, c.subject, alone, 0).seconds
     sent = {"wire_bytes": 4 * computes_s * rate}
     for share in (0, 1, 3, 4):

@@ -68,11 +68,11 @@ def test_it_is_a_plain_loop_over_a_model_in_bfloat16():
 def test_states_take_half_the_memory(strategy):
     request = request_for(strategy, MODEL, 1 if strategy == "single" else 2, **ADAMW)
     whole, half = (planned(changed(request, precision=p)) for p in ("fp32", PRECISION))
-    for one, other in zip(whole.each, half.each, strict=True):
+    for one, other in zip(whole.footprint_per_stage, half.footprint_per_stage, strict=True):
         for key in ("parameters_bytes", "gradients_bytes"):
             assert other.model_states_bytes[key] == one.model_states_bytes[key] / 2
     # The loss is in float32.
-    assert half.training_peak(64).n_bytes < 0.75 * whole.training_peak(64).n_bytes
+    assert half.compute_training_peak(64).n_bytes < 0.75 * whole.compute_training_peak(64).n_bytes
     sent = [sum(made.payload_bytes().values()) for made in (whole, half)]
     assert sent[1] <= 0.51 * sent[0]
 
@@ -81,15 +81,15 @@ def test_states_take_half_the_memory(strategy):
 def test_what_is_allocated_is_planned():
     request = request_for("single", MODEL, 1, precision=PRECISION, **ADAMW)
     made, trace = set_up(request), OperatorTrace(on_cpu=True)
-    trace.tag("parameters", made.model.parameters())
+    trace.tag_storages("parameters", made.model.parameters())
     state = get_optimizer_state(made.optimizer).values()
-    trace.tag("optimizer", (t for entry in state for t in entry.values()))
+    trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
     x, y = batch(24)
-    trace.tag("activations", (x, y))
+    trace.tag_storages("activations", (x, y))
     with trace:
         made.step(x, y)
-    measured = max(trace.live_bytes(0, len(trace.events)))
-    assert planned(request).training_peak(24).n_bytes == measured
+    measured = max(trace.list_live_bytes(0, len(trace.events)))
+    assert planned(request).compute_training_peak(24).n_bytes == measured
     assert planned(request).model_states_bytes == made.model_states()
 
 

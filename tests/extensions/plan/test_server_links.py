@@ -19,7 +19,12 @@ pytestmark = pytest.mark.timeout(300)
 def test_the_busiest_link_carries_what_its_formula_says(tmp_path, server_placement, n_servers):
     """Counted by four workers over TCP, as if on one, two and four nodes."""
     plan = config(
-        tmp_path, policy="ps-sync", workers=4, slices=4, steps_per_epoch=3, n_servers=n_servers
+        tmp_path,
+        policy="ps-sync",
+        workers=4,
+        slices_per_step=4,
+        steps_per_epoch=3,
+        n_servers=n_servers,
     )
     moved: dict[int, list[list[int]]] = {}
 

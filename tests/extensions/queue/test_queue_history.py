@@ -222,11 +222,11 @@ def recorded(
     started: list[SimulatedJob] = []
     start = Cluster._start_job
     monkeypatch.setattr(
-        Cluster, "_start", lambda self, job, at: (started.append(job), start(self, job, at))
+        Cluster, "_start_job", lambda self, job, at: (started.append(job), start(self, job, at))
     )
     sim = Cluster(8, 8, arrivals, Rules(num_reservations=1))
     sim.run_until(arrivals[-1].submit_s)
-    monkeypatch.setattr(Cluster, "_start", start)
+    monkeypatch.setattr(Cluster, "_start_job", start)
     now_s = sim.now_s
     lines = ["JobIDRaw|User|Submit|Start|End|State|TimelimitRaw|NNodes|ReqTRES|AllocTRES"]
     for job in [*started, *sim.queue]:

@@ -373,7 +373,7 @@ class KBatchCountsOneMore(averaging.KBatchPolicy):
 
 
 class StalenessLrOffByOne(asynchronous.StalenessLrPolicy):
-    def _weight(self, staleness):
+    def _compute_gradient_weight(self, staleness):
         return 1 / max(1, staleness)
 
 

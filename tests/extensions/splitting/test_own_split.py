@@ -189,7 +189,7 @@ def test_divided_as_its_user_states_it_trains_as_one_process_does(cell, trained)
         found = trained(s)
         assert losses(found) == pytest.approx(expected, abs=1e-10)
         fitted = footprint.make_footprint(
-            Request.of(s, describe_data_set("text", s.data_spec), False, s.gpus)
+            Request.from_settings(s, describe_data_set("text", s.data_spec), False, s.gpus)
         )
         assert fitted.model_states_bytes["parameters_bytes"] > 0
 
@@ -250,8 +250,8 @@ WRONG = {
 def test_what_is_stated_wrongly_is_refused_before_any_job(cell, strategy, stated, said):
     options = {key: stated[key] for key in stated if key == "sequence_parallel"}
     s = cell(strategy, 2, stated, **options)
-    request = Request.of(s, describe_data_set("text", s.data_spec), False, 2)
-    assert said in check.rehearse(request, check.check_network(request)).refusal
+    request = Request.from_settings(s, describe_data_set("text", s.data_spec), False, 2)
+    assert said in check.rehearse(request, check.check_network(request)).refusal_reason
 
 
 #: The stream between layers by positions, too.
@@ -279,7 +279,7 @@ def test_the_stream_between_layers_is_divided_by_positions(cell, trained):
 
 
 def planned_as(s: Settings) -> Request:
-    return Request.of(s, describe_data_set("text", s.data_spec), False, s.gpus)
+    return Request.from_settings(s, describe_data_set("text", s.data_spec), False, s.gpus)
 
 
 @pytest.mark.parametrize("left_out", ["layers.*.norm_2", "last"])

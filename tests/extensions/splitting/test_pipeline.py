@@ -229,17 +229,17 @@ def held(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     strategy._counts_step = False
     strategy.step(x[:BATCH], y[:BATCH])  # buffers for what is received are there from now on
     trace = OperatorTrace(on_cpu=True)
-    trace.tag("parameters", strategy.model.parameters())
-    trace.tag(
+    trace.tag_storages("parameters", strategy.model.parameters())
+    trace.tag_storages(
         "optimizer", (t for state in strategy.optimizer.state.values() for t in state.values())
     )
     for part, tensors in strategy.kept_tensors().items():
-        trace.tag(part, tensors)
+        trace.tag_storages(part, tensors)
     first = len(trace.events)
     with trace:
         strategy.step(x[:BATCH], y[:BATCH])
     peak = torch.zeros(world)
-    peak[rank] = max(trace.live_bytes(first, len(trace.events)))
+    peak[rank] = max(trace.list_live_bytes(first, len(trace.events)))
     states = torch.zeros(world)
     states[rank] = sum(strategy.model_states().values())
     dist.all_reduce(peak)
@@ -402,7 +402,7 @@ def test_a_parameter_is_where_it_is_used(found, world):
 
 @pytest.mark.parametrize(("schedule", "world"), HELD)
 def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
-    planned = footprint_of(schedule, world).each
+    planned = footprint_of(schedule, world).footprint_per_stage
     assert len(planned) == world
     seen = found[world]["held"][schedule]
     for stage, footprint in enumerate(planned):
@@ -411,13 +411,16 @@ def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
         # late.
         calls = [CollectiveCall(*c) for c in footprint.collectives if c[0] == "send"]
         under_way = sum(c.wire_bytes(world, BATCH) for c in calls)
-        planned_bytes, peak = footprint.training_peak(BATCH).n_bytes, seen["peaks"][stage]
+        planned_bytes, peak = footprint.compute_training_peak(BATCH).n_bytes, seen["peaks"][stage]
         assert 0.98 * planned_bytes <= peak <= 1.01 * planned_bytes + under_way
 
 
 def test_1f1b_holds_fewer_activations_than_gpipe():
     """Of at most as many micro-batches as there are stages, here two of four."""
-    peaks = [footprint_of(name, 2).each[0].training_peak(512) for name in ("gpipe", "1f1b")]
+    peaks = [
+        footprint_of(name, 2).footprint_per_stage[0].compute_training_peak(512)
+        for name in ("gpipe", "1f1b")
+    ]
     gpipe, one = (p.parts_bytes["activations"] for p in peaks)
     assert 0.4 * gpipe < one < 0.65 * gpipe
 
@@ -434,7 +437,7 @@ def request(options: dict[str, Any], world: int) -> Request:
         nesterov=True, global_batch=world, per_worker_batch=1,
         options=get_option_defaults("pipeline") | options,
     )  # fmt: skip
-    return Request(planned, (POSITIONS,), VOCABULARY, local_world=world, eval_batch=4)
+    return Request(planned, (POSITIONS,), VOCABULARY, workers_per_node=world, eval_batch=4)
 
 
 @pytest.mark.parametrize("world", WORLDS)

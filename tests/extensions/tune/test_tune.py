@@ -234,9 +234,13 @@ def test_what_the_config_refuses_is_not_measured():
 @pytest.mark.parametrize(("needed_bytes", "fate"), [(150, MEASURED), (151, TOO_LARGE)])
 def test_half_again_a_workers_memory_is_tried(needed_bytes, fate):
     fit = SimpleNamespace(
-        room_bytes=80.0, needed_bytes=needed_bytes, verdict="tight", device="a GPU", usual_s=None
+        room_bytes=80.0,
+        needed_bytes=needed_bytes,
+        memory_verdict="tight",
+        device="a GPU",
+        usual_s=None,
     )
-    on_cpus = SimpleNamespace(request=SimpleNamespace(on_cuda=False))
+    on_cpus = SimpleNamespace(request=SimpleNamespace(is_on_cuda=False))
     planned = SimpleNamespace(state="to do", fit=fit, subject=on_cpus)
     assert _apply_plan(Combination("ddp"), planned, memory_margin=0.25).outcome == fate
 

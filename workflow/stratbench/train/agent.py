@@ -67,9 +67,9 @@ class Exits:
     """The exits of all processes of a node or cell, and why the agent has ended them."""
 
     processes: list[ProcessExit]
-    #: Whether the agent ended them at the time limit.
+    #: Whether the agent ended the processes at the time limit.
     timed_out: bool
-    #: Whether the agent ended them because no worker made progress.
+    #: Whether the agent ended the processes because no worker made progress.
     hung: bool = False
     #: Names of processes that have failed while the others could continue.
     tolerated: frozenset[str] = frozenset()
@@ -114,7 +114,7 @@ class NodeProcesses:
 
 
 @contextmanager
-def iter_worker_groups(job: Job, node: int) -> Iterator[NodeProcesses]:
+def create_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
     """Yield the workers of a node, before they are started."""
     with start_fork_server(job) as path:
         yield NodeProcesses(job, create_workers(job, node, path))
@@ -134,7 +134,7 @@ def create_workers(job: Job, node: int, fork_server: Path) -> list[Process]:
     ]
 
 
-def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> Exits:
+def run_node(job: Job, node: int, making: str = f"{__name__}:create_node_processes") -> Exits:
     """Start the processes of a cell on one node, and return their exits.
 
     The call waits for the end of the processes.
@@ -142,7 +142,7 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
     Args:
         job: Job of the cell.
         node: Number of the node.
-        making: Context manager that creates the processes, as `iter_worker_groups` does: "module:function".
+        making: Context manager that creates the processes, as `create_node_processes` does: "module:function".
     """
     set_environment(job, job.n_nodes == 1)
     with import_attribute(making)(job, node) as group:
@@ -185,7 +185,8 @@ def set_environment(job: Job, on_one_host: bool) -> None:
         job: Job of the cell.
         on_one_host: Whether all processes of the cell run on this host.
     """
-    os.environ["OMP_NUM_THREADS"] = str(job.threads)  # for libraries that are loaded after PyTorch
+    # Libraries that are loaded after PyTorch read this variable.
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)
     if on_one_host and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -196,9 +197,8 @@ def set_environment(job: Job, on_one_host: bool) -> None:
     # GPUs are numbered as by NVML, which follows the PCI bus. CUDA's default order follows speed.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
-        gpu_locks.set_visible_gpus(
-            []
-        )  # with visible GPUs, init_device_mesh would create a second process group
+        # With visible GPUs, init_device_mesh would create a second process group.
+        gpu_locks.set_visible_gpus([])
 
 
 def assign_gpus(job: Job, node: int) -> dict[str, str]:

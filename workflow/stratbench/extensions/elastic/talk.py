@@ -29,7 +29,7 @@ def receive_message(connection: Connection) -> dict[str, Any]:
         frame = connection.receive()
         if frame.kind is Kind.HEARTBEAT:
             continue
-        text = connection.read(frame.length)
+        text = connection.read_payload(frame.length)
         if frame.kind is Kind.ERR:
             raise Closed(text.decode(errors="replace"))
         message = json.loads(text) if frame.kind is Kind.TALK else None

@@ -51,7 +51,7 @@ class PushMeasurement:
             workers=self.workers,
             epochs=1,
             steps_per_epoch=self.workers * (WARM_PUSHES + self.num_timed_pushes),
-            slices=1,
+            slices_per_step=1,
             policy="ps-async",
             hyper={"lr": 1e-3},
         )
@@ -136,7 +136,7 @@ def _run_pusher(
             continue
         flat = FlatSpace(nn.ParameterList([torch.zeros(m.n_bytes // 4)]))
         channel = Channel.connect(f"{folder}/{i}", worker, flat, secret, m.transport)
-        ticket = channel.first()
+        ticket = channel.wait_for_first_ticket()
         while ticket is not None:
             ticket = channel.push_pull()
             ends[-1].append(time.monotonic())

@@ -67,10 +67,10 @@ def main(argv: list[str] | None = None) -> int:
             )
             if mixed := describe_mixed_gpu_types(nodes, requests):
                 print(wrap_lines([mixed]))
-            return 1 if checked.refused else 0
-        if checked.refused:
+            return 1 if checked.refusal_reasons_by_cell else 0
+        if refused := checked.refusal_reasons_by_cell:
             text = (
-                f"{len(checked.refused)} of {format_count(len(checked.subjects), 'cell')} would end as "
+                f"{len(refused)} of {format_count(len(checked.subjects), 'cell')} would end as "
                 "unsupported"
             )
             more = "" if args.model else ", and `check`"

@@ -34,7 +34,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     """
     s, footprint, predicted = c.subject, c.footprint, c.fit.peak
     base_bytes = bytes_before_steps(footprint, predicted)
-    span = c.fit.by_device
+    span = c.fit.device_rate_span
     train_s = record["time"]["train_time_s"]
     memory = record["memory"]
     row: dict[str, Any] = s.cell.as_dict() | {
@@ -49,7 +49,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
         "over_base_mib": (predicted.n_bytes - base_bytes, measured_growth_bytes(memory)),
         "base_mib": (base_bytes, measured_base_bytes(record)),
         "states_bytes": (
-            max(sum(f.model_states_bytes.values()) for f in footprint.each),
+            max(sum(f.model_states_bytes.values()) for f in footprint.footprint_per_stage),
             _sum(memory["model_states"]),
         ),
         "sent_bytes": (
@@ -140,7 +140,7 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
         mean_wire_bytes(
             s, f, [c for c in f.collectives if c[1] > least or any(c[3:4])], on_gloo=False
         )
-        for f in footprint.each
+        for f in footprint.footprint_per_stage
     )
 
 

@@ -62,18 +62,18 @@ class Device:
     reserve_bytes: int = 0
     attention_utilisation: float | None = None
 
-    def room_bytes(self, margin: float) -> float:
+    def compute_room_bytes(self, margin: float) -> float:
         """Return the maximum predicted need that fits even if it is exceeded by `margin`."""
         return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
 
-    def tight_bytes(self, margin: float) -> float:
+    def compute_tight_bytes(self, margin: float) -> float:
         """Return the maximum predicted need with which a cell may run.
 
         On GPUs the prediction may be too high by `margin`.
         """
         return self.memory_bytes * (1 + margin if self.is_gpu else 1)
 
-    def slowest_link_bytes_per_s(self, nodes: int) -> float:
+    def get_slowest_link_bytes_per_s(self, nodes: int) -> float:
         """Return one-way bytes per second of the slowest link in a ring over `nodes` nodes."""
         if nodes == 1:
             return self.link_bytes_per_s

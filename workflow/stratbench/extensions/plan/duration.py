@@ -84,7 +84,7 @@ class PlannedStep:
         awaited_s: Part of the transfers that the next layer waits for.
         server_s: Time of a parameter server for all workers.
         host_s: Copies and updates of states on the host.
-        hiding: Fraction of computation that hides communication.
+        hidden_share: Fraction of computation that hides communication.
     """
 
     compute_s: float | None
@@ -92,7 +92,7 @@ class PlannedStep:
     awaited_s: float
     server_s: float
     host_s: float
-    hiding: float
+    hidden_share: float
 
     @property
     def sending_s(self) -> float:
@@ -102,7 +102,7 @@ class PlannedStep:
     @property
     def seconds(self) -> float:
         """Seconds of the step, if the device's rate is known."""
-        hidden_s = self.hiding * self.compute_s
+        hidden_s = self.hidden_share * self.compute_s
         sends_s = max(0.0, self.sending_s - self.awaited_s - hidden_s)
         return self.compute_s + self.awaited_s + sends_s + self.host_s
 
@@ -125,8 +125,8 @@ def plan_step(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedSt
 
     def compute_sending_s(n_bytes: float, within: float = 0.0) -> float:
         """Return seconds to send bytes, those `within` a node over its own link."""
-        rest_s = (n_bytes - within) / device.slowest_link_bytes_per_s(needs.nodes)
-        return (rest_s + within / device.slowest_link_bytes_per_s(1)) / utilisation
+        rest_s = (n_bytes - within) / device.get_slowest_link_bytes_per_s(needs.nodes)
+        return (rest_s + within / device.get_slowest_link_bytes_per_s(1)) / utilisation
 
     return PlannedStep(
         compute_s=None if device.flops_per_s is None else _plan_compute_s(device, s, needs, rates),
@@ -137,8 +137,8 @@ def plan_step(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedSt
         ),
         awaited_s=compute_sending_s(needs.awaited_bytes, needs.awaited_node_bytes),
         server_s=needs.served_bytes / SERVER_BYTES_PER_S[rates],
-        host_s=host_s(needs.slowest)[rates],
-        hiding=HIDING[rates],
+        host_s=host_s(needs.slowest_rank)[rates],
+        hidden_share=HIDING[rates],
     )
 
 
@@ -157,7 +157,7 @@ def host_s(footprint: Footprint) -> tuple[float, ...]:
 
 def _plan_compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
     """Return the seconds of a step's computation at one set of rates."""
-    f, batch = needs.slowest, s.samples_per_step
+    f, batch = needs.slowest_rank, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
     flops_s = f.computed_flops_per_sample * batch / training_flops_per_s(device, rates)
     if rates == USUAL and device.attention_utilisation:
@@ -167,7 +167,7 @@ def _plan_compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> flo
     memory_s = 0.0
     if device.memory_bytes_per_s:
         rate = device.memory_bytes_per_s * MEMORY_UTILISATION[rates]
-        memory_s = fused * f.touched_bytes.at(batch) / rate
+        memory_s = fused * f.touched_bytes.evaluate_at(batch) / rate
     launches_s = fused * f.operations_per_step * launch_s[rates]
     if rates == BEST:
         compute_s = max(flops_s, memory_s, launches_s)
@@ -194,7 +194,7 @@ def estimate_overhead(device: Device, s: Subject, needs: Needs) -> Span:
     """
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
-    flops = needs.slowest.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)
+    flops = needs.slowest_rank.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)
     fast_s = flops / s.mesh.replicas / training_flops_per_s(device, BEST)
     return Span(
         STARTUP_S[0] + fast_s, STARTUP_S[1] + flops / training_flops_per_s(device, WORST), ""

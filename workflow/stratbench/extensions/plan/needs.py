@@ -95,7 +95,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
         data=data,
         served=study.strategy_kind(cell.strategy) == "server",
         time_limit_s=study.time_limit_s(cell),
-        request=Request.of(
+        request=Request.from_settings(
             settings,
             data,
             on_cuda=settings.device != "cpu",
@@ -107,10 +107,12 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
 def sent_bytes(s: Subject, footprint: Footprint) -> float:
     """Return the mean bytes per global batch that a rank sends in the training."""
     if s.served:
-        sent, _ = servers.worker_traffic_bytes(s.settings, footprint.flat_bytes)
+        sent, _ = servers.worker_traffic_bytes(s.settings, footprint.flat_tensor_bytes)
         return sent
-    on_gloo = not s.request.on_cuda
-    return fmean(mean_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each)
+    on_gloo = not s.request.is_on_cuda
+    return fmean(
+        mean_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.footprint_per_stage
+    )
 
 
 def mean_wire_bytes(
@@ -159,9 +161,9 @@ def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
         return 0.0
     return s.exchanging_share * fmean(
         wire_bytes(
-            f.collectives, s.cell.gpus, not s.request.on_cuda, s.samples_per_step, node_ranks
+            f.collectives, s.cell.gpus, not s.request.is_on_cuda, s.samples_per_step, node_ranks
         )
-        for f in footprint.each
+        for f in footprint.footprint_per_stage
     )
 
 
@@ -175,7 +177,7 @@ def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -
     """
     if not s.strategy.waits_for_activations:
         return 0.0
-    calls, on_gloo = footprint.slowest.collectives, not s.request.on_cuda
+    calls, on_gloo = footprint.slowest_rank.collectives, not s.request.is_on_cuda
     each = [wire_bytes(calls, s.cell.gpus, on_gloo, n, within) for n in (0, s.samples_per_step)]
     return each[1] - each[0]
 
@@ -185,7 +187,7 @@ def data_bytes_of(s: Subject, samples: int | None = None) -> int:
 
     On a CPU mapped files become resident when they are read, so that they count completely.
     """
-    if s.settings.data_placement == "host" and s.request.on_cuda:
+    if s.settings.data_placement == "host" and s.request.is_on_cuda:
         each = s.samples_per_step if samples is None else samples
         return buffer_bytes(s.data, each, s.settings.augment)
     return data_bytes(s.data, s.request.input_shape, s.settings.augment)
@@ -205,7 +207,7 @@ class Needs:
     awaited_node_bytes: float  # part of `awaited_bytes` in groups within a node
     collectives: int  # number of collectives per step
     host_bytes: int  # host memory of a node's processes, as far as known
-    slowest: Footprint  # footprint of the rank that computes most
+    slowest_rank: Footprint  # footprint of the rank that computes most
     link_bytes: float | None = None  # per global batch over the busiest link between nodes
     #: Bytes that a server process receives from all workers and sends to them per step.
     served_bytes: float = 0.0
@@ -235,7 +237,7 @@ def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
     host_bytes = node_ranks * _worker_host_bytes(s, footprint, data_bytes)
     served: dict[str, Any] = {}
     if s.served:
-        flat, n_servers = footprint.flat_bytes, s.settings.options["servers"]
+        flat, n_servers = footprint.flat_tensor_bytes, s.settings.options["servers"]
         server_bytes = sum(servers.predict_server_bytes(s.settings, flat, n_nodes).values())
         process_bytes = CPU_PROCESS_BYTES + server_bytes
         host_bytes += -(-n_servers // n_nodes) * process_bytes
@@ -256,7 +258,7 @@ def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
         awaited_node_bytes=awaited_bytes(s, footprint, node_ranks),
         collectives=len(footprint.collectives),
         host_bytes=host_bytes,
-        slowest=footprint.slowest,
+        slowest_rank=footprint.slowest_rank,
         **served,
     )
 
@@ -266,24 +268,23 @@ def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int
     # During the warm-up, a copy of the states that it changes is in host memory. On a CPU the copy of the
     # weights is part of the need.
     n_bytes = footprint.between_steps_bytes.get("optimizer", 0)
-    if (
-        "checkpoints" in s.settings.more
-    ):  # a copy of the saved states exists from the first checkpoint on
+    # A copy of the saved states exists from the first checkpoint on.
+    if "checkpoints" in s.settings.more:
         states = footprint.model_states_bytes
         n_bytes += sum(states.values()) - states["gradients_bytes"]
     if s.served:
         passes = s.settings.passes(s.data.train_samples)
         n_bytes += passes * compute_packed_bytes(s.data, s.settings.augment)
-    if not s.request.on_cuda:
-        needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes
+    if not s.request.is_on_cuda:
+        needed_bytes = footprint.compute_needed_bytes(s.samples_per_step) + data_bytes
         return n_bytes + CPU_PROCESS_BYTES + needed_bytes
-    flat = footprint.flat_bytes
+    flat = footprint.flat_tensor_bytes
     mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
     # Gradients are as large as the parameters, and the warm-up stores copies to restore them.
     host_bytes = footprint.host_bytes
     kept_bytes = 3 * host_bytes.get("parameters", 0) + 2 * host_bytes.get("optimizer", 0)
     kept_bytes -= 2 * footprint.frozen_bytes if host_bytes else 0
-    n_bytes += GPU_HOST_PROCESS_BYTES + footprint.saved_bytes + mirror_bytes + kept_bytes
+    n_bytes += GPU_HOST_PROCESS_BYTES + footprint.warmup_copy_host_bytes + mirror_bytes + kept_bytes
     if s.settings.data_placement == "host":  # pinned memory; the kernel may drop mapped files
         n_bytes += data_bytes
     return n_bytes

@@ -22,9 +22,9 @@ def totals(plan: Plan, device: str) -> dict[str, Any]:
     best, at worst) are None if unknown.
     """
     fits = [(c, c.fits_on[device]) for c in plan.cells if device in c.fits_on]
-    open_ = [(c, v) for c, v in fits if not c.recorded and v.may_run]
-    timed = [(c, _limit_span(c, v.total)) for c, v in open_ if v.total is not None]
-    unknown = [c for c in plan.cells if not (c.fits_on or c.recorded or c.state == "unsupported")]
+    open_ = [(c, v) for c, v in fits if not c.has_record and v.may_run]
+    timed = [(c, _limit_span(c, v.total_span)) for c, v in open_ if v.total_span is not None]
+    unknown = [c for c in plan.cells if not (c.fits_on or c.has_record or c.state == "unsupported")]
     gpu_hours = cost = None
     if timed or not (open_ or unknown):
         low = sum(c.cell.gpus * span.low_s for c, span in timed) / 3600
@@ -33,16 +33,16 @@ def totals(plan: Plan, device: str) -> dict[str, Any]:
     longest, its_span = max(timed, key=lambda t: t[1].high_s, default=(None, Span(0.0, 0.0, "")))
     return {
         "cells": len(fits) + len(unknown),
-        "fit": sum(v.verdict == FITS for _, v in fits),
-        "tight": sum(v.verdict == TIGHT for _, v in fits),
+        "fit": sum(v.memory_verdict == FITS for _, v in fits),
+        "tight": sum(v.memory_verdict == TIGHT for _, v in fits),
         "unfit": sum(not v.may_run for _, v in fits),
         "unknown": len(unknown),
         "gpu_hours": gpu_hours,
         "cost": cost,
         "longest": longest,
         "longest_high_s": its_span.high_s,
-        "cut_off": sum(v.cut_off == "certain" for _, v in open_),
-        "perhaps_cut_off": sum(v.cut_off == "possible" for _, v in open_),
+        "cut_off": sum(v.time_limit_verdict == "certain" for _, v in open_),
+        "perhaps_cut_off": sum(v.time_limit_verdict == "possible" for _, v in open_),
         "sources": _summarise_sources(span.source for _, span in timed),
     }
 
@@ -55,7 +55,7 @@ def list_assumed_rates(plan: Plan) -> list[str]:
     cells = [c for c in plan.cells if c.needs is not None]
     rates = []
     sheet = next((gpu for gpu in list_datasheets() if gpu.name == plan.device), None)
-    linked = any(c.cell.gpus > 1 and c.subject.request.on_cuda for c in cells)
+    linked = any(c.cell.gpus > 1 and c.subject.request.is_on_cuda for c in cells)
     if sheet and linked and not plan.cluster["link_gb_per_s"]:
         rates.append(
             f"{sheet.link_gb_per_s:g} GB/s between GPUs of a node ({sheet.link}; "

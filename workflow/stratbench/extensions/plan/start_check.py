@@ -102,7 +102,10 @@ def main() -> int:
         subjects = [subject_of(config, study, Cell(**cell)) for cell in content["cells"]]
         requests = {s.request: s.settings.device != "cpu" for s in subjects}
         networks = check_networks(requests, Path(config["results"]) / "plan-cache")
-    faults = {networks[Network.of(request)].fault: on_gpus for request, on_gpus in requests.items()}
+    faults = {
+        networks[Network.from_request(request)].fault: on_gpus
+        for request, on_gpus in requests.items()
+    }
     print(json.dumps({fault: on_gpus for fault, on_gpus in faults.items() if fault is not None}))
     return 0
 

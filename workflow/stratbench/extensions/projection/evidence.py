@@ -255,7 +255,7 @@ def make_link_replay(
         return _make_server_replay(at, subject, evidence, path, nodes_of)
     if subject.exchanging_share < 1:
         return None
-    links = read_links(path, "nccl" if subject.request.on_cuda else "gloo")
+    links = read_links(path, "nccl" if subject.request.is_on_cuda else "gloo")
     slowest_factor = _make_slowest_factor(evidence.stragglers)
 
     @cache

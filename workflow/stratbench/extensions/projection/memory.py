@@ -50,8 +50,11 @@ def project_peaks(
         footprint = rehearsals[s.request].footprint
         if footprint is None:
             return None
-        fullest = footprint.fullest(s.samples_per_step, resident_threads)
-        peak, data = fullest.training_peak(s.samples_per_step, resident_threads), data_bytes_of(s)
+        fullest = footprint.find_fullest_rank(s.samples_per_step, resident_threads)
+        peak, data = (
+            fullest.compute_training_peak(s.samples_per_step, resident_threads),
+            data_bytes_of(s),
+        )
         parts = dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data}
         whole = MemoryPeak(peak.n_bytes + data, peak.phase, parts)
         return whole, bytes_before_steps(fullest, whole)

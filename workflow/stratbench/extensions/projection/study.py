@@ -157,7 +157,7 @@ def list_doublings(largest: int, max_count: int) -> list[int]:
 
 def make_device(config: Mapping[str, Any], subject: Subject) -> Device:
     cluster = config["cluster"]
-    if subject.request.on_cuda:
+    if subject.request.is_on_cuda:
         return make_gpu_device(named_gpus(cluster)[0], subject.settings.precision, cluster)
     return make_cpu_device(cluster, subject.cell.gpus)
 

@@ -39,4 +39,4 @@ def trace_schedule(request: Request, samples: int, device: Device) -> Schedule:
         )
         for phase in trace.phases[1:-1]
     ]
-    return build_schedule(phases, request.on_cuda)
+    return build_schedule(phases, request.is_on_cuda)

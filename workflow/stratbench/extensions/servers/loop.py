@@ -86,7 +86,7 @@ def train(
             reports.submit(print, f"epoch {epoch + 1}/{passes} begun", flush=True)
         order, augmentation = tables(epoch)
         x, y = data.batch(order[where], augmentation)
-        if data.fetches_ahead and (likely := strategy.likely_ticket(data.train_samples)):
+        if data.fetches_ahead and (likely := strategy.predict_next_ticket(data.train_samples)):
             order, augmentation = tables(likely[0])
             data.prefetch(order[likely[1]], augmentation)
         clock.mark("data")
@@ -163,7 +163,7 @@ def evaluate_epoch(
         worker: This worker.
         epoch: Number of the epoch, from 0.
     """
-    with strategy.holding_epoch(epoch) as train_time_s:
+    with strategy.hold_snapshot(epoch) as train_time_s:
         entry = served_entry(strategy, data, worker, epoch, train_time_s)
     return {key: entry[key] for key in ("test_loss", "score", "score_error")}
 
@@ -183,8 +183,8 @@ def evaluate_epochs(
     """
     diverged = []
     for epoch in range(worker.settings.epochs):
-        entry = served_entry(strategy, data, worker, epoch, strategy.load_epoch(epoch))
-        strategy.drop_epoch(epoch)
+        entry = served_entry(strategy, data, worker, epoch, strategy.load_snapshot(epoch))
+        strategy.delete_snapshot(epoch)
         if entry["test_loss"] is None:
             diverged.append(f"test loss after epoch {epoch + 1}")
         progress.add(entry)

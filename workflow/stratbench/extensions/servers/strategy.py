@@ -106,7 +106,7 @@ def server_configs(
             epochs=s.passes(train_samples),
             steps=s.steps,
             steps_per_epoch=train_samples // s.global_batch,
-            slices=s.gpus * options.pushes_per_ticket,
+            slices_per_step=s.gpus * options.pushes_per_ticket,
             policy=strategy.policy,
             hyper={name: getattr(s, name) for name in HYPER},
             policy_options={name: getattr(options, name) for name in own},
@@ -119,8 +119,8 @@ def server_configs(
             else None,
             server=k,
             n_servers=options.servers,
-            bind="127.0.0.1" if host is None else "0.0.0.0",
-            advertise=host,
+            bind_address="127.0.0.1" if host is None else "0.0.0.0",
+            advertised_address=host,
             snapshot_dir=None if s.steps else str(folder.snapshots(host is not None)),
             stats_path=str(folder.server_statistics(k)),
         )
@@ -266,7 +266,7 @@ class ParameterServer(base.Strategy):
         self.channel = self.connect()
         self.ticket: Ticket | Evaluation | None = None
         # None once the run is over.
-        self._exchange: Callable[[], None] | None = self.channel.rehearse
+        self._exchange: Callable[[], None] | None = self.channel.rehearse_exchange
         self._before: tuple[float, ...] = (0.0,)
         self.reset()
 
@@ -318,7 +318,7 @@ class ParameterServer(base.Strategy):
         if self.scale is not None:
             self.scale.reset()
 
-    def tickets(
+    def iter_tickets(
         self, evaluate: Callable[[int], dict[str, float | None]] | None = None
     ) -> Iterator[tuple[int, slice]]:
         """Yield this worker's batches: the epoch, and the slice of its shuffled samples.
@@ -326,19 +326,21 @@ class ParameterServer(base.Strategy):
         The first waits until all workers are ready. `step` must be called for each. In an elastic cell the
         servers also request evaluations: `evaluate(epoch)` returns the values that `Channel.score` takes.
         """
-        self.ticket = self._next(self.channel.first)
+        self.ticket = self._get_next_ticket(self.channel.wait_for_first_ticket)
         self._before = self._exchange_counts()
         self._exchange = self._take_ticket
         while self.ticket is not None:
             t = self.ticket
             if isinstance(t, Evaluation):
-                self.ticket = self._next(partial(self.channel.score, evaluate(t.epoch)))
+                self.ticket = self._get_next_ticket(
+                    partial(self.channel.send_evaluation, evaluate(t.epoch))
+                )
                 continue
-            yield t.epoch, self._samples_of(t.step, t.slice)
+            yield t.epoch, self._get_sample_slice(t.step, t.slice)
         self._exchange = None
 
-    def likely_ticket(self, train_samples: int) -> tuple[int, slice] | None:
-        """Return the batch that this worker is probably handed next, as `tickets` gives it.
+    def predict_next_ticket(self, train_samples: int) -> tuple[int, slice] | None:
+        """Return the batch that this worker is probably handed next, as `iter_tickets` gives it.
 
         Return None at the end.
 
@@ -351,18 +353,20 @@ class ParameterServer(base.Strategy):
         following = t.epoch * steps + t.step + 1
         if following >= self.worker.total_steps:
             return None
-        return following // steps, self._samples_of(following % steps, t.slice)
+        return following // steps, self._get_sample_slice(following % steps, t.slice)
 
-    def _samples_of(self, step: int, part: int) -> slice:
+    def _get_sample_slice(self, step: int, part: int) -> slice:
         samples = self.samples_per_step(self.worker.settings)
         start = step * self.worker.settings.global_batch + part * samples
         return slice(start, start + samples)
 
     def _take_ticket(self) -> None:
-        self.ticket = self._next(self.channel.push_pull)
+        self.ticket = self._get_next_ticket(self.channel.push_pull)
         self.steps += 1
 
-    def _next(self, work: Callable[[], Ticket | Evaluation | None]) -> Ticket | Evaluation | None:
+    def _get_next_ticket(
+        self, work: Callable[[], Ticket | Evaluation | None]
+    ) -> Ticket | Evaluation | None:
         """Return the next ticket or request, or None at the end.
 
         None also if this worker must leave.
@@ -395,14 +399,14 @@ class ParameterServer(base.Strategy):
         if weight is not None:
             detached = torch.stack([detached.double(), weight])
             loss = loss * divide_or_zero(1.0, weight).to(loss.dtype)
-            self.channel.weigh(weight / y.numel())
+            self.channel.set_push_weight(weight / y.numel())
         mark("forward")
         if self.worker.settings.slowdown:
             self.worker.delay()
             mark("slowdown")
         self.flat.zero_grads()
         if self._exchange is not None and not self.adds_again:
-            self.channel.arm()
+            self.channel.send_during_backward()
         (loss if self.scale is None else loss * self.scale.value).backward()
         mark("backward")
         if self._exchange is not None:
@@ -421,7 +425,7 @@ class ParameterServer(base.Strategy):
         """Whether this worker evaluates for all, known after the last ticket."""
         return self.channel.evaluator == self.worker.rank
 
-    def load_epoch(self, epoch: int) -> float:
+    def load_snapshot(self, epoch: int) -> float:
         """Load the servers' state after `epoch` (from 0) into the model.
 
         Return the seconds from the first ticket to the end of that epoch.
@@ -429,22 +433,22 @@ class ParameterServer(base.Strategy):
         from stratbench.extensions.servers.ps.snapshots import load_snapshot
 
         seconds, weights, buffers = load_snapshot(self.channel.snapshot_dir, epoch, wait_s=120.0)
-        self.flat.load(weights, self.flat.buffers if buffers is None else buffers)
+        self.flat.load_tensors(weights, self.flat.buffers if buffers is None else buffers)
         return seconds
 
     @contextmanager
-    def holding_epoch(self, epoch: int) -> Iterator[float]:
+    def hold_snapshot(self, epoch: int) -> Iterator[float]:
         """Load the servers' state after `epoch` into the model for a block.
 
-        Yield as `load_epoch` returns.
+        Yield as `load_snapshot` returns.
 
         Its own running statistics return with the block's end, its weights with the next ticket.
         """
         own = self.flat.buffers.clone()
-        yield self.load_epoch(epoch)
+        yield self.load_snapshot(epoch)
         self.flat.buffers.copy_(own)
 
-    def drop_epoch(self, epoch: int) -> None:
+    def delete_snapshot(self, epoch: int) -> None:
         """Delete the servers' state after `epoch`, once it has been evaluated."""
         from stratbench.extensions.servers.ps.snapshots import delete_snapshot
 

@@ -321,16 +321,15 @@ def _apply_plan(combination: Combination, planned: Planned, memory_margin: float
     fit = planned.fit
     if fit is None:
         return Sieved(combination, MEASURED, f"not planned: {planned.reason}")
-    memory_bytes = fit.room_bytes * (
-        1 + memory_margin
-    )  # The device's whole memory is compared, because the plan's room excludes a reserve.
-    fate, reason = MEASURED, fit.verdict
+    # The whole memory of the device is compared, because the plan's room excludes a reserve.
+    memory_bytes = fit.room_bytes * (1 + memory_margin)
+    fate, reason = MEASURED, fit.memory_verdict
     if fit.needed_bytes > MEMORY_FACTOR * memory_bytes:
         fate = TOO_LARGE
         reason = f"needs {fit.needed_bytes / memory_bytes:.1f} times the memory of {fit.device}"
-    # Public sweeps cover GPUs only.
+    # No combination on CPUs is dropped by its time, because public sweeps cover GPUs only.
     amounts = (
-        measure_difference_amounts(planned.subject) if planned.subject.request.on_cuda else None
+        measure_difference_amounts(planned.subject) if planned.subject.request.is_on_cuda else None
     )
     s = Sieved(combination, fate, reason, fit.usual_s, fit.needed_bytes, amounts)
     s = replace(s, device_memory_bytes=memory_bytes)
@@ -342,7 +341,7 @@ def _apply_plan(combination: Combination, planned: Planned, memory_margin: float
 
 def _plan_gpu_seconds(planned: Planned, usual_s: float) -> tuple[float, float]:
     """Return the planned GPU-seconds of one segment of a block, and of a whole training."""
-    gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.on_cuda else "cpu"
+    gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.is_on_cuda else "cpu"
     step_s, start_s = usual_s / planned.subject.steps, SEGMENT_START_S[device]
     steps = choose_segment_steps(start_s, step_s, *STEP_NOISE[device])
     segment = gpus * estimate_segment_seconds(start_s, step_s, steps)

@@ -52,7 +52,7 @@ def estimate_verdict_cost(comparison: list[Planned], slow: bool) -> VerdictCost:
     gpus = comparison[0].cell.gpus
     segments, cells, starts = [], [], []
     for c in comparison:
-        train_s, total_s = ([*span][slow] for span in (c.fit.train, c.fit.total))
+        train_s, total_s = ([*span][slow] for span in (c.fit.train_span, c.fit.total_span))
         device = "cpu" if c.fit.device == "CPU" else "cuda"
         step_s, start_s = train_s / c.subject.steps, SEGMENT_START_S[device]
         steps = choose_segment_steps(start_s, step_s, *STEP_NOISE[device])
@@ -70,7 +70,7 @@ def estimate_verdict_costs(
     known = [
         c
         for c in plan.cells
-        if c.cell.repeat == 0 and c.fit is not None and c.fit.total and c.fit.train
+        if c.cell.repeat == 0 and c.fit is not None and c.fit.total_span and c.fit.train_span
         and c.state not in ("unsupported", "infeasible")
     ]  # fmt: skip
     comparisons = cells_by(known, "experiment", "model", "gpus")

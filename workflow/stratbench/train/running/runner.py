@@ -39,7 +39,7 @@ class Runner:
     is_gang: ClassVar[bool] = True
     #: Path of the function that makes the processes of a node (`agent.run_node`), which is passed to the
     #: agents of other nodes.
-    processes: ClassVar[str] = "stratbench.train.agent:iter_worker_groups"
+    processes: ClassVar[str] = "stratbench.train.agent:create_node_processes"
 
     @classmethod
     def takes(cls, s: Settings) -> bool:

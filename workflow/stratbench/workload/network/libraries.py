@@ -16,7 +16,7 @@ from stratbench.workload.users_code import Unsuitable, get_top_module
 #: Keys of an entry that name a model in a library, each the name of the library's package.
 LIBRARIES = ("transformers", "timm")
 #: The `call` of a model that has only a name, because a user's program builds the model.
-NAME_ALONE = f"{__name__}:name_alone"
+NAME_ALONE = f"{__name__}:raise_unbuildable_model"
 #: Reason why stratbench cannot build a model that has only a name.
 BUILT_BY_COMMAND = (
     "it has a name alone, so only a trainer of your own (strategy `command`) builds it; give it `call`, "

@@ -143,22 +143,22 @@ class ReturningChannel:
         before = self._moved if len(self._moved) == len(current) else [0] * len(current)
         return [a + b for a, b in zip(before, current, strict=True)]
 
-    def first(self) -> Work:
+    def wait_for_first_ticket(self) -> Work:
         """Return the first work, as `Channel.first` does, or None if the run has ended."""
-        return self._repeat_after_loss(Channel.first)
+        return self._repeat_after_loss(Channel.wait_for_first_ticket)
 
     def push_pull(self) -> Work:
         """Push gradients and return the next work, as `Channel.push_pull` does."""
         return self._repeat_after_loss(Channel.push_pull)
 
-    def score(self, figures: dict[str, float | None]) -> Work:
+    def send_evaluation(self, figures: dict[str, float | None]) -> Work:
         """Send the results of an evaluation and return the next work, as `Channel.score` does."""
-        return self._repeat_after_loss(lambda channel: channel.score(figures))
+        return self._repeat_after_loss(lambda channel: channel.send_evaluation(figures))
 
-    def rehearse(self) -> None:
+    def rehearse_exchange(self) -> None:
         """Exchange data in the warm-up, as `Channel.rehearse` does, or skip it if servers are lost."""
         try:
-            self._channel.rehearse()
+            self._channel.rehearse_exchange()
         except ServerLost as lost:
             self._join_after_loss(lost)
 
@@ -174,7 +174,7 @@ class ReturningChannel:
             except ServerLost as lost:
                 if not self._join_after_loss(lost):
                     return None
-                do = Channel.first
+                do = Channel.wait_for_first_ticket
             except Left:
                 self.left = True
                 raise

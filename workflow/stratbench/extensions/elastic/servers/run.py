@@ -54,7 +54,7 @@ class ElasticRun(ServerRun):
         self._done_twice: list[int] = []
         self._begun: set[int] = set()  # workers that have received a ticket
         self._settled_before = 0  # number of tickets that earlier incarnations completed
-        self._saver = Saver(self._folder, config.server, self._stop)
+        self._saver = Saver(self._folder, config.server, self._stop_with_error)
         self._saved_s = 0.0  # time.monotonic() when the state was last saved
         self._finished_at: int | None = None  # the epoch that ended the run before its last ticket
         evaluates = self._first and config.snapshot_dir is not None and config.steps is None
@@ -84,7 +84,7 @@ class ElasticRun(ServerRun):
         saved = load_state(self._folder, c.server)
         settled = find_common_tickets(self._folder, c.n_servers)
         self._store = Store(saved.layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
-        self._store.resume(self._make_shard, saved.shards, saved.buffers)
+        self._store.restore_state(self._make_shard, saved.shards, saved.buffers)
         self._initialised = True
         self._began_unix_s = saved.extra_values["began_unix_s"]
         self._settled_before = len(settled)
@@ -101,7 +101,7 @@ class ElasticRun(ServerRun):
             )
         with self._lock:
             self._finish_if_over()
-            if self.epochs.complete and not self._first:
+            if self.epochs.is_complete and not self._first:
                 self.done = True
         return set(settled)
 
@@ -134,7 +134,7 @@ class ElasticRun(ServerRun):
                 "reassigned": list(self.tickets.reassigned),
             }
         if self._writer is not None:
-            self._writer.wait()
+            self._writer.wait_for_snapshots()
         return facts
 
     def suspend(self) -> None:
@@ -155,11 +155,11 @@ class ElasticRun(ServerRun):
         connection.vanished_s = _VANISHED_S
         return member
 
-    def _extend_welcome(self, member: Member) -> dict[str, Any]:
+    def _make_welcome_additions(self, member: Member) -> dict[str, Any]:
         return {"incarnation": self._own.incarnation, "place": member.place}
 
     @property
-    def _snapshots_kept(self) -> int:
+    def _max_kept_snapshots(self) -> int:
         return min(_SNAPSHOTS_KEPT, self.config.epochs)
 
     def _add_ready_member(self, member: Member) -> None:
@@ -168,17 +168,17 @@ class ElasticRun(ServerRun):
         late = self._started or self.done
         super()._add_ready_member(member)
         if late and self._first and self.done:
-            member.tell(Frame(Kind.DONE, shard=self._evaluator))
+            member.queue_frame(Frame(Kind.DONE, shard=self._evaluator))
         elif late and self._first:
             self._hand_ticket(member)
 
     # --- working -------------------------------------------------------------------------------------
 
-    def _handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
-        return super()._handlers() | {Kind.DONE: self._handle_done}
+    def _get_frame_handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
+        return super()._get_frame_handlers() | {Kind.DONE: self._handle_done}
 
-    def _settle(self, worker: int, number: int, server: int) -> None:
-        super()._settle(worker, number, server)
+    def _settle_ticket(self, worker: int, number: int, server: int) -> None:
+        super()._settle_ticket(worker, number, server)
         if self.tickets.settled_by[number] == worker:
             self._ledger.mark_completed(number)
 
@@ -189,8 +189,8 @@ class ElasticRun(ServerRun):
         self._finished_at = self._evaluations.final_epoch
         all_done = self.tickets.all_settled and self._evaluations.are_all_evaluated
         if all_done or self._finished_at is not None:
-            self._finish()
-            self._end_if_empty()
+            self._finish_training()
+            self._end_run_if_empty()
         elif self._evaluations.has_waiting_epoch:
             self._hand_tickets_to_idle()
 
@@ -214,7 +214,7 @@ class ElasticRun(ServerRun):
         if not member.idle:
             self._mark_idle(member)
         member.evaluates = epoch
-        member.tell(Frame(Kind.EVAL, shard=epoch))
+        member.queue_frame(Frame(Kind.EVAL, shard=epoch))
 
     def _on_score(self, member: Member, values: Any) -> None:
         figures = parse_score(values)
@@ -239,9 +239,11 @@ class ElasticRun(ServerRun):
             raise ProtocolError("unexpected frame: DONE for server 0, which alone sends DONE")
         self.done = True
 
-    def _finish(self) -> None:
-        super()._finish()
-        self._journal.append_event("end", workers=[m.worker for m in self._membership.ready])
+    def _finish_training(self) -> None:
+        super()._finish_training()
+        self._journal.append_event(
+            "end", workers=[m.worker for m in self._membership.ready_members]
+        )
 
     # --- leaving -------------------------------------------------------------------------------------
 
@@ -250,14 +252,13 @@ class ElasticRun(ServerRun):
             if not member.alive:
                 return
             member.alive = False
-            if (
-                self._first and member.pulled
-            ):  # only members that have joined get an event in the journal
+            # Only members that have joined get an event in the journal.
+            if self._first and member.pulled:
                 tickets = self.tickets.list_held(member.worker)
                 self._journal.append_event("leave", worker=member.worker, tickets=tickets)
             if not self.done:
                 super()._continue_without(self._release_work(member))
-            self._end_if_empty()
+            self._end_run_if_empty()
         member.end()
 
     def _continue_without(self, member: Member) -> None:
@@ -274,9 +275,9 @@ class ElasticRun(ServerRun):
         self._evaluations.release_epoch(member.worker)
         return member
 
-    def _end_if_empty(self) -> None:
+    def _end_run_if_empty(self) -> None:
         """End the run if it is done and no member is left. Workers in their warm-up will see the end."""
-        if self.done and not self._membership.ready:
+        if self.done and not self._membership.ready_members:
             self.over.set()
 
     def _check_start_deadline(self, age_s: float) -> None:
@@ -285,12 +286,12 @@ class ElasticRun(ServerRun):
         if not self._first and read_end_mark(self._folder) is not None:
             with self._lock:
                 self.done = True
-                self._end_if_empty()
+                self._end_run_if_empty()
 
     def close(self) -> None:
         goes_on = self._started and not self.done and self.error is None
         with self._lock:
-            live = self._membership.live
+            live = self._membership.live_members
         self._close_connections([m for m in live if goes_on or not m.pulled])
         self._saver.wait_for_save()  # saving waits for snapshots, whose writer `super().close()` stops
         if goes_on:

@@ -81,40 +81,43 @@ def extrapolate_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Fo
         few, more = (follow(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
     except Exception as error:  # a trace of all blocks may succeed, or gives a better error
         raise UnlikeError("the model fails with fewer blocks") from error
-    if few.others or more.others:
+    if few.other_moments or more.other_moments:
         raise UnlikeError("the training has several kinds of steps")
     further, parts = blocks.count - MORE, few.parts
     both = (few, more)
-    phases = len(more.steps[0])
+    phases = len(more.step_phases[0])
     steps = [[_split_step(f, 1 + i * phases, 1 + (i + 1) * phases) for i in (0, 1)] for f in both]
     for f, each in zip(both, steps, strict=True):
-        if each[0] != each[1] or len(f.steps[0]) != phases:
+        if each[0] != each[1] or len(f.step_phases[0]) != phases:
             raise UnlikeError("the steps with two batch sizes differ in their marks")
     (a, _), (b, _) = steps
-    lives = few.lives, more.lives
-    check_steady(b, lives[1], more.calls)
-    footprints = few.footprint(), more.footprint()
+    lives = few.live_bytes_by_batch, more.live_bytes_by_batch
+    check_steady(b, lives[1], more.collective_calls)
+    footprints = few.make_footprint(), more.make_footprint()
     pairs = match_segments(a, b)
     candidates = [(i, j, None) for x, y in pairs for i, j in zip(x.moments, y.moments, strict=True)]
     sums = [_list_sums_in_order(f, parts) for f in both]
     for x, y in pairs:
-        for i, j in zip(range(*x.sums), range(*y.sums), strict=True):
+        for i, j in zip(range(*x.reduction_range), range(*y.reduction_range), strict=True):
             if sums[0][i][1] != sums[1][j][1]:
                 raise UnlikeError("the reductions of both traces differ")
             candidates.append((sums[0][i][0], sums[1][j][0], sums[1][j][1]))
     evaluation = _extrapolate_evaluation(both, 1 + 2 * phases, further)
     flops = extrapolate(few.forward_flops, more.forward_flops, further)
-    counted = extrapolate(few.counted, more.counted, further)
+    counted = extrapolate(few.counted_flops_per_sample, more.counted_flops_per_sample, further)
     plain = [
-        replace(f, moments=[], evaluation=evaluation, collectives=[], attention_share=0.0)
+        replace(f, peak_moments=[], evaluation_peak=evaluation, collectives=[], attention_share=0.0)
         for f in footprints
     ]
     return replace(
         extrapolate(plain[0], plain[1], further),
-        moments=_extrapolate_moments(both, lives, candidates, further),
-        evaluation=evaluation,
-        collectives=[c.listed for c in extrapolate_calls(a, b, (few.calls, more.calls), further)],
-        training_flops_per_sample=more.training_flops(counted, flops[0]),
+        peak_moments=_extrapolate_moments(both, lives, candidates, further),
+        evaluation_peak=evaluation,
+        collectives=[
+            c.listed
+            for c in extrapolate_calls(a, b, (few.collective_calls, more.collective_calls), further)
+        ],
+        training_flops_per_sample=more.compute_training_flops(counted, flops[0]),
         attention_share=flops[1] / flops[0] if flops[0] else 0.0,
     )
 
@@ -125,7 +128,7 @@ def _split_step(followed: Followed, first: int, stop: int) -> list[EventSegment]
 
 def _list_sums_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
     """Return a step's sums in order, with the number of events before each."""
-    by_sums = list_sums(followed.steps, followed.edges, parts)
+    by_sums = list_sums(followed.step_phases, followed.event_edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
 
@@ -140,7 +143,7 @@ def _extrapolate_moments(
 
     def fit_line(i: int, j: int) -> Affine:
         pair = (extrapolate(few[i], more[j], further) for few, more in zip(*lives, strict=True))
-        return Affine.through(tuple(pair), parts)
+        return Affine.from_two_values(tuple(pair), parts)
 
     moments = []
     for kind in dict.fromkeys(sums for _, _, sums in candidates):
@@ -151,15 +154,15 @@ def _extrapolate_moments(
             held = [
                 extrapolate(
                     *(
-                        f.trace.parts_bytes(f.edges[batch] + n)
+                        f.trace.get_device_bytes_by_purpose(f.event_edges[batch] + n)
                         for f, n in zip(both, at, strict=True)
                     ),
                     further,
                 )
                 for batch in (0, 1)
             ]
-            used = {k: Affine.through((held[0][k], held[1][k]), parts) for k in held[0]}
-            phase = both[1].trace.phase_at(both[1].edges[1] + max(at[1] - 1, 0))
+            used = {k: Affine.from_two_values((held[0][k], held[1][k]), parts) for k in held[0]}
+            phase = both[1].trace.get_phase_of_event(both[1].event_edges[1] + max(at[1] - 1, 0))
             used = {k: v for k, v in used.items() if v.fixed or v.per_sample}
             moments.append(Moment(phase, lines[number], used, kind))
     return moments
@@ -170,15 +173,20 @@ def _extrapolate_evaluation(
 ) -> MemoryPeak:
     """Return the peak of the evaluation, which has a single batch."""
     a, b = (_split_step(f, first, first + 1) for f in both)
-    start = [f.edges[2] for f in both]
-    lives = [f.trace.live_bytes(at, len(f.trace.events)) for f, at in zip(both, start, strict=True)]
+    start = [f.event_edges[2] for f in both]
+    lives = [
+        f.trace.list_live_bytes(at, len(f.trace.events)) for f, at in zip(both, start, strict=True)
+    ]
     best, where = -1, (0, 0)
     for x, y in match_segments(a, b):
         for i, j in zip(x.moments, y.moments, strict=True):
             n_bytes = extrapolate(lives[0][i], lives[1][j], further)
             if n_bytes > best:
                 best, where = n_bytes, (i, j)
-    held = [f.trace.parts_bytes(at + n) for f, at, n in zip(both, start, where, strict=True)]
+    held = [
+        f.trace.get_device_bytes_by_purpose(at + n)
+        for f, at, n in zip(both, start, where, strict=True)
+    ]
     return MemoryPeak(best, "evaluation", drop_zeros(extrapolate(*held, further)))
 
 
@@ -194,14 +202,14 @@ class EventSegment:
         key: The mark's label, its block's number from the start or (negative) from the end, and how
             often this mark occurred before.
         moments: Numbers of events since the step's start after which memory may be highest.
-        calls: Index of the first of the step's collectives in it, and of the first one after it.
-        sums: The same for its reductions.
+        collective_range: Index of the first of the step's collectives in it, and of the first one after it.
+        reduction_range: The same for its reductions.
     """
 
     key: tuple[Any, ...]
     moments: list[int]
-    calls: tuple[int, int]
-    sums: tuple[int, int]
+    collective_range: tuple[int, int]
+    reduction_range: tuple[int, int]
 
     @property
     def block(self) -> int | None:
@@ -226,7 +234,7 @@ def split_into_segments(
         stop: Number of the first phase after it; the number of phases for the last step.
     """
     starts = [i for i, mark in enumerate(trace.marks) if mark.label == "phase"]
-    end = trace.mark_here()
+    end = trace.make_mark()
     marks = trace.marks[starts[first - 1] : starts[stop - 1] if stop <= len(starts) else None]
     after = trace.marks[starts[stop - 1]] if stop <= len(starts) else end
     begin = marks[0]
@@ -266,7 +274,9 @@ def match_segments(
         raise UnlikeError("the marks of both traces differ")
     pairs = list(zip(few, rest, strict=True))
     for a, b in pairs:
-        if len(a.moments) != len(b.moments) or _count_items(a.sums) != _count_items(b.sums):
+        if len(a.moments) != len(b.moments) or _count_items(a.reduction_range) != _count_items(
+            b.reduction_range
+        ):
             raise UnlikeError(f"the numbers of events after mark {a.key} differ")
     return pairs
 
@@ -286,7 +296,9 @@ def check_steady(
     middle = FROM_START - MORE
     inner = (middle, middle + 1, middle + 2)
     by_key = {s.key: s for s in segments}
-    some_calls = any(s.calls[1] > s.calls[0] for s in segments if s.key[0] == "backward")
+    some_calls = any(
+        s.collective_range[1] > s.collective_range[0] for s in segments if s.key[0] == "backward"
+    )
     for label, block, occurrence in by_key:
         if block != middle:
             continue
@@ -297,7 +309,7 @@ def check_steady(
             for x, y, z in zip(*(s.moments for s in three), strict=True):
                 if live[z] - live[y] != live[y] - live[x]:
                     raise UnlikeError(f"neighbouring blocks differ in memory at {label}")
-        each = [[calls[i] for i in range(*s.calls)] for s in three]
+        each = [[calls[i] for i in range(*s.collective_range)] for s in three]
         if each[0] != each[1] or each[1] != each[2]:
             raise UnlikeError(f"neighbouring blocks differ in collectives at {label}")
         # Buckets that a single block does not fill end at other places in each block.
@@ -324,11 +336,14 @@ def extrapolate_calls(
     for is_middle, run in groupby(more, key=lambda s: s.is_middle):
         segments = list(run)
         if is_middle:
-            first, stop = segments[0].calls[0], segments[-1].calls[1]
+            first, stop = segments[0].collective_range[0], segments[-1].collective_range[1]
             drawn += list(calls[1][first:stop]) * (further + 1)
             continue
         for s in segments:
-            a, b = calls[0][slice(*by_key[s.key].calls)], calls[1][slice(*s.calls)]
+            a, b = (
+                calls[0][slice(*by_key[s.key].collective_range)],
+                calls[1][slice(*s.collective_range)],
+            )
             drawn += _extrapolate_segment_calls(a, b, further)
     return drawn
 

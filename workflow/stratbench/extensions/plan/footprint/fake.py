@@ -80,30 +80,30 @@ def trace_steps(
         model, strategy, worker = build_worker(request, blocks=blocks)
         if trial is not None:
             worker.trial = trial
-            acceptance.check_model(strategy, request.network, model, worker)
+            acceptance.check_model(strategy, request.model_source, model, worker)
         if turns is not None:
             limit_microbatches(strategy, turns)
         trace = OperatorTrace(
-            round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1,
-            on_cpu=not request.on_cuda,
-            on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
+            round_bytes=CUDA_BLOCK_BYTES if request.is_on_cuda else 1,
+            on_cpu=not request.is_on_cuda,
+            on_host=HOST_PARTS if request.is_on_cuda and request.traits.states_on_host else (),
         )
         set_up_strategy(strategy, model, worker)
         if strategy.warms_up:
             with cuda_autocast() if request.autocasts_like_cuda else nullcontext():
                 for batch in batches:
-                    strategy.step(*request.example_batch(batch))
+                    strategy.step(*request.make_example_batch(batch))
                 evaluate(strategy, request)
         worker.mark = _make_phase_marker(trace, model)
         if blocks is not None:
-            mark_blocks(model, blocks.path, trace.mark)
+            mark_blocks(model, blocks.path, trace.add_mark)
         _tag_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:
                 stack.enter_context(cuda_autocast())
             for batch in batches:
                 _trace_step(trace, strategy, request, batch, number)
-            trace.begin("evaluate")
+            trace.begin_phase("evaluate")
             evaluate(strategy, request)
         return trace, strategy
 
@@ -124,9 +124,11 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
             stack.enter_context(FakeTensors())
         # On CUDA the optimizer is fused and needs no temporary tensors. Elsewhere an optimizer that is not
         # fused would read the result of the loss scaler, which fake tensors lack.
-        fused = request.on_cuda or request.settings.precision == "fp16"
+        fused = request.is_on_cuda or request.settings.precision == "fp16"
         by_kernels = request.settings.optimizer_impl == "fused"
-        stack.enter_context(torch_on_fakes(request.on_cuda, fused and by_kernels, not by_kernels))
+        stack.enter_context(
+            torch_on_fakes(request.is_on_cuda, fused and by_kernels, not by_kernels)
+        )
         for module in (parallel, parallel.distributed):
             stack.enter_context(replace_attribute(module, "DistributedDataParallel", Replica))
         yield
@@ -143,7 +145,7 @@ def build_worker(
         blocks: Equal blocks to keep in place of all.
     """
     model = models.build_for_training(
-        request.network,
+        request.model_source,
         request.classes,
         request.input_shape,
         seed=0,
@@ -154,15 +156,15 @@ def build_worker(
     )
     strategy = strategy_on_fakes(request)
     with unset_fake_temporarily():
-        task, kind = request.tried_task()
+        task, kind = request.make_tried_task()
     worker = base.Worker(
         settings=request.settings,
         rank=dist.get_rank(),
         world_size=request.world_size,
-        local_world=request.local_world,
+        local_world=request.workers_per_node,
         device=torch.device("cpu"),
         folder=RunFolder(Path()),
-        wrap_groups=models.list_wrap_groups(request.network, model),
+        wrap_groups=models.list_wrap_groups(request.model_source, model),
         task=task,
         weighs=kind.weighs,
         mesh=strategy.mesh(request.world_size),
@@ -205,7 +207,7 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
         model, strategy, worker = build_worker(request)
         if trial is not None:
             worker.trial = trial
-            acceptance.check_model(strategy, request.network, model, worker)
+            acceptance.check_model(strategy, request.model_source, model, worker)
         strategy.worker = worker
         return strategy, [units for _, units in strategy.cut_into_stages(model, worker)]
 
@@ -247,9 +249,9 @@ def _trace_step(
 ) -> None:
     # Each step counts as the last of a training, so that everything that may be due is done.
     strategy.steps, strategy.worker.total_steps = number, number + 1
-    trace.begin("forward")
-    x, y = request.example_batch(batch)
-    trace.tag("activations", (x, y))
+    trace.begin_phase("forward")
+    x, y = request.make_example_batch(batch)
+    trace.tag_storages("activations", (x, y))
     strategy.step(x, y)
     _tag_kept_tensors(trace, strategy)
     strategy.forget_batch()
@@ -260,7 +262,7 @@ def evaluate(strategy: base.Strategy, request: Request) -> None:
     if not request.eval_batch:
         return
     with strategy.evaluating() as model, torch.no_grad():
-        model(request.example_batch(request.eval_batch)[0]).double()
+        model(request.make_example_batch(request.eval_batch)[0]).double()
 
 
 def _make_phase_marker(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:
@@ -274,27 +276,27 @@ def _make_phase_marker(trace: OperatorTrace, model: nn.Module) -> Callable[[str]
             return
         trace.phases[-1].name = ended
         if ended == "backward":
-            trace.tag("gradients", (p.grad for p in model.parameters()))
-        trace.begin("optimizer")
+            trace.tag_storages("gradients", (p.grad for p in model.parameters()))
+        trace.begin_phase("optimizer")
 
     return mark
 
 
 def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module) -> None:
-    trace.tag("parameters", model.parameters())
-    trace.tag("buffers", model.buffers())
+    trace.tag_storages("parameters", model.parameters())
+    trace.tag_storages("buffers", model.buffers())
     if strategy.optimizer is not None:
         state = get_optimizer_state(strategy.optimizer).values()
-        trace.tag("optimizer", (t for entry in state for t in entry.values()))
-    trace.tag("optimizer", filter(torch.is_tensor, strategy.extra_state()))
+        trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
+    trace.tag_storages("optimizer", filter(torch.is_tensor, strategy.extra_state()))
     _tag_kept_tensors(trace, strategy)
 
 
 def _tag_kept_tensors(trace: OperatorTrace, strategy: base.Strategy) -> None:
     for part, tensors in strategy.kept_tensors().items():
-        trace.tag(part, tensors)
+        trace.tag_storages(part, tensors)
     for replica in list_replicas(strategy):
-        trace.tag("gradients" if replica.as_view else "buckets", replica.buckets)
+        trace.tag_storages("gradients" if replica.as_view else "buckets", replica.buckets)
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -351,11 +353,11 @@ class FakeParameterServer(ParameterServer):
 class NoChannel:
     """A channel to servers that does nothing, for a step before the first ticket."""
 
-    def arm(self) -> None: ...
+    def send_during_backward(self) -> None: ...
 
-    def weigh(self, weight: Tensor) -> None: ...
+    def set_push_weight(self, weight: Tensor) -> None: ...
 
-    def rehearse(self) -> None: ...
+    def rehearse_exchange(self) -> None: ...
 
 
 def _allocate_unmapped(layout: Layout, shared: bool) -> FlatTensors:

@@ -54,10 +54,11 @@ def make_by_few_parts(
     if steps > FEW + MORE:
         try:
             return extrapolate_steps(request, make)
+        # A trace of all parts raises the error again, or succeeds.
         except (
             UnlikeError,
             ModelError,
-        ):  # a trace of all parts raises the error again, or succeeds
+        ):
             pass
         except Exception:
             log.exception("the step could not be extrapolated from few parts; all parts are traced")
@@ -77,7 +78,7 @@ def extrapolate_steps(request: Request, make: Callable[[Request], Footprint]) ->
         return make(replace(request, settings=settings))
 
     each = [made(n) for n in (FEW, MORE)]
-    parts = [request.parts // steps * n for n in (FEW, MORE, steps)]
+    parts = [request.num_accumulated_parts // steps * n for n in (FEW, MORE, steps)]
     return extrapolate_parts(each, parts, (FEW - steps + 1, steps - FEW))
 
 
@@ -110,14 +111,14 @@ def extrapolate_stages(request: Request, stages: int, trial: Trial | None = None
     @cache
     def followed(kind: Any, microbatches: int, waiting: int) -> Footprint:
         turns = Turns(microbatches, waiting)
-        return follow(request, kinds.index(kind), trial, turns=turns).footprint()
+        return follow(request, kinds.index(kind), trial, turns=turns).make_footprint()
 
     many, steps = request.options["microbatches"], request.gradient_accumulation_steps
     found = [
         extrapolate_microbatches(partial(followed, kind), many, waits, steps)
         for kind, waits in zip(kinds, strategy.count_pending_microbatches(stages), strict=True)
     ]
-    return replace(found[0], stages=found)
+    return replace(found[0], stage_footprints=found)
 
 
 def extrapolate_microbatches(
@@ -156,10 +157,10 @@ def extrapolate_parts(
     Raises:
         UnlikeError: If they have other moments or collectives.
     """
-    if any(f.stages for f in each):
-        alike = zip(*(f.stages for f in each), strict=True)
+    if any(f.stage_footprints for f in each):
+        alike = zip(*(f.stage_footprints for f in each), strict=True)
         stages = [extrapolate_parts(of_stage, parts, weights) for of_stage in alike]
-        return replace(stages[0], stages=stages)
+        return replace(stages[0], stage_footprints=stages)
     of_parts = [_scale_lines(f, n) for f, n in zip(each, parts, strict=False)]
     few, more = of_parts[-2:]
     further = (parts[-1] - parts[-2]) // (parts[-2] - parts[-3])
@@ -199,15 +200,19 @@ def _scale_lines(f: Footprint, times: float) -> Footprint:
     return replace(
         f,
         touched_bytes=scaled(f.touched_bytes),
-        moments=[
+        peak_moments=[
             replace(
                 m,
                 total_bytes=scaled(m.total_bytes),
                 parts_bytes={part: scaled(line) for part, line in m.parts_bytes.items()},
-                sums=m.sums
-                and replace(m.sums, outputs=scaled(m.sums.outputs), inputs=scaled(m.sums.inputs)),
+                reduction_sums=m.reduction_sums
+                and replace(
+                    m.reduction_sums,
+                    outputs=scaled(m.reduction_sums.outputs),
+                    inputs=scaled(m.reduction_sums.inputs),
+                ),
             )
-            for m in f.moments
+            for m in f.peak_moments
         ],
         collectives=[(*c[:3], c[3] * times, *c[4:]) if len(c) > 3 else c for c in f.collectives],
     )

@@ -69,7 +69,7 @@ class Reduction:
             together //= 2
         return cls(_count_numbers(merged), _count_numbers(added), together, max(4, item_bytes))
 
-    def buffer_bytes(self, resident_threads: int) -> int:
+    def compute_buffer_bytes(self, resident_threads: int) -> int:
         """Return the bytes of the buffer and its counters on a GPU with `resident_threads` threads.
 
         The formula is that of PyTorch 2.11 (setReduceConfig and global_memory_size,

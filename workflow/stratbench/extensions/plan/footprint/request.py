@@ -37,7 +37,7 @@ class Request:
 
     Attributes:
         settings: The settings that affect the work; others have fixed values.
-        local_world: Number of workers on a node.
+        workers_per_node: Number of workers on a node.
         eval_batch: Samples that are evaluated at once; 0 without evaluation.
         values: Whether the targets are values instead of classes.
     """
@@ -45,12 +45,12 @@ class Request:
     settings: Settings
     input_shape: tuple[int, ...]
     classes: int
-    local_world: int
+    workers_per_node: int
     eval_batch: int
     values: bool = False
 
     @classmethod
-    def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
+    def from_settings(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
         """Return the request of a cell.
 
         A worker of a parameter server does the same under every policy. A rank's memory depends on the
@@ -90,11 +90,11 @@ class Request:
             input_shape=models.compute_input_shape(models.get_model(s), data.shape),
             classes=data.classes,
             values=data.values,
-            local_world=min(most, of_node),
+            workers_per_node=min(most, of_node),
             eval_batch=min(choose_eval_batch(data.shape), data.test_samples),
         )
 
-    def example_batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_example_batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of some samples, in the shapes that the model takes."""
         import torch
 
@@ -111,7 +111,7 @@ class Request:
             labelled,
         )
 
-    def tried_task(self) -> tuple[Task, LossKind]:
+    def make_tried_task(self) -> tuple[Task, LossKind]:
         """Return the task and the kind of its loss, tried as a cell tries it."""
         return run_task_trial(self.settings, self.input_shape, self.classes, self.values)
 
@@ -140,16 +140,16 @@ class Request:
         return self.settings.gradient_accumulation_steps
 
     @property
-    def on_cuda(self) -> bool:
+    def is_on_cuda(self) -> bool:
         return self.settings.device == "cuda"
 
     @property
-    def network(self) -> str | models.Model:
+    def model_source(self) -> str | models.Model:
         """The model, as the functions of `models` take it."""
         return models.get_model(self.settings)
 
     @property
-    def served(self) -> bool:
+    def is_served(self) -> bool:
         """Whether the rank is a worker of a parameter server."""
         return get_strategy_class(self.strategy).kind == "server"
 
@@ -164,7 +164,7 @@ class Request:
         return get_traits(self.strategy, self.options, self.world_size)
 
     @property
-    def parts(self) -> int:
+    def num_accumulated_parts(self) -> int:
         """Number of equal parts into which a worker divides the batch of a step."""
         cls = get_strategy_class(self.strategy)
         return self.gradient_accumulation_steps * cls(cls.Options(**dict(self.options))).parts
@@ -182,11 +182,13 @@ class Request:
     @property
     def batch_format(self) -> torch.memory_format:
         """Memory format of the input."""
-        return get_batch_memory_format(self.settings.precision, "cuda" if self.on_cuda else "cpu")
+        return get_batch_memory_format(
+            self.settings.precision, "cuda" if self.is_on_cuda else "cpu"
+        )
 
     @property
     def autocasts_like_cuda(self) -> bool:
-        return self.on_cuda and self.settings.precision in ("fp16", "bf16")
+        return self.is_on_cuda and self.settings.precision in ("fp16", "bf16")
 
 
 class Turns(NamedTuple):

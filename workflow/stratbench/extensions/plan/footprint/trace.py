@@ -92,29 +92,28 @@ class OperatorTrace(TorchDispatchMode):
         self.marks: list[TraceMark] = []
         self.phases = [Phase("setup", 0)]
         self._round_bytes, self._on_cpu, self._on_host = round_bytes, on_cpu, on_host
-        self._known: dict[
-            int, list[Any]
-        ] = {}  # number, bytes and weak reference of a storage, by its address
+        # Number, bytes and weak reference of a storage, by its address.
+        self._known: dict[int, list[Any]] = {}
         self._count = 0
 
     # --- what the caller says ----------------------------------------------------------------------
 
-    def begin(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         """Start a phase for the following events."""
-        self.mark("phase")
+        self.add_mark("phase")
         self.phases.append(Phase(phase, len(self.events)))
 
-    def mark(self, label: str, block: int | None = None) -> None:
+    def add_mark(self, label: str, block: int | None = None) -> None:
         """Store the current position as a mark."""
-        self.marks.append(self.mark_here(label, block))
+        self.marks.append(self.make_mark(label, block))
 
-    def mark_here(self, label: str = "", block: int | None = None) -> TraceMark:
+    def make_mark(self, label: str = "", block: int | None = None) -> TraceMark:
         """Return the current position as a mark."""
         calls = sum(len(phase.collectives) for phase in self.phases)
         sums = sum(len(phase.reductions) for phase in self.phases)
         return TraceMark(label, block, len(self.events), calls, sums)
 
-    def tag(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
+    def tag_storages(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Set the purpose of the tensors' storages; new storages count from now on."""
         for t in tensors:
             if t is not None:
@@ -236,28 +235,28 @@ class OperatorTrace(TorchDispatchMode):
 
     # --- what came of it ---------------------------------------------------------------------------
 
-    def live_bytes(self, first: int, stop: int) -> list[int]:
+    def list_live_bytes(self, first: int, stop: int) -> list[int]:
         """Return the bytes that existed after `first`, first + 1, ..., `stop` events."""
         away = {number for number, part in self.tags.items() if part in self._on_host}
         changes = (0 if number in away else n for number, n in self.events[:stop])
         return list(accumulate(changes, initial=0))[first:]
 
-    def streamed_bytes(self, first: int, stop: int) -> int:
+    def find_max_streamed_bytes(self, first: int, stop: int) -> int:
         """Return the maximum bytes of `streamed` storages that exist between two events."""
         changes = (n if number in self.streamed else 0 for number, n in self.events[:stop])
         return max(list(accumulate(changes, initial=0))[first:])
 
-    def parts_bytes(self, at: int) -> dict[str, int]:
+    def get_device_bytes_by_purpose(self, at: int) -> dict[str, int]:
         """Return the bytes on the device that existed after `at` events, by purpose."""
-        parts = self._all_parts_bytes(at)
+        parts = self._get_all_bytes_by_purpose(at)
         return parts | dict.fromkeys(self._on_host, 0)
 
-    def host_bytes(self, at: int) -> dict[str, int]:
+    def get_host_bytes_by_purpose(self, at: int) -> dict[str, int]:
         """Return the bytes on the host that existed after `at` events, by purpose."""
-        parts = self._all_parts_bytes(at)
+        parts = self._get_all_bytes_by_purpose(at)
         return {part: parts[part] for part in self._on_host}
 
-    def _all_parts_bytes(self, at: int) -> dict[str, int]:
+    def _get_all_bytes_by_purpose(self, at: int) -> dict[str, int]:
         sizes: dict[int, int] = {}
         born: dict[int, int] = {}
         for i, (number, change) in enumerate(self.events[:at]):
@@ -268,14 +267,14 @@ class OperatorTrace(TorchDispatchMode):
             parts[self._find_purpose(number, born[number])] += n_bytes
         return parts
 
-    def phase_at(self, event: int) -> str:
+    def get_phase_of_event(self, event: int) -> str:
         """Return the name of the phase that an event belongs to."""
         return [p.name for p in self.phases if p.first_event <= event][-1]
 
     def _find_purpose(self, number: int, event: int) -> str:
         if number in self.tags:
             return self.tags[number]
-        in_forward = self.phase_at(event) in ("forward", "evaluate")
+        in_forward = self.get_phase_of_event(event) in ("forward", "evaluate")
         return "activations" if in_forward else "temporaries"
 
 

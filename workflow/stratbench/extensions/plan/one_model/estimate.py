@@ -152,14 +152,14 @@ def estimate(
         ),
         input_shape=(1,),  # unused: the example batch has the shapes
         classes=0,
-        local_world=min(gpus, gpus_per_node),
+        workers_per_node=min(gpus, gpus_per_node),
         eval_batch=0,
         given=Given(model, x.to("meta"), y.to("meta"), loss or _choose_loss(y)),
     )
     cls = get_strategy_class(name)
     reason = BY_COMMAND if request.by_command else None
     if cls.divides_network:
-        reason = cls.explain_indivisible(request.network)
+        reason = cls.explain_indivisible(request.model_source)
     if reason is not None:
         raise ValueError(f"stratbench.estimate: strategy = {name!r}: {reason}")
     # If a GPU is visible, some of PyTorch's code treats fake tensors as real ones.
@@ -170,12 +170,12 @@ def estimate(
         raise ValueError(f"stratbench.estimate: {footprint}")
     cell = Cell("estimate", "", name, request.settings.model, "", gpus, 0)
     nothing = Dataset(shape=(0,), classes=0, train_samples=0, test_samples=0)
-    subject = Subject(cell, request.settings, nothing, request.served, None, request)
+    subject = Subject(cell, request.settings, nothing, request.is_served, None, request)
     is_text = not x.is_floating_point()
     chosen = partial(choose_batch, subject, footprint, device, cluster, reads_text=is_text)
-    samples = len(x) * request.parts
+    samples = len(x) * request.num_accumulated_parts
     typical, largest = chosen(batch=samples), chosen()
-    peak = footprint.fullest(samples, device.resident_threads).training_peak(
+    peak = footprint.find_fullest_rank(samples, device.resident_threads).compute_training_peak(
         samples, device.resident_threads
     )
     fits = largest.verdict == "fits"
@@ -223,17 +223,17 @@ class _GivenRequest(Request):
     given: Given = field(kw_only=True)
 
     @property
-    def network(self) -> Model:
+    def model_source(self) -> Model:
         own = OwnModel(self.settings.model, f"{__name__}:copy_given", {"given": self.given}, None)
         return Model("own", None, own=own)
 
-    def example_batch(self, samples: int) -> tuple[Tensor, Tensor]:
+    def make_example_batch(self, samples: int) -> tuple[Tensor, Tensor]:
         return tuple(
             torch.empty((samples, *t.shape[1:]), dtype=t.dtype).zero_()
             for t in (self.given.inputs, self.given.targets)
         )
 
-    def tried_task(self) -> tuple[Task, LossKind]:
+    def make_tried_task(self) -> tuple[Task, LossKind]:
         return _GivenTask(self.given.loss), LossKind()
 
 

@@ -75,7 +75,7 @@ class StrategyAnswer:
 
     Attributes:
         strategy: Name of the strategy or variant.
-        checkpointing: Whether activations are checkpointed.
+        uses_checkpointing: Whether activations are checkpointed.
         reason: Why nothing is predicted; empty if something is.
         verdict: FITS, TIGHT or DOES_NOT_FIT, for that batch.
         micro_batch: Samples that a copy of the network computes at once; the minimum if none fits.
@@ -87,7 +87,7 @@ class StrategyAnswer:
     """
 
     strategy: str
-    checkpointing: bool
+    uses_checkpointing: bool
     reason: str = ""
     verdict: str = ""
     micro_batch: int = 0
@@ -109,7 +109,8 @@ class StrategyAnswer:
 class Answer:
     """Answer for a model.
 
-    `choices` are sorted, with the fastest that fits first. `unplanned` counts and names what was not planned.
+    `strategy_answers` are sorted, with the fastest that fits first. `unplanned_text` counts and names
+    what was not planned.
     """
 
     question: Question
@@ -119,10 +120,10 @@ class Answer:
     optimizer: str
     precision: str
     parameters: int
-    choices: list[StrategyAnswer]
+    strategy_answers: list[StrategyAnswer]
     variants: Mapping[str, Any]
-    left_out: list[str]
-    unplanned: str
+    left_out_strategies: list[str]
+    unplanned_text: str
 
     @property
     def throughput_unit(self) -> str:
@@ -184,13 +185,13 @@ def answer_question(
     def make_answer(some: Iterable[Subject]) -> Answer:
         choices = [
             _answer_strategy(
-                s, networks[Network.of(s.request)], rehearsed[s.request], sheet, cluster
+                s, networks[Network.from_request(s.request)], rehearsed[s.request], sheet, cluster
             )
             for s in some
         ]
         return Answer(
             question, sheet, cluster, data, first.optimizer, first.precision,
-            max(n.parameters for n in networks.values()), sorted(choices, key=_make_sort_key),
+            max(n.num_parameters for n in networks.values()), sorted(choices, key=_make_sort_key),
             template["variants"], list(dict.fromkeys(left_out)), unplanned,
         )  # fmt: skip
 
@@ -262,11 +263,11 @@ def _answer_strategy(
     s: Subject, network: Any, rehearsal: Rehearsal, sheet: Datasheet, cluster: Mapping[str, Any]
 ) -> StrategyAnswer:
     checkpointing = s.settings.activation_checkpointing
-    reason = cell_refusal_reason(s, network, rehearsal) or rehearsal.unpredicted
+    reason = cell_refusal_reason(s, network, rehearsal) or rehearsal.unpredicted_reason
     if rehearsal.footprint is None or reason:
         return StrategyAnswer(s.cell.strategy, checkpointing, reason=reason or "")
     least = acceptance.compute_min_samples(
-        network.batchnorm, s.settings.gradient_accumulation_steps
+        network.has_batchnorm, s.settings.gradient_accumulation_steps
     )
     return choose_batch(s, rehearsal.footprint, make_gpu_device(sheet, s.settings.precision, cluster),
                         cluster, least)  # fmt: skip
@@ -292,19 +293,19 @@ def choose_batch(
         batch: Samples per step of a copy of the model, in place of the largest that fits.
         reads_text: Whether its samples are texts; None if its data set says so.
     """
-    threads, parts = device.resident_threads, s.request.parts
+    threads, parts = device.resident_threads, s.request.num_accumulated_parts
     margin = cluster["memory_margin"]
     if batch is None:
         data_bytes = partial(data_bytes_of, s)
-        batch = footprint.largest_batch(device.room_bytes(margin), threads, data_bytes)
+        batch = footprint.largest_batch(device.compute_room_bytes(margin), threads, data_bytes)
         batch = max(batch // parts * parts, -(-least // parts) * parts)
     settings = replace(s.settings, per_worker_batch=batch, global_batch=batch * s.mesh.replicas)
     samples = max(s.data.train_samples, settings.global_batch)
     s = replace(s, settings=settings, data=replace(s.data, train_samples=samples))
-    fullest = footprint.fullest(batch, threads)
+    fullest = footprint.find_fullest_rank(batch, threads)
     needs = derive_needs(s, fullest, resources.count_nodes(s.cell, cluster))
-    needed_bytes = fullest.needed_bytes(batch, threads) + needs.data_bytes
-    reserved_bytes = fullest.reserved_bytes(batch, threads) + needs.data_bytes
+    needed_bytes = fullest.compute_needed_bytes(batch, threads) + needs.data_bytes
+    reserved_bytes = fullest.compute_reserved_bytes(batch, threads) + needs.data_bytes
     step_s, runs = None, None
     if device.flops_per_s is not None:
         *ends, usual = [plan_step(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]

@@ -121,10 +121,13 @@ def compute_parameter_growth(
         Factors (low, high). Low: all memory grows with the parameters, as in a deeper network. High:
         only the states grow.
     """
-    peak, copied_bytes = footprint.training_peak(batch, threads), footprint.copied_bytes
+    peak, copied_bytes = (
+        footprint.compute_training_peak(batch, threads),
+        footprint.warmup_copy_device_bytes,
+    )
     states_bytes = sum(peak.parts_bytes.get(part, 0) for part in STATES)
     rest_bytes = peak.n_bytes - states_bytes
-    least = room_bytes / footprint.needed_bytes(batch, threads)
+    least = room_bytes / footprint.compute_needed_bytes(batch, threads)
     return least, max(least, (room_bytes - rest_bytes) / (states_bytes + copied_bytes))
 
 
@@ -139,7 +142,7 @@ def _answer_sizes(plan: Plan) -> Iterator[str]:
                 c.fit.resident_threads,
             )
             for c in there
-            if c.fit.verdict == FITS and c.fit.by_device
+            if c.fit.memory_verdict == FITS and c.fit.device_rate_span
         }
         timed = sorted(
             (c for c in there if c.cell.strategy in growth),
@@ -170,7 +173,7 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
     for where, there in _iter_largest_counts(plan):
         least = min(there, key=lambda c: c.fit.needed_bytes)
         able = [c for c in there if c.fit.may_run]
-        tight = sum(c.fit.verdict == TIGHT for c in there)
+        tight = sum(c.fit.memory_verdict == TIGHT for c in there)
         if len(there) == 1:
             continue
         if not able:
@@ -185,7 +188,7 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
         if all(c.state == "done" for c in able):
             told += "; all are trained, and `stratbench decide` names the fastest"
         elif best:
-            ranges = {format_span(c.fit.by_device) for c in best}
+            ranges = {format_span(c.fit.device_rate_span) for c in best}
             told += (
                 f"; fastest by the device's rates: {format_names([c.cell.strategy for c in best])}"
             )
@@ -198,7 +201,7 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
 
 def _select_fastest(cells: list[Planned], within: float) -> list[Planned]:
     """Return the cells whose usual time is within a fraction of the shortest, fastest first."""
-    timed = sorted((c for c in cells if c.fit.by_device), key=lambda c: c.fit.usual_s)
+    timed = sorted((c for c in cells if c.fit.device_rate_span), key=lambda c: c.fit.usual_s)
     return [c for c in timed if c.fit.usual_s <= timed[0].fit.usual_s * (1 + within)]
 
 
@@ -258,9 +261,11 @@ def _answer_worker_counts(plan: Plan) -> Iterator[str]:
 
 
 def _answer_resharding(plan: Plan) -> Iterator[str]:
-    if not plan.resharding:
+    if not plan.footprints_by_resharding:
         yield "The study has no cells with FSDP."
-    followed = [c for c in _list_predicted(plan) if c.subject.request in plan.resharding]
+    followed = [
+        c for c in _list_predicted(plan) if c.subject.request in plan.footprints_by_resharding
+    ]
     for (experiment, model, workers), cells in cells_by(
         followed, "experiment", "model", "gpus"
     ).items():
@@ -269,11 +274,11 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
             c.subject.request.with_options(**{RESHARDING: "always"}): c for c in reversed(cells)
         }
         for c in reversed(kinds.values()):
-            choice = plan.resharding[c.subject.request]
+            choice = plan.footprints_by_resharding[c.subject.request]
             always, never = choice["always"], choice["never"]
             batch, threads = c.subject.samples_per_step, c.fit.resident_threads
-            peaks = [f.training_peak(batch, threads).n_bytes for f in (always, never)]
-            gathers = [f.payload_bytes().get("all_gather", 0) for f in (always, never)]
+            peaks = [f.compute_training_peak(batch, threads).n_bytes for f in (always, never)]
+            gathers = [f.sum_payload_bytes_by_kind().get("all_gather", 0) for f in (always, never)]
             largest = never.largest_batch(
                 c.fit.room_bytes, threads, partial(data_bytes_of, c.subject)
             )

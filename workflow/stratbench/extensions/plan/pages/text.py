@@ -41,11 +41,11 @@ MANY_ALIKE = 3
 
 
 def _fit_mark(c: Planned) -> str:
-    return {FITS: "", TIGHT: "?", DOES_NOT_FIT: "!"}[c.fit.verdict]
+    return {FITS: "", TIGHT: "?", DOES_NOT_FIT: "!"}[c.fit.memory_verdict]
 
 
 def _time_mark(c: Planned) -> str:
-    return {"no": "", "possible": "?", "certain": "!"}[c.fit.cut_off]
+    return {"no": "", "possible": "?", "certain": "!"}[c.fit.time_limit_verdict]
 
 
 #: Tables per experiment: a column of the plan, the title over its table, and the mark of a field.
@@ -78,9 +78,9 @@ def format_plan(plan: Plan) -> str:
             key=lambda c: c.needs.snapshot_bytes,
             default=None,
         ),
-        "elastic": [c for c in plan.cells if c.asked.workers and c.cell.repeat == 0],
+        "elastic": [c for c in plan.cells if c.job_request.workers and c.cell.repeat == 0],
         "raised": sorted(
-            (c for c in plan.cells if c.asked.gpus and c.asked.planned_mib),
+            (c for c in plan.cells if c.job_request.gpus and c.job_request.planned_mib),
             key=lambda c: -c.needs.host_bytes,
         ),
     }
@@ -128,7 +128,7 @@ def _collect_values(plan: Plan) -> dict[str, Any]:
         "experiments": cells_by(sort_by_usual_time(plan.cells), "experiment").items(),
         "answers": answer_questions(plan),
         "assumed": list_assumed_rates(plan),
-        "totals": {name: totals(plan, name) for name in (plan.device, *plan.others)},
+        "totals": {name: totals(plan, name) for name in (plan.device, *plan.compared_devices)},
     }
 
 
@@ -164,15 +164,17 @@ def _format_table(cells: list[Planned], name: str, who: str = "a cell") -> str:
     }
     unit, n_bytes = "", 0
     if column.unit is not RANGE:
-        most = max(map(column.value, first.values()), default=0)
+        most = max(map(column.get_value, first.values()), default=0)
         # If nothing is sent, 0 has the unit of the network's weights.
         weights = COLUMNS["state_parameters_bytes"]
-        unit, n_bytes = choose_byte_unit(most or max(map(weights.value, first.values()), default=0))
+        unit, n_bytes = choose_byte_unit(
+            most or max(map(weights.get_value, first.values()), default=0)
+        )
 
     def field(c: Planned) -> str:
         if not n_bytes:
             return _format_time(c) + mark(c)
-        return format_in_unit(column.value(c), n_bytes) + mark(c)
+        return format_in_unit(column.get_value(c), n_bytes) + mark(c)
 
     models = list(dict.fromkeys(c.cell.model for c in cells))
     alike: dict[tuple[str, ...], list[str]] = {}
@@ -207,11 +209,11 @@ def _sort_by_time(cells: list[Planned]) -> list[str]:
 def _format_time(c: Planned) -> str:
     """Return a cell's training time as text: the comparison time and the range."""
     fit = c.fit
-    if fit.train is None:
+    if fit.train_span is None:
         return "unknown"
-    if fit.train != fit.by_device:
-        return format_span(fit.train)
-    return format_compared_time(fit.usual_s, fit.train)
+    if fit.train_span != fit.device_rate_span:
+        return format_span(fit.train_span)
+    return format_compared_time(fit.usual_s, fit.train_span)
 
 
 def group_columns(widths: list[int]) -> list[list[int]]:

@@ -58,7 +58,7 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
         "margin": plan.cluster["memory_margin"],
         "gpus_per_node": plan.cluster["gpus_per_node"],
         "own_of": ["CPU", plan.device],
-        "beside": _choose_compared([plan.device, *plan.others]),
+        "beside": _choose_compared([plan.device, *plan.compared_devices]),
         "devices": _list_devices(plan, cells),
         "groups": list(GROUPS),
         "footprints": [json.loads(text) for text in footprints],
@@ -92,10 +92,10 @@ def _pair_by_kind(gpu: tuple[float, ...], cpu: tuple[float, ...]) -> dict[str, A
 
 def _list_devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
     """Return the devices that cells may use, the plan's own first."""
-    kinds = {c.subject.request.on_cuda for c in cells}
+    kinds = {c.subject.request.is_on_cuda for c in cells}
     found = []
     if True in kinds:
-        order = {name: i for i, name in enumerate([plan.device, *plan.others])}
+        order = {name: i for i, name in enumerate([plan.device, *plan.compared_devices])}
         known = sorted(list_datasheets(), key=lambda gpu: order.get(gpu.name, len(order)))
         found += [_describe_gpu(gpu, plan.cluster) for gpu in known]
     if False in kinds:
@@ -195,7 +195,7 @@ def _describe_network(
         "epochs": s.epochs,
         "steps": s.steps,
         "batch": s.global_batch,
-        "on_cuda": first.request.on_cuda,
+        "on_cuda": first.request.is_on_cuda,
         "kinds": kinds,
         "ahead": _list_projected(plan, cells),
     }
@@ -209,7 +209,7 @@ def _list_projected(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, lis
     own = {replace(c.cell, gpus=0, repeat=0): c.subject.settings for c in cells}
     there = {replace(c.cell, repeat=0) for c in cells}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for cell, p in sorted(plan.projected.items(), key=lambda item: item[0].gpus):
+    for cell, p in sorted(plan.projected_durations.items(), key=lambda item: item[0].gpus):
         settings = own.get(replace(cell, gpus=0))
         if settings is not None and cell not in there:
             of_kind = found.setdefault(make_settings_key(settings), {})
@@ -239,15 +239,17 @@ def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> di
         return {"reason": c.reason}
     s, needs = c.subject, c.needs
     fit = c.fits_on.get(plan.device) or c.fit
-    recorded = fit.train if fit is not None and fit.train != fit.by_device else None
+    recorded = (
+        fit.train_span if fit is not None and fit.train_span != fit.device_rate_span else None
+    )
     return {
-        "footprints": [_index_footprint(f, footprints) for f in c.footprint.each],
+        "footprints": [_index_footprint(f, footprints) for f in c.footprint.footprint_per_stage],
         "slowest": _find_slowest_index(c.footprint),
         "regular": _is_regular(s),
         "replicas": s.mesh.replicas,
         "pushes": s.steps_per_batch,
-        "parts": s.request.parts,
-        "least": c.least_samples,
+        "parts": s.request.num_accumulated_parts,
+        "least": c.min_samples_per_worker,
         "nodes": needs.nodes,
         "data": _fit_data_bytes(s),
         "wire": None if s.served else _describe_traffic(s, c.footprint, needs.nodes),
@@ -258,7 +260,7 @@ def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> di
         "bubble": s.bubble_share,
         "slowdown": s.slowdown,
         "fused": duration.COMPILED if s.settings.compile else 1,
-        "host_s": duration.host_s(needs.slowest),
+        "host_s": duration.host_s(needs.slowest_rank),
         "public": public_runs.is_like_public_runs(s.settings, s.data.is_text),
         "recorded": recorded
         and _describe_recorded_time(
@@ -271,7 +273,7 @@ def _find_evidence_kind(plan: Plan, c: Planned) -> str:
     """Return the kind of record behind a time: measured, projected or nearby."""
     if c.state == "done":
         return "measured"
-    return "projected" if c.cell in plan.projected else "nearby"
+    return "projected" if c.cell in plan.projected_durations else "nearby"
 
 
 def _is_regular(s: Subject) -> bool:
@@ -287,7 +289,9 @@ def _is_regular(s: Subject) -> bool:
 
 def _find_slowest_index(footprint: Footprint) -> int:
     """Return the index of the stage that computes most."""
-    return next(i for i, f in enumerate(footprint.each) if f is footprint.slowest)
+    return next(
+        i for i, f in enumerate(footprint.footprint_per_stage) if f is footprint.slowest_rank
+    )
 
 
 def _fit_data_bytes(s: Subject) -> tuple[float, float]:
@@ -302,17 +306,20 @@ def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str,
     `within` is the part in groups within a node. A rank sends in the first `start` steps, then in one of
     `period` steps. In the first `plain_steps` steps it sends `plain` bytes instead.
     """
-    on_gloo, gpus = not s.request.on_cuda, s.cell.gpus
+    on_gloo, gpus = not s.request.is_on_cuda, s.cell.gpus
     node_ranks = -(-gpus // nodes)
 
     def line(within: int | None = None) -> tuple[float, float]:
         at = [
-            fmean(wire_bytes(f.collectives, gpus, on_gloo, n, within) for f in footprint.each)
+            fmean(
+                wire_bytes(f.collectives, gpus, on_gloo, n, within)
+                for f in footprint.footprint_per_stage
+            )
             for n in (0, 1)
         ]
         return at[0], at[1] - at[0]
 
-    plain = [plain_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each]
+    plain = [plain_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.footprint_per_stage]
     start, period = find_exchange_steps(s.strategy)
     return {
         "line": line(),
@@ -341,11 +348,15 @@ def _select_page_values(f: Footprint) -> dict[str, Any]:
     """Return the values of a footprint that the page uses: moments, evaluation, FLOPs and bytes."""
     return {
         "moments": [
-            [m.phase, _sum_group_lines(m.parts_bytes), m.sums and _list_sum_values(m.sums)]
-            for m in f.moments
+            [
+                m.phase,
+                _sum_group_lines(m.parts_bytes),
+                m.reduction_sums and _list_sum_values(m.reduction_sums),
+            ]
+            for m in f.peak_moments
         ],
-        "evaluation": _sum_groups(f.evaluation.parts_bytes),
-        "copy": f.copied_bytes,
+        "evaluation": _sum_groups(f.evaluation_peak.parts_bytes),
+        "copy": f.warmup_copy_device_bytes,
         "flops": f.computed_flops_per_sample,
         "attention": f.attention_share,
         "operations": f.operations_per_step,

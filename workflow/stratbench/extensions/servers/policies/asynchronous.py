@@ -54,7 +54,7 @@ class AsyncPolicy(Policy):
         self._optimizer = make_shard_optimizer(weights, hyper)
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
-        weight = self._weight(self.version - read_version)
+        weight = self._compute_gradient_weight(self.version - read_version)
         self._optimizer.step(self.weights, grad, self._step_lr, weight)
         self.version += 1
         return Outcome.APPLIED
@@ -63,7 +63,7 @@ class AsyncPolicy(Policy):
     def _step_lr(self) -> float:
         return self.push_lr
 
-    def _weight(self, staleness: int) -> float:
+    def _compute_gradient_weight(self, staleness: int) -> float:
         """Return the factor on a gradient of this staleness, before it enters the momentum."""
         return 1.0
 
@@ -87,7 +87,7 @@ class StalenessLrPolicy(AsyncPolicy):
         # "full", since 1 / (1 + staleness) divides by about N already.
         lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
 
-    def _weight(self, staleness: int) -> float:
+    def _compute_gradient_weight(self, staleness: int) -> float:
         return 1 / (1 + staleness)
 
 
@@ -174,7 +174,7 @@ class AsyncModifiedPolicy(SspPolicy):
     def _step_lr(self) -> float:
         return self.push_lr / self.options.pushes_per_batch
 
-    def _weight(self, staleness: int) -> float:
+    def _compute_gradient_weight(self, staleness: int) -> float:
         return 1 / (1 + staleness)
 
 

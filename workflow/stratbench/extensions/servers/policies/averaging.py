@@ -85,9 +85,9 @@ class SyncPolicy(Policy):
         if self._advance(borrowed=grad):
             return Outcome.APPLIED
         if self._total is grad:
-            self._total = self._keep(grad)
+            self._total = self._copy_gradient(grad)
         elif worker in self._held:
-            self._held[worker] = self._keep(grad)
+            self._held[worker] = self._copy_gradient(grad)
         return Outcome.HELD
 
     def on_skip(self, worker: int, read_version: int) -> None:
@@ -102,7 +102,7 @@ class SyncPolicy(Policy):
             self._arrived.discard(worker)
             self._arrived_and_left += 1
             if worker in self._held:
-                self._sum(self._held.pop(worker))
+                self._add_to_sum(self._held.pop(worker))
         self._advance()
 
     def on_join(self, worker: int) -> None:
@@ -129,7 +129,7 @@ class SyncPolicy(Policy):
         """
         limit = self._find_sum_limit()
         for worker in sorted(w for w in self._held if w < limit):
-            self._sum(self._held.pop(worker), borrowed)
+            self._add_to_sum(self._held.pop(worker), borrowed)
         if limit != math.inf:
             return False
         if self._total is not None:
@@ -137,24 +137,24 @@ class SyncPolicy(Policy):
                 self._total.div_(self._weight)
             self._optimizer.step(self.weights, self._total, self.lr)
             self.version += 1
-            self._release(self._total, borrowed)
+            self._release_buffer(self._total, borrowed)
         self._total, self._weight, self._arrived_and_left = None, 0.0, 0
         self._arrived.clear()
         return True
 
-    def _sum(self, grad: Tensor, borrowed: Tensor | None = None) -> None:
+    def _add_to_sum(self, grad: Tensor, borrowed: Tensor | None = None) -> None:
         if self._total is None:
             self._total = grad
         else:
             self._total.add_(grad)
-            self._release(grad, borrowed)
+            self._release_buffer(grad, borrowed)
 
-    def _keep(self, grad: Tensor) -> Tensor:
+    def _copy_gradient(self, grad: Tensor) -> Tensor:
         slot = self._free.pop()
         slot.copy_(grad)
         return slot
 
-    def _release(self, tensor: Tensor, borrowed: Tensor | None) -> None:
+    def _release_buffer(self, tensor: Tensor, borrowed: Tensor | None) -> None:
         if tensor is not borrowed:
             self._free.append(tensor)
 
@@ -178,9 +178,8 @@ class BackupPolicy(SyncPolicy):
         refuses_adamw: ClassVar[str | None] = None
         backups: int = option(1, "workers a step does not wait for (at most workers - 1)", least=0)
 
-        is_synchronous_on_one_worker: ClassVar[bool] = (
-            True  # with one worker, each step waits for the push of this worker
-        )
+        # With one worker, each step waits for the push of this worker.
+        is_synchronous_on_one_worker: ClassVar[bool] = True
 
         def waits_for_slowest(self, workers: int) -> bool:
             return self.quorum(workers) == workers
@@ -298,7 +297,7 @@ class KBatchPolicy(Policy):
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         if self._sum is None:
-            self._apply(grad)
+            self._apply_gradient(grad)
             return Outcome.APPLIED
         if self._count:
             self._sum.add_(grad)
@@ -315,9 +314,9 @@ class KBatchPolicy(Policy):
             self._apply_sum()
 
     def _apply_sum(self) -> None:
-        self._apply(self._sum.div_(self._count))
+        self._apply_gradient(self._sum.div_(self._count))
         self._count = 0
 
-    def _apply(self, grad: Tensor) -> None:
+    def _apply_gradient(self, grad: Tensor) -> None:
         self._optimizer.step(self.weights, grad, self.lr)
         self.version += 1

@@ -136,7 +136,7 @@ class Channel:
         """
         if wire not in ("native", "bfloat16"):
             raise ValueError(f"wire is {wire!r}; expected native or bfloat16")
-        if flat.host.descriptor is None and transport == "auto":
+        if flat.host.shared_memory_descriptor is None and transport == "auto":
             transport = "tcp"
         channel = cls(flat, worker, wire, scale)
         channel._incarnation, channel._start = incarnation, start
@@ -160,7 +160,7 @@ class Channel:
                 channel._send_farewell(Kind.LEAVE)
             channel._close_connections()
             raise
-        channel._begin()
+        channel._start_threads()
         return channel
 
     def _join(
@@ -197,7 +197,9 @@ class Channel:
             welcome = join_handshake(connection, secret, hello)
             if used == "shm":
                 with contextlib.suppress(Closed):  # the next frame says why the server closed
-                    connection.send_descriptor(Frame(Kind.MEMORY), self.flat.host.descriptor)
+                    connection.send_descriptor(
+                        Frame(Kind.MEMORY), self.flat.host.shared_memory_descriptor
+                    )
         except Closed:
             connection.close()
             raise
@@ -207,7 +209,7 @@ class Channel:
         connection.deadline = None
         return Link(connection, server, used, welcome)
 
-    def _begin(self) -> None:
+    def _start_threads(self) -> None:
         """Compute the bounds of all shards, and start the threads."""
         self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
         if self.flat.is_mirrored:
@@ -224,7 +226,7 @@ class Channel:
             self._grads = torch.empty(self.flat.layout.numel, dtype=DTYPES[self._wire])
         for link in self._links:
             link.connection.silence_s = link.deadline_s
-            link.receiver = self._start_thread(self._receive, link)
+            link.receiver = self._start_thread(self._receive_frames, link)
             if link.server > 0:
                 self._start_thread(self._send_queued, link)
         self._start_thread(self._keep_heartbeat)
@@ -241,12 +243,12 @@ class Channel:
 
     @property
     def moved_bytes(self) -> list[int]:
-        """Bytes sent to and received from each server since `first`."""
+        """Bytes sent to and received from each server since `wait_for_first_ticket`."""
         return [n for link in self._links for n in (link.bytes_out, link.bytes_in)]
 
     # --- what the worker calls -------------------------------------------------------------------
 
-    def first(self) -> Ticket | Evaluation | None:
+    def wait_for_first_ticket(self) -> Ticket | Evaluation | None:
         """Wait until all workers are ready, load the initial weights, and return the first ticket.
 
         The initial weights are those of one of the workers. So the model must be in its initial state.
@@ -257,7 +259,7 @@ class Channel:
         if self._staging is not None:
             self._staging.accept_weights()
         for link in reversed(self._links):  # server 0 is last, because it starts the run
-            self._send(link, Frame(Kind.PULL))
+            self._send_frame(link, Frame(Kind.PULL))
         ticket = self._await_reply(time.perf_counter())
         self.wait_s = 0.0  # waiting for other workers before the run does not count
         return ticket
@@ -268,18 +270,21 @@ class Channel:
         for link in self._links:
             link.bytes_out = link.bytes_in = 0
 
-    def arm(self) -> None:
+    def send_during_backward(self) -> None:
         """On a GPU, send gradients bucket by bucket while the next backward still runs.
 
         Call it only if this backward makes the gradients final, except for the loss scale, and if `push_pull`
-        or `rehearse` follows. It has no effect on a CPU.
+        or `rehearse_exchange` follows. It has no effect on a CPU.
         """
         if self._staging is not None:
             self._expect_reply()
-            self._staging.arm()
+            self._staging.copy_during_backward()
 
-    def weigh(self, weight: torch.Tensor) -> None:
-        """Set the weight of the next push in the average of a step, a scalar. Call it before `arm`."""
+    def set_push_weight(self, weight: torch.Tensor) -> None:
+        """Set the weight of the next push in the average of a step, a scalar.
+
+        Call it before `send_during_backward`.
+        """
         if self._staging is not None:
             self._staging.weight = weight
         else:
@@ -301,17 +306,17 @@ class Channel:
             RunEnded: If a server has ended the run, with its reason.
             ServerLost: If the connection to a server is lost.
         """
-        self._push()
+        self._push_tensors()
         return self._await_reply(time.perf_counter())
 
-    def score(self, figures: dict[str, float | None]) -> Ticket | Evaluation | None:
+    def send_evaluation(self, figures: dict[str, float | None]) -> Ticket | Evaluation | None:
         """Send the results of a requested evaluation, and wait for weights and the next ticket."""
         self._told.clear()
         self._next = None
         if self._staging is not None:
             # The evaluation is over, so that new weights may overwrite the evaluated ones.
             self._staging.accept_weights()
-        self._send(self._links[0], Frame(Kind.SCORE), json.dumps(figures).encode())
+        self._send_frame(self._links[0], Frame(Kind.SCORE), json.dumps(figures).encode())
         if self._error is not None:
             raise self._error
         return self._await_reply(time.perf_counter())
@@ -335,13 +340,13 @@ class Channel:
             self._close_connections()
             self._gone.set()
 
-    def rehearse(self) -> None:
-        """Push and pull in a step of the warm-up, before `first`.
+    def rehearse_exchange(self) -> None:
+        """Push and pull in a step of the warm-up, before `wait_for_first_ticket`.
 
         The servers discard the push. Weights and buffers do not change, nothing is counted, and the worker
         does not wait for others.
         """
-        self._push()
+        self._push_tensors()
         self._await_weights()
         if self._error is not None:
             raise self._error
@@ -364,9 +369,8 @@ class Channel:
         """Tell all servers that this worker leaves, and how long it has waited for them."""
         report = json.dumps({"wait_s": self.wait_s}).encode()
         for link in self._links:
-            with contextlib.suppress(
-                Closed
-            ):  # the server's statistics then lack this worker's wait
+            # The server's statistics then lack this worker's wait.
+            with contextlib.suppress(Closed):
                 link.connection.send(Frame(kind), report)
 
     def _close_connections(self) -> None:
@@ -384,14 +388,13 @@ class Channel:
         self._next = None
         for link in self._links:
             link.expect_all()
-        if (
-            self._error is not None
-        ):  # checked last: a later error sets the events that are waited for
+        # The error is checked last, because a later error sets the events that are waited for.
+        if self._error is not None:
             raise self._error
 
-    def _push(self) -> None:
+    def _push_tensors(self) -> None:
         """Push buffers and gradients; with a loss scale, report whether they overflowed."""
-        self.flat.check()
+        self.flat.check_gradient_views()
         overflowed = False
         if self._staging is not None:
             if not self._staging.armed:
@@ -418,7 +421,7 @@ class Channel:
         frame = Frame(Kind.SKIP if overflowed else Kind.APPLY, ticket=self._ticket)
         for link in reversed(self._links):
             if link.server == 0:
-                self._send(link, frame)
+                self._send_frame(link, frame)
             else:
                 self._queue_frame(link, frame)
 
@@ -427,7 +430,7 @@ class Channel:
         link = self._links[0]
         if link.has_buffers:
             payload = b"" if link.transport == "shm" else get_tensor_bytes(self.flat.host.buffers)
-            self._send(link, Frame(Kind.PUSH, BUFFERS, 0, self._ticket), payload)
+            self._send_frame(link, Frame(Kind.PUSH, BUFFERS, 0, self._ticket), payload)
             link.bytes_out += self.flat.layout.buffer_bytes
 
     def _push_shards(self, first: int, stop: int) -> None:
@@ -443,7 +446,7 @@ class Channel:
 
     def _push_to(self, link: Link, shards: range, ticket: int) -> None:
         if link.transport == "shm":
-            self._send(
+            self._send_frame(
                 link, Frame(Kind.PUSH, shards.start, len(shards), ticket, weight=self._weight)
             )
             start, stop = self._bounds[shards.start][0], self._bounds[shards.stop - 1][1]
@@ -454,7 +457,7 @@ class Channel:
             if self._grads is not self.flat.host.grads:
                 self._grads[start:stop].copy_(self.flat.host.grads[start:stop])
             payload = get_tensor_bytes(self._grads[start:stop])
-            self._send(link, Frame(Kind.PUSH, shard, 1, ticket, weight=self._weight), payload)
+            self._send_frame(link, Frame(Kind.PUSH, shard, 1, ticket, weight=self._weight), payload)
             link.bytes_out += len(payload)
 
     def _queue_frame(self, link: Link, frame: Frame) -> None:
@@ -462,7 +465,7 @@ class Channel:
 
         The frame is sent after the shards that are queued for that server.
         """
-        link.to_send.put(lambda: self._send(link, frame))
+        link.to_send.put(lambda: self._send_frame(link, frame))
 
     def _send_queued(self, link: Link) -> None:
         while (job := link.to_send.get()) is not None:
@@ -485,7 +488,7 @@ class Channel:
                 if self._error is not None:
                     raise self._error
 
-    def _send(self, link: Link, frame: Frame, payload: Any = b"") -> None:
+    def _send_frame(self, link: Link, frame: Frame, payload: Any = b"") -> None:
         try:
             link.connection.send(frame, payload)
         except Closed as error:
@@ -518,23 +521,23 @@ class Channel:
             if not self._done:  # after the end, weights that are still expected never arrive
                 link.replied.wait()
 
-    def _receive(self, link: Link) -> None:
+    def _receive_frames(self, link: Link) -> None:
         """Receive and handle the frames of one server, in a thread of its own."""
         try:
             while True:
-                self._handle(link, link.connection.receive())
+                self._handle_frame(link, link.connection.receive())
         except (Closed, Silent, ProtocolError) as error:
             if not self._closing.is_set() and not self._done:
                 self._fail(ServerLost(f"server {link.server} was lost: {error}"))
         except Exception as error:  # the error is RunEnded, or one of a copy to the device
             self._fail(error)
 
-    def _handle(self, link: Link, frame: Frame) -> None:
+    def _handle_frame(self, link: Link, frame: Frame) -> None:
         kind = frame.kind
         if kind is Kind.OK:
             self._take_weights(link, frame)
         elif kind is Kind.TICKET:
-            self._take_ticket(Ticket(*unpack_ticket(link.connection.read(frame.length))))
+            self._take_ticket(Ticket(*unpack_ticket(link.connection.read_payload(frame.length))))
         elif kind is Kind.ACK:
             with contextlib.suppress(Closed):  # the receiving thread of server 0 gets the reason
                 self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
@@ -549,13 +552,13 @@ class Channel:
             self._told.set()
         elif kind is Kind.DONE:
             self.evaluator = frame.shard
-            self._end()
+            self._end_training()
         elif kind is Kind.ERR:
-            raise RunEnded(link.connection.read(frame.length).decode(errors="replace"))
+            raise RunEnded(link.connection.read_payload(frame.length).decode(errors="replace"))
         elif kind is not Kind.HEARTBEAT:
             raise ProtocolError(f"malformed frame: {kind.name} from a server")
 
-    def _end(self) -> None:
+    def _end_training(self) -> None:
         """End the training, and tell the servers other than 0.
 
         These servers do not know of an early end.
@@ -585,7 +588,7 @@ class Channel:
             self._staging.take_weights(start, stop)
         link.bytes_in += high - low
         self.version = frame.version
-        link.arrived(range(first, last + 1))
+        link.record_arrived(range(first, last + 1))
 
     def _take_ticket(self, ticket: Ticket) -> None:
         if self._was_idle:
@@ -631,9 +634,8 @@ class Channel:
             self._error = error
         for link in self._links:
             link.replied.set()
-            if isinstance(
-                error, RunEnded
-            ):  # the other servers must not report this worker as the cause
+            # The other servers must not report this worker as the cause.
+            if isinstance(error, RunEnded):
                 with contextlib.suppress(Closed):
                     link.connection.send_if_free(Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES])
             link.connection.close()

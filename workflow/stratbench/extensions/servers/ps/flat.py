@@ -106,7 +106,7 @@ class FlatSpace:
         """Set all gradients to zero, keeping the views; call it before a step's backward."""
         self.grads.zero_()
 
-    def check(self) -> None:
+    def check_gradient_views(self) -> None:
         """Raise RuntimeError if a gradient is no longer a view of `grads`."""
         for parameter, grad in zip(self.parameters, self._grads, strict=True):
             if parameter.grad is not grad:
@@ -114,7 +114,7 @@ class FlatSpace:
                     "a gradient was replaced: use FlatSpace.zero_grads() in place of zero_grad()"
                 )
 
-    def load(self, weights: torch.Tensor, buffers: torch.Tensor) -> None:
+    def load_tensors(self, weights: torch.Tensor, buffers: torch.Tensor) -> None:
         """Set the model's parameters and float buffers from flat CPU tensors (a snapshot's)."""
         self.weights.copy_(weights)
         self.buffers.copy_(buffers)

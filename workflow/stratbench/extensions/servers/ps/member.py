@@ -30,7 +30,7 @@ class Weights(Protocol):
 
     def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int: ...
 
-    def lend(
+    def lend_weights(
         self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]: ...
 
@@ -81,12 +81,12 @@ class StreamLane:
         """Return the length of a frame's payload that transports this many bytes."""
         return moved_bytes
 
-    def receive(self, shard: int) -> None:
+    def receive_shard(self, shard: int) -> None:
         """Receive the gradient of a shard, or the float buffers if `shard` is `BUFFERS`."""
         self._connection.receive_into(get_tensor_bytes(self._get_receive_buffer(shard)))
 
-    def received(self, shard: int) -> Tensor:
-        """Return the gradient or buffers that were received. The next `receive` may overwrite them."""
+    def get_received_tensor(self, shard: int) -> Tensor:
+        """Return the gradient or buffers that were received. The next `receive_shard` may overwrite them."""
         buffer = self._get_receive_buffer(shard)
         if buffer.dtype is self._grad.dtype or shard == BUFFERS:
             return buffer
@@ -96,11 +96,11 @@ class StreamLane:
         """Receive the initial weights of a shard into `out`."""
         self._connection.receive_into(get_tensor_bytes(out))
 
-    def blank(self, shard: int) -> memoryview | bytes:
+    def make_rehearsal_payload(self, shard: int) -> memoryview | bytes:
         """Return a warm-up reply's payload, which is as long as the shard's weights."""
         return get_tensor_bytes(self._out[: self._numel(shard)])
 
-    def give(
+    def send_weights(
         self, slot: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
     ) -> int:
         """Send the weights of some shards to the worker, and return the number of bytes.
@@ -115,7 +115,7 @@ class StreamLane:
         sent_bytes = 0
         for shard in shards:
             spare = self._out[: self._numel(shard)]
-            with weights.lend(slot, shard, spare, alive) as (lent, version):
+            with weights.lend_weights(slot, shard, spare, alive) as (lent, version):
                 payload = get_tensor_bytes(lent)
                 self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
             sent_bytes += len(payload)
@@ -132,15 +132,15 @@ class SharedLane:
         self._connection, self._bounds, self._memory = connection, bounds, memory
 
     def moved_bytes(self, shard: int) -> int:
-        return self.received(shard).nbytes
+        return self.get_received_tensor(shard).nbytes
 
     def payload_bytes(self, moved_bytes: int) -> int:
         return 0
 
-    def receive(self, shard: int) -> None:
+    def receive_shard(self, shard: int) -> None:
         pass
 
-    def received(self, shard: int) -> Tensor:
+    def get_received_tensor(self, shard: int) -> Tensor:
         if shard == BUFFERS:
             return self._memory.buffers
         start, stop = self._bounds[shard]
@@ -150,7 +150,7 @@ class SharedLane:
         start, stop = self._bounds[shard]
         out.copy_(self._memory.weights[start:stop])
 
-    def blank(self, shard: int) -> memoryview | bytes:
+    def make_rehearsal_payload(self, shard: int) -> memoryview | bytes:
         """Touch the shard's memory, and return an empty payload.
 
         Training then does not touch the memory first.
@@ -161,7 +161,7 @@ class SharedLane:
         weights.copy_(scratch.copy_(weights))
         return b""
 
-    def give(
+    def send_weights(
         self, slot: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
     ) -> int:
         versions = {}
@@ -237,9 +237,8 @@ class Member:
         self.alive = True
         self.pulled = False  # whether the worker has asked for weights, and so is ready to start
         self.idle = False  # whether the worker waits because no ticket was free
-        self.evaluates: int | None = (
-            None  # epoch whose snapshot the worker evaluates now; it is idle meanwhile
-        )
+        # Epoch whose snapshot the worker evaluates now; it is idle meanwhile.
+        self.evaluates: int | None = None
         self.ticket: int | None = None  # number of the worker's current ticket
         self.next: Ticket | None = None  # ticket that is reserved for the worker
         self.last_ticket = 0
@@ -255,9 +254,8 @@ class Member:
         self._ended = self._mute = False
         self.tickets = self.skips = 0
         self.bytes_in = self.bytes_out = 0
-        self.wait_s: float | None = (
-            None  # seconds that the worker waited for servers, as it reports when it leaves
-        )
+        # Seconds that the worker waited for servers, as it reports when it leaves.
+        self.wait_s: float | None = None
 
     def is_alive(self) -> bool:
         """Return whether the worker is still part of the run."""
@@ -285,23 +283,23 @@ class Member:
             raise ProtocolError(str(error)) from None
         self.lane = SharedLane(connection, bounds, memory)
 
-    def assign(self, ticket: int, shards: range) -> None:
+    def assign_ticket(self, ticket: int, shards: range) -> None:
         """Set the worker's current ticket, for which it has to push these shards."""
         self.ticket = self.last_ticket = ticket
         self.todo = set(shards)
 
-    def post(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
+    def queue_item(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
         """Append a shard, a frame with payload, or the end (None) to the outbox."""
         self._outbox.append(item)
         self._wake.put(None)
 
-    def tell(self, frame: Frame, payload: memoryview | bytes = b"") -> None:
+    def queue_frame(self, frame: Frame, payload: memoryview | bytes = b"") -> None:
         """Append a frame to what is sent."""
-        self.post((frame, payload))
+        self.queue_item((frame, payload))
 
     def end(self) -> None:
         """Append the end to what is sent: nothing after it is sent."""
-        self.post(None)
+        self.queue_item(None)
 
     def drop_shards(self) -> None:
         """Stop sending weights. Other frames are still sent."""
@@ -345,7 +343,7 @@ class Member:
             if shards and self._mute:
                 continue
             if shards:
-                self.bytes_out += self.lane.give(self.place, shards, weights, self.is_alive)
+                self.bytes_out += self.lane.send_weights(self.place, shards, weights, self.is_alive)
             elif (item := self._outbox.popleft()) is None:
                 self._ended = True
             else:
@@ -359,7 +357,7 @@ class Member:
         since = self.connection.waiting_since
         return 0.0 if since is None else now - max(since, awake_since, self.connection.last_heard)
 
-    def let_go(self) -> None:
+    def close_transport(self) -> None:
         """Close the connection and free the transport, after the worker's threads have ended."""
         self.connection.close()
         self.connection.sock.close()
@@ -373,7 +371,7 @@ class Member:
                 f"which worker {self.worker} does not hold"
             )
 
-    def summary(self) -> dict[str, Any]:
+    def make_statistics_row(self) -> dict[str, Any]:
         """Return the worker's row of the server's statistics."""
         return {
             "worker": self.worker,

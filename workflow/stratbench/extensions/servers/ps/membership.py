@@ -26,7 +26,7 @@ class Membership:
         self._at: dict[int, Member] = {}
 
     @property
-    def numbers(self) -> int:
+    def number_limit(self) -> int:
         """The exclusive upper bound of workers' numbers."""
         return self.places
 
@@ -42,28 +42,28 @@ class Membership:
             raise ProtocolError(f"worker {number} {state}")
         return number
 
-    def enter(self, member: Member, slot: int) -> None:
+    def add_member(self, member: Member, slot: int) -> None:
         """Put a worker into a slot."""
         member.place = slot
         self.members[member.worker] = self._at[slot] = member
 
-    def at(self, slot: int) -> Member:
+    def get_member(self, slot: int) -> Member:
         """Return the present worker of a slot, or its last one."""
         return self._at[slot]
 
     @property
-    def live(self) -> list[Member]:
+    def live_members(self) -> list[Member]:
         """The workers that are connected, in order of arrival."""
         return [m for m in self.members.values() if m.alive]
 
     @property
-    def ready(self) -> list[Member]:
+    def ready_members(self) -> list[Member]:
         """The connected workers that have asked for weights."""
-        return [m for m in self.live if m.pulled]
+        return [m for m in self.live_members if m.pulled]
 
     def may_start(self, n_lost: int) -> bool:
         """Return whether training may begin, if `n_lost` workers were lost before it."""
-        return len(self.ready) + n_lost >= self.places
+        return len(self.ready_members) + n_lost >= self.places
 
     def list_absent_slots(self, lost: Collection[int]) -> set[int]:
         """Return the slots that have no worker when training begins.
@@ -74,16 +74,16 @@ class Membership:
         return set(lost)
 
     @property
-    def all_gone(self) -> bool:
+    def has_no_members_left(self) -> bool:
         """Whether no worker is connected and none can still join."""
-        return not self.live and len(self.members) >= self.places
+        return not self.live_members and len(self.members) >= self.places
 
 
 class OpenMembership(Membership):
     """Elastic workers, which join and leave at any time: at most `places` at once, each with a new number."""
 
     @property
-    def numbers(self) -> int:
+    def number_limit(self) -> int:
         return 1 << 31
 
     def choose_slot(self, number: int) -> int:
@@ -99,19 +99,19 @@ class OpenMembership(Membership):
             super().choose_slot(number)
         elif known.alive:
             raise ComeAgain(f"worker {number} has not left yet; come again later")
-        taken = {m.place for m in self.live}
+        taken = {m.place for m in self.live_members}
         for slot in range(self.places):
             if slot not in taken:
                 return slot
         raise ComeAgain(f"all {self.places} places are taken; come again later")
 
     def may_start(self, n_lost: int) -> bool:
-        return bool(self.ready)
+        return bool(self.ready_members)
 
     def list_absent_slots(self, lost: Collection[int]) -> set[int]:
-        return set(range(self.places)) - {m.place for m in self.ready}
+        return set(range(self.places)) - {m.place for m in self.ready_members}
 
     @property
-    def all_gone(self) -> bool:
+    def has_no_members_left(self) -> bool:
         """False, because workers may join until the training is over."""
         return False

@@ -47,13 +47,13 @@ def serve(
     """
     torch.set_num_threads(1)
     run = make_run(config, secret, make)
-    gate = Gate(secret, config.handshake_deadline_s, run.refusals, run.enter)
-    listeners = Listeners(config.bind, config.advertise)
+    gate = Gate(secret, config.handshake_deadline_s, run.refusals, run.admit_connection)
+    listeners = Listeners(config.bind_address, config.advertised_address)
     accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)
     accepting.start()
     listeners.publish(config.rendezvous, config.server, run.incarnation)
     try:
-        run.watch()
+        run.watch_members()
     finally:
         run.over.set()
         gate.close()

@@ -86,7 +86,9 @@ class SnapshotWriter:
         self._start_thread = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
         self._start_thread.start()
 
-    def take(self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None) -> None:
+    def request_snapshot(
+        self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None
+    ) -> None:
         """Request a snapshot of the present weights, and return at once.
 
         Args:
@@ -100,11 +102,11 @@ class SnapshotWriter:
         start = 0
         for shard in shards:
             stop = start + shard.policy.weights.numel()
-            shard.snapshot(weights[start:stop])
+            shard.request_snapshot(weights[start:stop])
             start = stop
         self._queue_frame.put((epoch, seconds, shards, weights, buffers))
 
-    def wait(self) -> None:
+    def wait_for_snapshots(self) -> None:
         """Wait until all snapshots that were requested so far are on the disk."""
         done = threading.Event()
         self._queue_frame.put(done)

@@ -49,7 +49,7 @@ class Kind(IntEnum):
     ERR = 16  # S: why the run, or this worker's part in it, is over. `count` 1: the worker may join later.
     #          C: forwarded to the other servers
     BYE = 17  # C: the worker leaves after the end of the training, with its measured waiting time
-    TALK = 32  # S and C: sign of life while nothing else is sent
+    TALK = 32  # S and C: JSON, between the coordinator of an elastic cell and its workers
     APPLY = 18  # C: no gradient of the ticket overflowed: apply them
     # In elastic runs only:
     LEAVE = (
@@ -92,18 +92,18 @@ class Header:
         self._mac = hashlib.blake2b(digest_size=MAC_BYTES, key=key)
         self.seq = 0
 
-    def _tag(self, fields: bytes | memoryview) -> bytes:
+    def _compute_tag(self, fields: bytes | memoryview) -> bytes:
         mac = self._mac.copy()
         mac.update(fields)
         return mac.digest()
 
-    def pack(self, frame: Frame) -> bytes:
+    def pack_frame(self, frame: Frame) -> bytes:
         """Return the bytes of a header, and advance the sequence number."""
         fields = _FIELDS.pack(MAGIC, PROTOCOL, *frame, self.seq)
         self.seq += 1
-        return fields + self._tag(fields)
+        return fields + self._compute_tag(fields)
 
-    def unpack(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
+    def unpack_frame(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
         """Return the frame, and whether it is a repetition, whose payload must be discarded.
 
         Raises:
@@ -114,7 +114,7 @@ class Header:
             raise ProtocolError(f"malformed frame: begins with {magic!r}, expected {MAGIC!r}")
         if protocol != PROTOCOL:
             raise ProtocolError(f"malformed frame: protocol {protocol}, expected {PROTOCOL}")
-        tag = self._tag(memoryview(head)[: _FIELDS.size])
+        tag = self._compute_tag(memoryview(head)[: _FIELDS.size])
         if not hmac.compare_digest(bytes(head[_FIELDS.size :]), tag):
             raise ProtocolError("malformed frame: its tag does not fit this connection")
         try:

@@ -36,7 +36,7 @@ class Refusals:
         self.first: list[str] = []  # texts of the first hundred refusals
         self._lock = threading.Lock()
 
-    def add(self, who: str, reason: str) -> None:
+    def add_refusal(self, who: str, reason: str) -> None:
         """Count a refusal. The first hundred are also logged and stored.
 
         Args:
@@ -108,7 +108,7 @@ class Gate:
             sock, address = listener.accept()
         except OSError as error:
             if error.errno in _EXHAUSTED:  # the connection stays in the queue: let others end first
-                self._refusals.add("a connection", f"accept failed: {error.strerror}")
+                self._refusals.add_refusal("a connection", f"accept failed: {error.strerror}")
                 self._dismiss_oldest()
                 self._closed.wait(_EXHAUSTED_PAUSE_S)
             return  # for other errors, the peer has closed the connection already
@@ -124,15 +124,15 @@ class Gate:
             if crowded:
                 self._dismiss_oldest()
             attend = threading.Thread(
-                target=self._attend, args=(connection, transport, peer), daemon=True
+                target=self._handle_connection, args=(connection, transport, peer), daemon=True
             )
             try:
                 attend.start()
             except RuntimeError:  # no more threads can be started
-                self._forget(connection)
+                self._forget_unproved(connection)
                 raise
         except (OSError, RuntimeError, ProtocolError) as error:
-            self._refusals.add(peer, str(error))
+            self._refusals.add_refusal(peer, str(error))
             sock.close()
 
     def _dismiss_oldest(self) -> None:
@@ -143,44 +143,42 @@ class Gate:
                 del self._pending[oldest]
                 oldest.close()
 
-    def _forget(self, connection: Connection) -> bool:
+    def _forget_unproved(self, connection: Connection) -> bool:
         """Remove a connection from those without proof, and return whether it was one."""
         with self._lock:
             known = connection in self._pending
             self._pending.pop(connection, None)
         return known
 
-    def _attend(self, connection: Connection, transport: str, peer: str) -> None:
+    def _handle_connection(self, connection: Connection, transport: str, peer: str) -> None:
         try:
             serve = self._admit_peer(connection, transport, peer)
         finally:
-            self._forget(connection)
+            self._forget_unproved(connection)
         if serve is not None:
             serve()
 
     def _admit_peer(
         self, connection: Connection, transport: str, peer: str
     ) -> Callable[[], None] | None:
-        connection.on_replay = lambda frame: self._refusals.add(
+        connection.on_replay = lambda frame: self._refusals.add_refusal(
             peer, f"replayed frame: {frame.kind.name}"
         )
         connection.deadline = time.monotonic() + self._deadline_s
         try:
             hello, nonces = open_handshake(connection, self._secret)
-            if not self._forget(
-                connection
-            ):  # `_dismiss_oldest` has closed it, so that the peer will retry
+            # `_dismiss_oldest` has closed it, so that the peer will retry.
+            if not self._forget_unproved(connection):
                 raise Closed("it had to make room for another connection")
             serve = self._enter(connection, hello, nonces, transport)
         except ComeAgain as error:
             _dismiss(connection, str(error), for_now=True)
             return None
         except Exception as error:
-            if not isinstance(
-                error, (ProtocolError, Closed, Silent)
-            ):  # the error may be missing memory or threads
+            # The error may be missing memory or threads.
+            if not isinstance(error, (ProtocolError, Closed, Silent)):
                 log.exception("%s could not be taken in", peer)
-            self._refusals.add(peer, str(error))
+            self._refusals.add_refusal(peer, str(error))
             _dismiss(connection, str(error))
             return None
         connection.deadline = None

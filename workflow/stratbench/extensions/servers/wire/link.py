@@ -55,7 +55,7 @@ class Link:
             self.awaited = set(self.shards)
             self.outdated = outdated
 
-    def arrived(self, shards: range) -> None:
+    def record_arrived(self, shards: range) -> None:
         """Record that the weights of some shards have arrived."""
         with self.lock:
             self.awaited.difference_update(shards)

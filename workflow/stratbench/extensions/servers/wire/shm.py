@@ -71,7 +71,7 @@ class FlatTensors:
     grads: torch.Tensor
     buffers: torch.Tensor
     #: File descriptor of the shared memory. None: the memory is private.
-    descriptor: int | None = None
+    shared_memory_descriptor: int | None = None
 
 
 def _page_aligned(n_bytes: int) -> int:

@@ -49,11 +49,11 @@ class Awake:
     """
 
     def __init__(self, interval_s: float) -> None:
-        """Start the detection. The caller calls `look` about every `interval_s` seconds."""
+        """Start the detection. The caller calls `record_awake` about every `interval_s` seconds."""
         self._longest_s = 3 * interval_s
         self.since = self._looked = time.monotonic()
 
-    def look(self, now: float) -> float:
+    def record_awake(self, now: float) -> float:
         """Record that the process runs at the time `now`.
 
         The result is the time since which the process has not been paused. Both times are values of
@@ -121,7 +121,7 @@ class Connection:
         """
         with self._send_lock:
             try:
-                self.sock.sendall(self._out.pack(frame._replace(length=1)))
+                self.sock.sendall(self._out.pack_frame(frame._replace(length=1)))
                 socket.send_fds(self.sock, [b"\0"], [descriptor])
             except OSError as error:
                 raise Closed(f"could not send: {error.strerror or error}") from None
@@ -152,7 +152,7 @@ class Connection:
 
     def _send(self, frame: Frame, payload: Any) -> None:
         length = len(payload)
-        head = self._out.pack(frame._replace(length=length))
+        head = self._out.pack_frame(frame._replace(length=length))
         try:
             sent = self.sock.sendmsg([head, payload])
             if sent < len(head):
@@ -176,12 +176,12 @@ class Connection:
         """
         while True:
             self.receive_into(memoryview(self._head), between_frames=True)
-            frame, replayed = self._in.unpack(self._head, self.limit_bytes)
+            frame, replayed = self._in.unpack_frame(self._head, self.limit_bytes)
             if not replayed:
                 return frame
             self.replays += 1
             self.on_replay(frame)
-            self.discard(frame.length)
+            self.discard_payload(frame.length)
 
     def receive_into(self, view: memoryview, between_frames: bool = False) -> None:
         """Receive as many bytes as `view` has.
@@ -209,13 +209,13 @@ class Connection:
                 self._check_deadlines()
         self.waiting_since = None
 
-    def read(self, n_bytes: int) -> bytes:
+    def read_payload(self, n_bytes: int) -> bytes:
         """Receive a small payload of `n_bytes` bytes, a length that the caller has checked."""
         data = bytearray(n_bytes)
         self.receive_into(memoryview(data))
         return bytes(data)
 
-    def discard(self, n_bytes: int) -> None:
+    def discard_payload(self, n_bytes: int) -> None:
         """Receive `n_bytes` bytes and drop them."""
         scratch = memoryview(bytearray(min(n_bytes, _DISCARD_BYTES)))
         while n_bytes > 0:
@@ -227,7 +227,7 @@ class Connection:
         now = time.monotonic()
         if self.deadline is not None and now > self.deadline:
             raise Silent("nothing complete came before the deadline")
-        heard = max(self.last_heard, self._awake.look(now))
+        heard = max(self.last_heard, self._awake.record_awake(now))
         if self.silence_s is not None and now - heard > self.silence_s:
             raise Silent(f"nothing was heard for {self.silence_s:g} s")
         if (
