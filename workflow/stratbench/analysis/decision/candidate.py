@@ -1,4 +1,4 @@
-"""A candidate of a decision: one strategy on one worker count, and why it is excluded."""
+"""Defines a candidate of a decision: one strategy with one number of workers, and why it may be excluded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIVERGED = "training diverged"
 
 
 def format_three_digits(value: float) -> str:
-    """Return a number with three digits and commas between thousands."""
+    """Return a number as text with three significant digits and commas between thousands."""
     return f"{float(f'{value:.3g}'):,.{0 if value >= 100 else 1}f}"
 
 
@@ -92,17 +92,17 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Short name: `ddp × 4` is ddp on 4 workers."""
+        """Short name such as `ddp × 4`, which is the strategy ddp on 4 workers."""
         return f"{self.strategy} × {self.gpus}"
 
     @property
     def diverged(self) -> bool:
-        """Whether it is excluded because one of its trainings diverged."""
+        """Whether the candidate is excluded because one of its trainings diverged."""
         return self.reason.endswith(DIVERGED)
 
     @property
     def rate_text(self) -> str:
-        """Tokens per second and MFU as text, empty for other data than text.
+        """Tokens per second and MFU as text. Empty if the data set has no text.
 
         For instance `41,300 tokens/s (5,160 per worker, MFU 38 %)`.
         """
@@ -118,7 +118,7 @@ class Candidate:
 
     @property
     def time_range_s(self) -> tuple[float, float]:
-        """The interval of a projected time, or the range of the measured repeats, in s."""
+        """Low and high end of the training time in s, from its projection or repeats."""
         if self.time_low_s is not None and self.time_high_s is not None:
             return self.time_low_s, self.time_high_s
         if len(self.times):
@@ -127,12 +127,12 @@ class Candidate:
 
     @property
     def run(self) -> str:
-        """Noun for one measured time: `run` or `block`."""
+        """Noun for one measurement of the training time: `run` or `block`."""
         return "run" if self.unit == "repeat" else self.unit
 
     @property
     def is_ranked_by_cost(self) -> bool:
-        """Whether candidates are ranked by cost, because there is a price."""
+        """Whether candidates are ranked by cost, which requires a price per GPU-hour."""
         return self.price_per_gpu_hour is not None
 
     @property
@@ -151,7 +151,7 @@ class Candidate:
 
     @property
     def trusted_memory_bytes(self) -> float | None:
-        """Peak memory, or None if the audit has a finding on it."""
+        """Peak memory per worker in bytes. None if the audit has a finding on the measurement."""
         return None if self.memory_caveats else self.memory_bytes
 
     @property
@@ -160,7 +160,7 @@ class Candidate:
         return float(self.scores.mean()) if len(self.scores) else None
 
     def is_score_open(self, constraints: Constraints) -> bool:
-        """Return whether the score may be worse than allowed; False if it was not measured."""
+        """Return whether the candidate's score may be worse than tolerated. False if unmeasured."""
         if self.skips_evaluation or self.score_loss_upper is None:
             return False
         return bool(self.score_loss_upper > constraints.find_tolerance(self.score))

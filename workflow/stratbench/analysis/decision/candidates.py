@@ -1,4 +1,4 @@
-"""The candidates of a decision: each strategy on each worker count, and why some are excluded."""
+"""Builds the candidates of a decision, one per strategy and number of workers, and excludes some of them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def build_candidates(
 
 
 def build_measured_candidate(groups: Repeats, group: Group, constraints: Constraints) -> Candidate:
-    """Return the candidate that a group of repeats measures.
+    """Return the candidate (strategy and number of workers) whose measurements are a group of repeats.
 
     Args:
         groups: All repeats.
@@ -114,12 +114,12 @@ def build_measured_candidate(groups: Repeats, group: Group, constraints: Constra
 
 
 def is_ever_false(flags: pd.Series) -> bool:
-    """Return whether any record has the value false."""
+    """Return whether a column of flags contains false; missing values are ignored."""
     return bool((flags.dropna().astype(str) == "False").any())
 
 
 def has_planned_repeats(frame: pd.DataFrame) -> bool:
-    """Return whether every record of a group states the present number of repeats as planned.
+    """Return whether each record's planned number of repeats equals the group's actual number of records.
 
     A record states the number in the config when its cell was trained. A repeat that was added later
     states another number than the earlier repeats. The numbers also differ while repeats are missing.
@@ -128,7 +128,7 @@ def has_planned_repeats(frame: pd.DataFrame) -> bool:
 
 
 def read_traits(frame: pd.DataFrame) -> Traits:
-    """Return the strategy's traits from the records of a group, with cautious defaults."""
+    """Return the strategy's traits from the records of a group. Missing traits have cautious defaults."""
     recorded = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})
 
@@ -139,7 +139,7 @@ def exclude_by_records(
     findings: Iterable[dict[str, Any]],
     constraints: Constraints,
 ) -> None:
-    """Exclude a candidate that did not finish or is unusable; else add caveats.
+    """Exclude a candidate with failed or unusable runs, or add caveats to the candidate.
 
     Args:
         candidate: The candidate, changed in place.
@@ -229,7 +229,7 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
 
 
 def format_amount_and_limit(amount: float, limit: float, unit: str, addition: str = "") -> str:
-    """Return an amount and its limit as text, with enough digits to differ.
+    """Return an amount and its exceeded limit as text, with enough digits to differ.
 
     Args:
         amount: An amount that exceeds the limit, perhaps by its addition alone.

@@ -1,4 +1,4 @@
-"""The conclusion of an answer as a sentence, such as a winner, a tie or no significant difference.
+"""Formulates the conclusion of a decision as a sentence: a winner, a tie or no significant difference.
 
 Each sentence has one number with its unit, and names the alternative last. `ddp × 2` is ddp on 2 workers.
 """
@@ -15,7 +15,7 @@ from stratbench.cell.text.words import format_bytes, format_count, format_names,
 
 
 def has_requested_worker_count(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
-    """Return whether there are results for the requested number of workers, if there is one."""
+    """Return whether any candidate has the requested number of workers. True if no number is requested."""
     return constraints.gpus is None or any(c.gpus == constraints.gpus for c in candidates)
 
 
@@ -44,7 +44,7 @@ def iter_unanswered_constraints(
 
 @dataclass(frozen=True)
 class Claim:
-    """The conclusion of an answer."""
+    """The conclusion of a decision: its kind, such as `winner` or `tie`, and its text."""
 
     #: `projected`, `alone`, `one run`, `winner`, `tie` or `apart` (no significant difference).
     kind: str
@@ -58,7 +58,7 @@ REMAINING_HAVE = {"worse score": "an acceptable {score}", "does not fit": "enoug
 def find_better_excluded(
     candidates: Iterable[Candidate], first: Candidate | None, kinds: Iterable[str]
 ) -> dict[str, Candidate]:
-    """Return the best candidate that each kind of exclusion removes, if better than the choice.
+    """Return the best excluded candidate per kind of exclusion, if better than the choice.
 
     Args:
         candidates: Candidates.

@@ -114,7 +114,7 @@ def compute_confidence(
 
 
 def is_robust_to_hosts(ranking: Ranking, hosts: set[str]) -> bool:
-    """Return whether one host ran all repeats, and alternatives are slower by over ROUGH."""
+    """Return whether all repeats ran on one host, and all alternatives are clearly slower."""
     lows = [c.ratio.low for c in ranking.comparisons]
     return (
         len(hosts) == 1 and bool(lows) and all(low is not None and low > 1 + ROUGH for low in lows)
@@ -150,7 +150,7 @@ def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: in
 
 
 def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
-    """Yield short caveats on the choice and on the alternatives that its reason names."""
+    """Yield short caveats on the choice, and on the alternatives that the decision's reason names."""
     first = ranking.first
     if first.doubts:
         yield f"{extract_caveat_rule_name(first.doubts[0])}{format_names(first.doubts, 1)}"
@@ -160,12 +160,12 @@ def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
 
 
 def extract_caveat_rule_name(doubt: str) -> str:
-    """Return the text before a caveat that is a rule's name. Empty if the caveat is a sentence."""
+    """Return a prefix for a caveat that is an audit rule's name. Empty for a sentence."""
     return "" if " " in doubt else "doubted by the audit: "
 
 
 def iter_caveat_sentences(ranking: Ranking) -> Iterator[str]:
-    """Yield a sentence with caveats on the choice, and one per alternative."""
+    """Yield one sentence with the choice's caveats, and one sentence per alternative with caveats."""
     if ranking.first.doubts:
         yield f"Caveats on the choice: {', '.join(ranking.first.doubts)}."
     for c, others in iter_alternative_caveats(ranking):
@@ -173,16 +173,16 @@ def iter_caveat_sentences(ranking: Ranking) -> Iterator[str]:
 
 
 def iter_alternative_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
-    """Yield each alternative in the reason, with its caveats that the choice does not share."""
+    """Yield each alternative in the decision's reason, with the caveats that the choice lacks."""
     for c in (candidates.rival for candidates in ranking.nearest_alternatives):
         if others := [doubt for doubt in c.doubts if doubt not in ranking.first.doubts]:
             yield c, others
 
 
 def describe_unequal_worker_counts(ranking: Ranking, margin: float) -> str:
-    """Return a sentence on the mean numbers of workers if they clearly differ.
+    """Return a sentence on the mean numbers of workers. Empty unless they differ clearly.
 
-    They differ for elastic cells, whose workers are separate jobs that start at different times.
+    The numbers differ for elastic cells, whose workers are separate jobs that start at different times.
     """
     with_presence = [
         c for c in (ranking.first, *(c.rival for c in ranking.nearest_alternatives)) if c.present
@@ -195,13 +195,13 @@ def describe_unequal_worker_counts(ranking: Ranking, margin: float) -> str:
 
 
 def is_confirmed_by_verdict(ranking: Ranking) -> bool:
-    """Return whether the choice leads its verdict, and clearly beats other worker counts."""
+    """Return whether a sequential test (verdict) confirmed the choice and other worker counts are slower."""
     others = (c for c in ranking.comparisons if c.rival.gpus != ranking.first.gpus)
     return ranking.first.claim is not None and all(c.status == "slower" for c in others)
 
 
 def compute_max_confidence_level(ranking: Ranking) -> tuple[int, str]:
-    """Return the highest level that the repeats allow, as an index, and the conclusion."""
+    """Return the maximum confidence level that the repeats allow, as an index, with its sentence."""
     first, repeats = ranking.first, ranking.repeats
     if first.projected:
         return (

@@ -41,16 +41,16 @@ class Constraints:
 
     @classmethod
     def from_json(cls, text: str) -> Constraints:
-        """Return the constraints in a JSON object with these keys; `{}` gives the defaults."""
+        """Return the constraints in a JSON object, with defaults for missing keys."""
         return cls(**json.loads(text))
 
     def find_tolerance(self, score: Score) -> float:
-        """Return the tolerated difference of a score from the best, in the shown unit."""
+        """Return how much worse than the best score is tolerated, in the shown unit."""
         return self.score_tolerance.get(score.name, score.tolerance)
 
     @property
     def ranking_text(self) -> str:
-        """The criterion of the ranking as text."""
+        """The criterion by which candidates are ranked, as text, such as `ranked by training time`."""
         if self.price_per_gpu_hour is None:
             return "ranked by training time"
         return f"ranked by cost at {self.price_per_gpu_hour:g} per GPU-hour"

@@ -77,7 +77,7 @@ class Decision:
 
     @property
     def headline(self) -> str:
-        """The choice and its claim: `ddp × 4. Fastest, in one run each`."""
+        """The chosen candidate and its conclusion as text: `ddp × 4. Fastest, in one run each`."""
         return f"{self.short.name or 'Nothing can be recommended'}. {self.short.claim}"
 
 
@@ -141,8 +141,8 @@ def decide_model(
 
     Args:
         rows: Rows of cells.csv.
-        candidates: Its candidates.
-        ranking: Ranking of those that are not excluded, or None if there are none.
+        candidates: Candidates of the model.
+        ranking: Ranking of the candidates that are not excluded, or None if all are excluded.
         constraints: Constraints of the decision.
         evidence: Evidence of extensions.
     """
@@ -196,7 +196,7 @@ def build_matrix_rows(
     Args:
         where: Experiment, data set and model.
         candidates: Candidates.
-        ranking: Their ranking, if any.
+        ranking: Ranking of the candidates, or None if all are excluded.
     """
     compared = [] if ranking is None else list(ranking.comparisons)
     places = {id(c.rival): (place, c) for place, c in enumerate(compared, 2)}
@@ -229,7 +229,7 @@ def build_matrix_rows(
 
 
 def describe_study_findings(findings: pd.DataFrame) -> list[str]:
-    """Return the audit's findings on the whole study as texts; they limit every decision."""
+    """Return the audit's findings on the whole study as texts. Such findings limit every decision."""
     places = ["experiment", "strategy", "model", "gpus", "repeat"]
     whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] != "note")]
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]
@@ -248,7 +248,7 @@ def describe_decisions(
         decisions: Decisions.
         notes: Findings on the whole study.
         limits: Constraints of the decisions.
-        constraints: Texts in place of those on `limits`.
+        constraints: Texts on the constraints; if empty, `limits` gives them.
         further: Answers of extensions.
     """
     lines = [f"Constraints: {'; '.join(constraints or limits.sentences())}.", *notes, ""]
@@ -270,12 +270,12 @@ def describe_decisions(
 
 
 def format_title(decision: Decision) -> str:
-    """Return the model and the experiment of a decision, and its headline."""
+    """Return a title for a decision: its model, its experiment, and its headline."""
     return f"{decision.model} ({decision.experiment}): {decision.headline}"
 
 
 def name_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:
-    """Return the short answers with their models, and with experiments if ambiguous."""
+    """Return (name, short answer) pairs. A name is the model, with its experiment if ambiguous."""
     models = [d.model for d in decisions]
     return [
         (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short)
@@ -317,7 +317,7 @@ def build_answers_json(
 
 
 def build_answer(decision: Decision) -> dict[str, Any]:
-    """Return a decision's entry in answers.json."""
+    """Return the entry of answers.json for a decision."""
     words = ("experiment", "dataset", "model", "headline", "reason")
     words += ("confidence", "sure", "changes", "excluded")
     return {name: getattr(decision, name) for name in words} | {"short": asdict(decision.short)}
@@ -331,7 +331,7 @@ def write_decisions(
     answers_out: Path,
     evidence: Mapping[str, Evidence],
 ) -> str:
-    """Write the matrix (CSV) and the answers (JSON), and return the answers for a terminal.
+    """Write candidates and answers of decisions to files; return the answers as text.
 
     Args:
         decisions: Decisions.
@@ -353,7 +353,7 @@ def write_decisions(
 
 
 def read_evidence(pairs: Iterable[str], constraints: Constraints) -> dict[str, Evidence]:
-    """Return the evidence of each extension, by its name.
+    """Return the evidence, such as projected times, that extensions add to decisions, by extension.
 
     Args:
         pairs: Files of extensions, as EXTENSION=FILE.
@@ -368,7 +368,7 @@ def read_evidence(pairs: Iterable[str], constraints: Constraints) -> dict[str, E
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line of this module and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="stratbench.analysis.decision.decide", description=__doc__
     )

@@ -1,4 +1,4 @@
-"""Evidence from extensions in addition to the records: other times, or unmeasured worker counts."""
+"""Defines evidence that extensions add to the records for decisions, such as projected times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Question = tuple[str, str]
 
 
 class Evidence:
-    """Evidence of an extension; the methods are called in this order, and each is optional."""
+    """Base class of an extension's evidence for decisions. All methods are optional and called in order."""
 
     def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
         """Replace the times of a measured candidate, or exclude it.
@@ -39,12 +39,12 @@ class Evidence:
         return ()
 
     def exclude(self, question: Question, candidates: Sequence[Candidate]) -> None:
-        """Exclude candidates, after constraints and scores were applied."""
+        """Exclude further candidates, after constraints and the score tolerance have excluded theirs."""
 
     def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
         """Yield sentences on what would change the choice."""
         return ()
 
     def answer(self) -> Mapping[str, Any] | None:
-        """Return a separate answer with `headline` and `lines` as texts, or None if not requested."""
+        """Return an additional answer with texts `headline` and `lines`. None if not requested."""
         return None

@@ -118,7 +118,7 @@ class ComparisonWithChoice:
 
 @dataclass(frozen=True)
 class RankingNoise:
-    """Noise of the repeats in a comparison."""
+    """The noise between repeats in a comparison of candidates: standard deviation and degrees of freedom."""
 
     #: Standard deviation of the logarithm of a time (or cost) between paired repeats.
     log_time_sd: float
@@ -127,7 +127,7 @@ class RankingNoise:
     prior_dof_per_repeat: float
 
     def compute_needed_repeats(self, difference: float) -> int | None:
-        """Return the number of repeats that detects a difference with 80 % power.
+        """Return the number of repeats that detects a given relative difference with 80 % power.
 
         Args:
             difference: How much slower the alternative is, as a fraction.
@@ -180,7 +180,7 @@ class Ranking:
 
     @property
     def repeats(self) -> int:
-        """The minimum number of repeats of an interval, or the choice's number without intervals."""
+        """The smallest number of repeats behind an interval, else the choice's number of repeats."""
         with_interval = [
             c.repeats for c in self.comparisons if c.ratio.low is not None and not c.rival.projected
         ]
@@ -188,7 +188,7 @@ class Ranking:
 
     @property
     def chance_reason(self) -> str | None:
-        """Why the order may be due to chance. Return None if the repeats decide or nothing is compared."""
+        """Why the ranking may be due to chance. None if repeats decide it or nothing is compared."""
         if not self.comparisons or self.first.projected:
             return None
         if len(self.first.times) < 2:
@@ -199,12 +199,12 @@ class Ranking:
 
 
 def rank_comparisons(studied: Sequence[Sequence[Candidate]], margin: float) -> list[Ranking | None]:
-    """Return the ranking of the candidates of each model that are not excluded.
+    """Return, for each model, a ranking of the candidates that are not excluded.
 
     The variances of all groups of a study are pooled, so all models are ranked together.
 
     Returns:
-        A ranking per model, or None if all its candidates are excluded.
+        A ranking per model, or None for a model whose candidates are all excluded.
     """
     comparisons = [RankedGroup.from_candidates(differences, margin) for differences in studied]
     if not any(comparison.remaining for comparison in comparisons):
@@ -245,7 +245,7 @@ class RankedGroup:
 
     @classmethod
     def from_candidates(cls, candidates: Sequence[Candidate], margin: float) -> RankedGroup:
-        """Return the group of one model's candidates.
+        """Return the group of candidates of one model as arrays.
 
         Unusable records do not contribute to the noise.
         """
@@ -265,11 +265,11 @@ class RankedGroup:
         return cls(candidates, left, chosen, differences, moderated.compute_group_variances(logs))
 
     def build_ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
-        """Return the ranking, from moderated variances of the differences.
+        """Return the ranking of the group's candidates, given moderated variances of their differences.
 
         Args:
             variance: Moderated variances.
-            dof: Their degrees of freedom.
+            dof: Degrees of freedom of the variances.
             margin: Fraction within which candidates are equal.
         """
         comparison = [self.candidates[i] for i in self.remaining]
@@ -306,14 +306,14 @@ class RankedGroup:
 
 
 def compute_log_objectives(comparison: Sequence[Candidate]) -> np.ndarray:
-    """Return the logarithm of each candidate's objective."""
+    """Return the logarithm of each candidate's objective, which is its cost or its training time."""
     return np.log([c.objective for c in comparison])
 
 
 def compute_log_objectives_by_repeat(
     comparison: Sequence[Candidate], times: Sequence[pd.Series]
 ) -> np.ndarray:
-    """Return the logarithms of the objectives, shape [candidates, repeats].
+    """Return the logarithms of the candidates' cost or time per repeat, shape [candidates, repeats].
 
     Args:
         comparison: Candidates.
@@ -327,7 +327,7 @@ def compute_log_objectives_by_repeat(
 
 
 def rank_by_preference(comparison: Sequence[Candidate]) -> np.ndarray:
-    """Return the order of preference among equals: fewer GPUs first, then less memory."""
+    """Return each candidate's preference as a number, lowest first: fewer GPUs, then less memory."""
     # Peaks are compared in steps of 3 %, so that a difference of one percent counts as equal. A peak with a
     # finding of the audit does not count.
     held = [c.trusted_memory_bytes for c in comparison]
@@ -344,7 +344,7 @@ def iter_comparisons(
 
     Args:
         comparison: Candidates.
-        standings: Their status.
+        standings: Comparisons of the candidates with the choice.
         margin: Fraction within which candidates are equal.
     """
     for i in sorted(

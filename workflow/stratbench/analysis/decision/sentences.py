@@ -24,12 +24,12 @@ MAX_OF_A_REASON = 120
 
 
 def format_name(c: Candidate, noun: str) -> str:
-    """Return a candidate's name with the noun for its workers: `ddp on 4 GPUs`."""
+    """Return a candidate's name with the kind of its workers: `ddp on 4 GPUs`."""
     return f"{c.strategy} on {format_count(c.gpus, noun)}"
 
 
 def format_full_name(c: Candidate) -> str:
-    """Return a candidate's name with the number of its workers: `ddp on 4 workers`."""
+    """Return a candidate's name with its number of workers: `ddp on 4 workers`."""
     return format_name(c, "worker")
 
 
@@ -52,7 +52,7 @@ def describe_score_loss(first: Candidate, noun: str, constraints: Constraints) -
 
 
 def describe_exclusions(candidates: Sequence[Candidate]) -> str:
-    """Return why candidates are excluded: strategies, kind and the nearest candidate's reason, by kind."""
+    """Return a text with the excluded strategies and the reason, for each kind of exclusion."""
     by_kind: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_kind.setdefault(candidate.kind, []).append(candidate)
@@ -94,7 +94,7 @@ def describe_choice(
 
     Args:
         candidates: Candidates.
-        ranking: Their ranking.
+        ranking: Ranking of the candidates.
         noun: Noun for workers.
         constraints: Constraints of the decision.
     """
@@ -225,7 +225,7 @@ def iter_answer_changes(
 
     Args:
         candidates: Candidates.
-        ranking: Their ranking.
+        ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
     """
     first = ranking.first
@@ -282,7 +282,7 @@ def needs_less_memory(candidate: Candidate, first: Candidate) -> bool:
 def iter_constraint_changes(
     candidates: Sequence[Candidate], first: Candidate | None
 ) -> Iterator[str]:
-    """Yield a sentence per constraint on the better candidate that it excludes."""
+    """Yield a sentence for each constraint that excludes a candidate better than the choice."""
     lift = {
         "does not fit": "More memory",
         "too slow": "A later deadline",

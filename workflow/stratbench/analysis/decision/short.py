@@ -147,7 +147,7 @@ def build_short_answer(
 
     Args:
         candidates: Candidates.
-        ranking: Their ranking.
+        ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
         sure: Confidence of the decision.
         unknown: Sentences on constraints that no record can answer.
@@ -213,7 +213,7 @@ def format_objective(c: Candidate) -> tuple[str, str]:
 
 
 def append_token_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
-    """Return a value and its note, with tokens per second for text data.
+    """Return a value and its note. For text data, the note includes the tokens per second.
 
     Args:
         c: The candidate.

@@ -26,7 +26,7 @@ NO_MEASURE = (UNUSABLE, "does not learn")
 
 
 def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) -> None:
-    """Exclude candidates with too bad a score, and set `score_loss_upper` of the others.
+    """Exclude candidates whose score is worse than tolerated, and set `score_loss_upper` of the others.
 
     Scores are compared with the best class of candidates. Candidates with equal arithmetic have the same
     expected score, so candidates with the same global batch form a class with one mean. With BatchNorm, or

@@ -140,7 +140,7 @@ def has_visible_intervals(shown: CurveChart) -> bool:
 
 
 def limit_notes(notes: Sequence[str]) -> list[str]:
-    """Return at most MAX_NOTES notes; the last one then counts the omitted ones."""
+    """Return at most MAX_NOTES notes; if some are omitted, the last one says how many."""
     if len(notes) <= MAX_NOTES:
         return list(notes)
     return [*notes[: MAX_NOTES - 1], f"and {len(notes) - MAX_NOTES + 1} more: see the table"]

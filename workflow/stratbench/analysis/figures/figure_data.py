@@ -19,7 +19,7 @@ from stratbench.cell.text.words import choose_noun_for_workers, format_count
 
 @dataclass(frozen=True)
 class FigureData:
-    """The data of a model's figures in an experiment: its rows of three tables, and the marks."""
+    """The data behind the figures of one model in one experiment: table rows, and strategies' marks."""
 
     cells: pd.DataFrame
     epochs: pd.DataFrame
@@ -42,12 +42,12 @@ class FigureData:
 
     @property
     def score(self) -> Score:
-        """The score of the experiment's task."""
+        """The score of the experiment's task, with its name and unit."""
         return read_score(self.cells)
 
     @property
     def measures(self) -> dict[str, Measure]:
-        """The measures by name, with the titles and units of the experiment."""
+        """The metrics by name, with titles and units for this experiment."""
         units = dict(zip(self.summary["measure"], self.summary["unit"], strict=True))
         found = list_measures(self.cells)
         return {name: m.with_unit(units.get(name, m.unit)) for name, m in found.items()}
@@ -69,7 +69,7 @@ class FigureData:
 
     @property
     def shown_worker_count(self) -> int:
-        """The number of workers in figures that show only one: the choice's, else the largest."""
+        """The number of workers in figures for one number only: the choice's, else the largest."""
         several = self.choice and self.choice[1] in self.counts and self.choice[1] > 1
         return self.choice[1] if several and self.choice else self.counts[-1]
 
@@ -82,12 +82,12 @@ class FigureData:
         return format_count(count, choose_noun_for_workers(self.cells["device_kind"]))
 
     def iter_mark_notes(self, flags: Iterable[str]) -> Iterator[str]:
-        """Yield a sentence on the dagger if any of the audit's flags causes one."""
+        """Yield a sentence that explains the dagger (†), if an audit finding marks a value."""
         if told := group_rules_by_severity(flags):
             yield f"{DOUBT}: the audit has a finding on the value ({' or '.join(told)})."
 
     def rows(self, measure: str) -> pd.DataFrame:
-        """Return the rows of summary.csv of a measure, in the order of the config."""
+        """Return the rows of summary.csv for a metric, in the order of the config."""
         return self.summary[self.summary["measure"] == measure]
 
 

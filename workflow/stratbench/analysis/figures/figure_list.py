@@ -13,7 +13,7 @@ INDEX = "figures.json"
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of every experiment and model; if its name is a measure's, it shows that measure."""
+    """A figure that each experiment and model can have. A figure with a metric's name shows this metric."""
 
     name: str
     #: The kind of chart, for screen readers.
@@ -28,7 +28,7 @@ class Plot:
     is_per_worker_count: bool = False
 
     def format_title(self, score: Score) -> str:
-        """Return the figure's title in an experiment with this score."""
+        """Return the figure's title, with the name and unit of the experiment's score filled in."""
         named = self.own_title.replace("score", score.name).replace("counts", score.counts)
         named = named or MEASURES[self.name].named(score).title
         return f"{named[0].upper()}{named[1:]}"

@@ -17,7 +17,7 @@ from stratbench.strategies import REGISTRY, get_strategy_class
 
 @dataclass(frozen=True)
 class Hue:
-    """A family's shape, and its (full, quiet) hex colours on a light and on a dark background."""
+    """The mark's shape for a strategy family, and its (full, quiet) colours on light and dark pages."""
 
     shape: str
     light: tuple[str, str]
@@ -26,7 +26,7 @@ class Hue:
 
 @dataclass(frozen=True)
 class Mark:
-    """A strategy's mark: its family gives hue and shape, its number in the family filling and dashes."""
+    """A strategy's mark. The family determines hue and shape, the member's number filling and dashes."""
 
     family: str
     index: int
@@ -37,7 +37,7 @@ class Mark:
 
     @property
     def fill(self) -> str:
-        """`full`, `open` or `half`, for figures, where dashes and names distinguish lines as well."""
+        """Filling of the mark in figures with names and dashes: `full`, `open` or `half`."""
         return list(FILLS)[self.index % 3]
 
     @property
@@ -47,7 +47,7 @@ class Mark:
 
     @property
     def alone(self) -> str:
-        """Shape and one of all FILLS, for marks without a name or a line."""
+        """Shape and filling of a mark without a name or line next to it."""
         return f"{self.shape} {list(FILLS)[self.index % len(FILLS)]}"
 
     @property

@@ -117,7 +117,7 @@ def iter_points(
 def add_model_states(
     data: FigureData, strategy: str, points: Sequence[Point], factor: float
 ) -> list[Point]:
-    """Return points of peak memory on GPUs, with the part that model states take."""
+    """Return points of peak memory on GPUs, each with the part of model states."""
     states = data.rows("model_states")
     states = states[(states["strategy"] == strategy) & states["value"].notna()]
     by_count = dict(zip(states["gpus"].astype(str), states["value"] * factor, strict=True))

@@ -101,7 +101,7 @@ def has_data(name: str, data: FigureData) -> bool:
 
 
 def has_column_on_shown_count(column: str) -> Callable[[FigureData], bool]:
-    """Return a check whether a column has values on the shown number of workers."""
+    """Return a function that checks whether a column has values on the shown worker count."""
     return lambda data: bool(
         data.cells.loc[data.cells["gpus"] == data.shown_worker_count, column].notna().any()
     )
@@ -144,13 +144,13 @@ _loaded: list[FigureData] = []
 
 
 def load_tables_in_process(*tables: Path | None) -> None:
-    """Read the tables in a new process, unless a fork already has them."""
+    """Read the tables into this process, unless a parent process already has."""
     if not _loaded:
         _loaded.extend(read_figure_data(*tables))
 
 
 def write_figure(place: int, name: str, count: int | None, out_dir: Path) -> dict[str, Any]:
-    """Draw and save a figure, and return its entry in INDEX.
+    """Draw and save a figure, and return the figure's entry for the index figures.json.
 
     Args:
         place: Index of the experiment and model in the loaded data.
@@ -193,7 +193,7 @@ def remove_old_figures(out_dir: Path, drawn: Sequence[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line of this module and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.figures.plots", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--epochs", type=Path, required=True, help="epochs.csv")

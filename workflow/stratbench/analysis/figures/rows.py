@@ -1,4 +1,4 @@
-"""Draws charts with a row per strategy: its mark and name, its values on a common scale, its best as text."""
+"""Draws charts with a row per strategy: mark, name, values on a common scale, and the best value."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Point:
 
 @dataclass(frozen=True)
 class FigureRow:
-    """A strategy's row: its points, the outcomes of cells without values, and its best value as text."""
+    """A strategy's row in a chart: points, outcomes of cells without values, and the best value as text."""
 
     strategy: str
     points: Sequence[Point] = ()
@@ -154,7 +154,7 @@ def has_visible_row_intervals(shown: RowChart) -> bool:
 
 
 def assign_lanes(row: FigureRow, scale: RowScale) -> Iterator[int]:
-    """Yield each point's lane: the first in which it overlaps no earlier point."""
+    """Yield the lane of each point: the first lane without an overlapping earlier point."""
     lanes: list[list[tuple[float, float]]] = []
     for point in row.points:
         at, half = scale.at(point.value), compute_mark_width_px(point) / 2
@@ -253,7 +253,7 @@ def draw_scale(axes: Axes, shown: RowChart, scale: RowScale) -> None:
 
 
 def draw_point(axes: Axes, point: Point, mark: Mark, y: float) -> None:
-    """Draw a value with its interval, its stroke and its mark."""
+    """Draw a point of a row: its value, its interval, its stroke and its mark."""
     colour, chosen = choose_colour(mark, point.chosen), point.chosen
     if point.low is not None and point.high is not None:
         width = (3.5 if chosen else 1.75) * PX

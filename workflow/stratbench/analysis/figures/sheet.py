@@ -108,7 +108,7 @@ def choose_colour(mark: Mark, full: bool) -> str:
 
 
 def map_theme_colours() -> dict[str, tuple[str, str]]:
-    """Return the CSS variable and the dark value by light colour of figures."""
+    """Return, for each light-theme colour of figures, the CSS variable and the dark-theme colour."""
     known = {light: (name, dark) for name, (light, dark) in THEME.items()}
     for name, hue in FAMILIES.items():
         variable = name.replace(" ", "-")
@@ -136,7 +136,7 @@ def apply_theme_variables(svg: str) -> str:
 
 
 def find_css_variable(colour: str, known: dict[str, tuple[str, str]]) -> str:
-    """Return the CSS variable of a colour, or an unknown colour itself."""
+    """Return the CSS variable of a colour, or the colour itself if it has none."""
     return f"var(--{known[colour][0]})" if colour in known else colour
 
 
@@ -149,7 +149,7 @@ FORMATS: dict[str, dict[str, None]] = {
 
 
 def save_figure(figure: Figure, stem: Path) -> None:
-    """Save the figure in all FORMATS and close it. The SVG has both themes, the others are white."""
+    """Save the figure in all FORMATS and close it. The SVG has both themes; other formats are white."""
     for suffix, metadata in FORMATS.items():
         with replace_file_atomically(stem.with_suffix(suffix)) as unfinished:
             if suffix == ".svg":

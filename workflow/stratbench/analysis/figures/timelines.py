@@ -172,7 +172,7 @@ def iter_worker_lines(timeline: pd.DataFrame, what: dict[str, tuple[str, float]]
 
 
 def average_runs(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return times and values averaged over runs of equal length, at most MAX_POINTS of them."""
+    """Return times and values averaged over intervals of equal length, at most MAX_POINTS of each."""
     run = -(-len(times) // MAX_POINTS)
     if run == 1:
         return times, values

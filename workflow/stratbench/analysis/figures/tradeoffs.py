@@ -102,7 +102,7 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
 
 
 def sum_step_parts(steps: pd.DataFrame) -> pd.DataFrame:
-    """Return the time in ms of each of PARTS and of the rest, by strategy."""
+    """Return the time per step in ms of PARTS and the rest, by strategy."""
     named = {
         part: steps[[phase for phase in phases if phase in steps]].sum(axis=1)
         for part, _, _, phases in PARTS

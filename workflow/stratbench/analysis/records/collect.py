@@ -38,7 +38,7 @@ UNMEASURED = ("missing", "error")
 
 @dataclass(frozen=True)
 class Expectations:
-    """Expectations of the config on the records.
+    """What the config expects of the records: skipped cells, target scores, and settings.
 
     Attributes:
         skipped: Reasons of skipped cells, by the cells' paths.
@@ -59,7 +59,7 @@ def add_expectation_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_expectations(args: argparse.Namespace) -> Expectations:
-    """Return the Expected that a command line describes."""
+    """Return the expectations that the options of a command line describe."""
     config = json.loads(args.study)
     study = Study(config, config["study"]) if config else None
     return Expectations(json.loads(args.skipped), json.loads(args.targets), study)

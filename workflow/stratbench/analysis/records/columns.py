@@ -28,7 +28,7 @@ MAXIMUM = 1000
 
 @dataclass(frozen=True)
 class Column:
-    """A column; unknown values are empty."""
+    """A column of cells.csv or epochs.csv, whose unknown values are empty."""
 
     name: str
     kind: Kind

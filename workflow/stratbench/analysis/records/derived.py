@@ -27,7 +27,7 @@ def get_by_path(value: Any, path: str) -> Any:
 
 
 def compute_time_to_result_s(record: Record) -> float | None:
-    """Return the time from the submission of a cell's job to its end.
+    """Return the seconds from the submission of a cell's SLURM job to its end.
 
     None outside of SLURM, unless the cell is elastic.
     """
@@ -116,7 +116,7 @@ def count_usable_cpu_cores(record: Record) -> float | None:
 
 
 def get_other_cpu_cores(record: Record) -> float | None:
-    """Return how many cores other processes used at the start, on the busiest node."""
+    """Return the number of cores that other processes used at the start. The busiest node counts."""
     nodes = (get_by_path(record, "provenance.busy_at_start") or {}).values()
     busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
     return max(busy, default=None)
@@ -131,7 +131,7 @@ def count_node_cores(record: Record) -> int | None:
 
 
 def format_git_revision(record: Record) -> str | None:
-    """Return the first 12 digits of the commit, with `+changes` if files differed."""
+    """Return the git commit's first 12 digits, with `+changes` if files differed from it."""
     git = get_by_path(record, "provenance.git") or {}
     commit = git.get("revision")
     return commit and commit[:12] + ("+changes" if git.get("dirty") else "")
@@ -173,7 +173,7 @@ def get_model_states_bytes(record: Record) -> int | None:
 
 
 def get_max_start_skew_ms(record: Record) -> float | None:
-    """Return the largest start skew of all epochs, in ms."""
+    """Return the largest start skew of all epochs: the last worker's delay in ms."""
     return max(get_by_path(record, "time.start_skew_ms") or (), default=None)
 
 

@@ -93,31 +93,31 @@ class Facts:
 
     @property
     def steps_run(self) -> int:
-        """The number of trained global batches, if the workers finished training."""
+        """The number of global batches that the cell has trained, from its passes."""
         whole = self.passes_run * (self("batch.steps_per_epoch") or 0)
         return min(whole, self("settings.steps") or whole)
 
     @property
     def skips(self) -> int:
-        """The number of steps that overflowed, over all workers."""
+        """The number of optimizer steps that were skipped because gradients overflowed, over all workers."""
         if self.servers:
             return sum(link.get("skips") or 0 for link in self.servers[0].get("workers") or ())
         return self("strategy.details.skipped_steps") or 0
 
     @property
     def parameter_bytes(self) -> float | None:
-        """The size of all parameters of the model, from their number and format. None if unknown."""
+        """The size of all model parameters in bytes, from their number and dtype. None if unknown."""
         return self.bytes_of(self("model.parameters"))
 
     def bytes_of(self, count: int | None) -> float | None:
-        """Return the size of `count` parameters in their stored format."""
+        """Return the size in bytes of `count` parameters in their stored dtype."""
         widths = {"float64": 8, "bfloat16": 2}
         width = widths.get(self("strategy.details.weights_dtype"), 4)
         return None if count is None else count * width
 
 
 def sum_longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]) -> float:
-    """Return the maximum over nodes of the sum of `seconds_of` over a node's pauses. 0 without pauses."""
+    """Return the largest sum of a node's pauses in s. `seconds_of` gives a pause's length."""
     by_node: dict[int, float] = defaultdict(float)
     for pause in facts("pauses") or ():
         by_node[pause["node"]] += seconds_of(pause)

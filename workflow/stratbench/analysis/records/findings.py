@@ -28,5 +28,5 @@ def read_audit(path: Path | None) -> pd.DataFrame:
 
 
 def format_tally(count: int, severity: str) -> str:
-    """Return the number of findings with a severity: `2 unusable`, `1 warning`, `3 notes`."""
+    """Return the number of findings per severity as text: `2 unusable`, `1 warning`, `3 notes`."""
     return f"{count} unusable" if severity == "unusable" else format_count(count, severity)

@@ -22,11 +22,11 @@ class Group(NamedTuple):
     gpus: int
 
     def with_gpus(self, gpus: int) -> Group:
-        """Return the same group on another number of workers."""
+        """Return the same group coordinates with another number of workers."""
         return self._replace(gpus=gpus)
 
     def with_strategy(self, strategy: str) -> Group:
-        """Return the same group with another strategy."""
+        """Return the same group coordinates with another strategy."""
         return self._replace(strategy=strategy)
 
     @property
@@ -122,7 +122,7 @@ class Repeats:
         return np.array([[values[repeat] for repeat in shared] for values in by_group])
 
     def median(self, group: Group, column: str, concerns: str = "") -> float | None:
-        """Return the median of `values`, or None without values.
+        """Return the median of a column over a group's repeats, or None without values.
 
         Args:
             group: The group.

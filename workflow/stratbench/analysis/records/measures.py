@@ -65,7 +65,7 @@ class Measure:
 
     @property
     def unit(self) -> str:
-        """The shown unit; empty for a ratio."""
+        """The unit in which the metric is shown, empty for a ratio."""
         if self.baseline:
             return ""
         return BY_NAME[self.column].unit if self.shown_unit is None else self.shown_unit
@@ -89,7 +89,7 @@ class Measure:
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
     def named(self, score: Score) -> Measure:
-        """Return the measure with the names and units of an experiment with this score."""
+        """Return the metric with names and units of a score filled in."""
         if self.name_source == "score":
             return replace(
                 self,

@@ -87,7 +87,7 @@ def format_training_length(rows: pd.DataFrame) -> str:
 
 
 def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
-    """Yield the core's notices, which a reader must know before all numbers."""
+    """Yield notices of the core that must precede all numbers of the report."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
     if partial and cells["status"].isin(["missing", "error"]).any():

@@ -144,7 +144,7 @@ def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | st
 
 
 def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return the `pair` of values behind a ratio, or a `text`.
+    """Return the summary row of a ratio, with the `pair` to divide, or a `text`.
 
     The text is the reason for which there is no ratio.
 
@@ -172,7 +172,7 @@ def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
 
 
 def fill_ratios(rows: list[Row]) -> None:
-    """Replace each `pair` by its ratio and 95 % interval. Variances are pooled over a measure's ratios."""
+    """Replace the `pair` in each row by its ratio with a 95 % interval. Variances are pooled per metric."""
     by_measure: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if "pair" in row:
@@ -200,7 +200,7 @@ def format_cell(row: Row, measure: Measure) -> str:
 def group_findings(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], dict[str, str]]:
-    """Return the audit's severities by rule, for each (time, memory or score, *group)."""
+    """Return the audit's severities by rule, per group and kind of value (time, memory, score)."""
     doubts: defaultdict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     shown = [finding for finding in findings if finding["severity"] != "note"]
     for key, on_group in iter_findings_by_group(shown, groups):
