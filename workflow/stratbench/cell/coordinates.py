@@ -1,4 +1,4 @@
-"""The cell: a point of a study's matrix, its paths, and the expansion of a matrix into cells.
+"""Defines a cell (a point of a study's matrix) and its paths, and expands a matrix into cells.
 
 This module has no slow imports, since the Snakefile uses it on every parse.
 """

@@ -77,7 +77,7 @@ def load_extensions() -> dict[str, Extension]:
 
 
 def iter_imported_additions(point: str) -> Iterator[tuple[str, Any]]:
-    """Yield each extension that declares an addition of a kind, with the imported addition.
+    """Yield the name and the imported addition of each extension that declares one for `point`.
 
     Args:
         point: Name of a field of `Extension`.
@@ -88,13 +88,13 @@ def iter_imported_additions(point: str) -> Iterator[tuple[str, Any]]:
 
 
 def import_named_additions(point: str) -> dict[str, Any]:
-    """Return the objects that extensions name at a point with names of its own."""
+    """Return imported objects by name, for a field of `Extension` that is a mapping."""
     named = (getattr(extension, point).items() for extension in load_extensions().values())
     return {key: import_attribute(name) for each in named for key, name in each}
 
 
 def iter_extension_keys(block: str) -> Iterator[tuple[str, Any]]:
-    """Yield each extension with keys in a block of config.yaml, and their dataclass."""
+    """Yield each extension with keys in a block of config.yaml, and the keys' dataclass."""
     for name, extension in load_extensions().items():
         if block in extension.keys:
             yield name, import_attribute(extension.keys[block])

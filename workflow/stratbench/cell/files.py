@@ -126,7 +126,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return the values in a file of JSON lines that the product appends to. Empty if there is no file."""
+    """Return the values in a JSON Lines file of the product. Empty if the file is missing."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

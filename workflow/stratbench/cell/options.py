@@ -1,4 +1,4 @@
-"""Options of a strategy or a policy: plain values with defaults, checked against types and limits.
+"""Options of a strategy or policy: values with defaults, checked against types and limits.
 
 Options from a study's config, of a strategy's class and sent to a server are all checked here. The last
 functions determine which class attributes a strategy or policy does not inherit from another.
@@ -171,7 +171,7 @@ def iter_limits(spec: Field) -> Iterator[str]:
 
 
 def reset_inherited_attributes(cls: type, claims: tuple[str, ...]) -> None:
-    """Reset the attributes `claims` that a new class inherited from a class with a `summary`.
+    """Reset the attributes `claims` that a new strategy or policy inherits from a complete one.
 
     A class with a `summary` is a complete strategy or policy. It keeps the attributes that it declares
     itself, and those of bases without a `summary`. So each complete class must declare its own properties.
@@ -187,5 +187,5 @@ def reset_inherited_attributes(cls: type, claims: tuple[str, ...]) -> None:
 
 
 def has_own_summary(cls: type) -> bool:
-    """Return whether the class declares its own `summary`, as each class in a registry does."""
+    """Return whether a class declares its own `summary`, as each registered strategy or policy does."""
     return "summary" in vars(cls)

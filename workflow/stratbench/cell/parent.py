@@ -30,7 +30,7 @@ def terminate_when_ancestor_ends(ancestor: int) -> None:
 
 
 def list_ancestors(ancestor: int) -> list[int | None]:
-    """Return the ids of this process's ancestors up to `ancestor`, empty if that has ended.
+    """Return the ids of this process's ancestors up to `ancestor`. Empty if `ancestor` has ended.
 
     A process whose parent has ended immediately gets another parent.
     """

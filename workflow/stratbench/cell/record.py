@@ -1,4 +1,4 @@
-"""Reads, writes and validates records: JSON files with the measurements of a cell."""
+"""Reads, writes and validates records: JSON files with the measurements of a cell (a training run)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RecordError(ValueError):
 
 @cache
 def load_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a record, including its settings."""
+    """Return the JSON Schema of a record, including the schema of its settings."""
     whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     whole["properties"]["settings"] |= build_settings_schema()
     return whole
@@ -46,7 +46,7 @@ def compile_validator() -> Callable[[Record], Record] | None:
 
 
 def can_validate() -> bool:
-    """Return whether the package for `validate` is installed; machines that only train may lack it.
+    """Return whether the package that validates records is installed. Machines that only train may lack it.
 
     Call this before a long training, so that a missing package is found early.
     """
@@ -107,7 +107,7 @@ def read_measured_record(path: str | Path) -> Record:
 
 
 def read_failure_reason(log_dir: Path) -> str | None:
-    """Return why a cell without a record failed, by its log folder. Return None if that shows no failure."""
+    """Return why a cell without a record failed. None if its log folder shows no failure."""
     path = log_dir / FAILURE_FILE
     try:
         reason = read_json(path)["reason"]
@@ -121,7 +121,7 @@ def read_failure_reason(log_dir: Path) -> str | None:
 
 
 def is_valid_record_of_cell(path: str | Path, cell: str, settings: str) -> bool:
-    """Return whether the file is a valid record of a cell with these settings.
+    """Return whether a file is a valid record of a given cell with given settings.
 
     Args:
         path: Path of the file.
@@ -136,7 +136,7 @@ def is_valid_record_of_cell(path: str | Path, cell: str, settings: str) -> bool:
 
 
 def describe_settings_differences(record: Record, settings: Settings) -> str | None:
-    """Return a sentence on the differences of a record's settings from the config. Return None if equal."""
+    """Return a sentence on how a record's settings differ from the config's. None if equal."""
     wanted = json.loads(settings.as_json())
     recorded = record["settings"]
     keys = dict.fromkeys([*wanted, "more"])

@@ -1,4 +1,4 @@
-"""The run folder, with the files that the launcher, agents, workers and servers of a cell share."""
+"""Defines the run folder, whose files the launcher, agents, workers and servers of a cell share."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ class RunFolder:
         return self._local / f"{format_worker_name(rank)}.heartbeat"
 
     def stack(self, process: str) -> Path:
-        """Return the path of the stacks that a process writes if its agent requests them."""
+        """Return the path of the stack traces that a process writes on its agent's request."""
         return self.path / f"{process}.stack"
 
     def stacks(self) -> list[Path]:
-        """Return the paths of all written stacks, sorted by process name."""
+        """Return the paths of all written stack traces, sorted by process name."""
         return sorted(p for p in self.path.glob("*.stack") if p.stat().st_size)
 
     def samples(self, node: int) -> Path:
@@ -144,13 +144,13 @@ class RunFolder:
         return self.local or self.path
 
     def write_job(self, text: str) -> Path:
-        """Store the job for the agents of other nodes, and return the file's path."""
+        """Write the cell's job to a file for other nodes' agents, and return the path."""
         write_atomic(self.job, text)
         return self.job
 
     @property
     def job(self) -> Path:
-        """The path of the file that `write_job` writes."""
+        """The path of the file with the cell's job, which `write_job` writes."""
         return self.path / "job.json"
 
     @property
@@ -180,18 +180,18 @@ class RunFolder:
         return read_json_if_exists(self.path / f"unheard{number}.json")
 
     def incarnations(self) -> list[Path]:
-        """Return the paths of the files on an elastic cell's members, one per launcher."""
+        """Return the paths of the files on an elastic cell's members, one file per launch."""
         return sorted(
             self.path.glob("incarnation*.json"),
             key=lambda p: int(p.stem.removeprefix("incarnation")),
         )
 
     def write_incarnation(self, number: int, facts: dict[str, Any]) -> None:
-        """Store facts on the members of an elastic cell under launcher number `number`, from 0."""
+        """Store facts on an elastic cell's members during launch number `number`, from 0."""
         write_atomic(self.path / f"incarnation{number}.json", json.dumps(facts))
 
     def write_endpoint(self, host: str, port: int) -> None:
-        """Write the address of rank 0's store or of a command's node 0."""
+        """Write the host and port at which all nodes connect to node 0."""
         write_atomic(self._endpoint, json.dumps({"host": host, "port": port}))
 
     def read_endpoint(self) -> tuple[str, int] | None:
@@ -200,10 +200,10 @@ class RunFolder:
         return endpoint and (endpoint["host"], endpoint["port"])
 
     def wait_for_endpoint(self, limit_s: float) -> tuple[str, int]:
-        """Wait until node 0 has written the address at which all nodes connect; return it.
+        """Wait until node 0 has written the address for all nodes, and return it.
 
         Raises:
-            TimeoutError: Node 0 has not written them within `limit_s`.
+            TimeoutError: Node 0 has not written the address within `limit_s`.
         """
         deadline_s = time.monotonic() + limit_s
         while (endpoint := self.read_endpoint()) is None:
@@ -270,7 +270,7 @@ class RunFolder:
         write_atomic(self.path / f"busy{node}.json", json.dumps(facts))
 
     def foreign_processes(self, node: int) -> Path:
-        """Return the path of the file on foreign processes on a node's GPUs.
+        """Return the path of the file that lists foreign processes on a node's GPUs.
 
         `telemetry.machine.foreign_processes` writes the file if there were any.
         """

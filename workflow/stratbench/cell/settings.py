@@ -1,4 +1,4 @@
-"""Declares every setting of a cell, with its type, limits, default and meaning.
+"""Declares every setting of a training run (cell), with its type, limits, default and meaning.
 
 The schema of config.yaml, the table in docs/configuration.md, the settings in a record and the settings that
 affect the plan all follow from these declarations.
@@ -86,7 +86,7 @@ class Keys:
 
     @classmethod
     def complete(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the extension's part of `more` in Settings or Constraints.
+        """Return the values to store for an extension's keys, in `more` of Settings or Constraints.
 
         Args:
             own: The extension's keys that the block gives.
@@ -96,7 +96,7 @@ class Keys:
 
     @classmethod
     def faults(cls, block: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
-        """Yield messages on contradictions to a block's keys, beginning with the block's name.
+        """Yield a message per contradiction between a config block and the extension's keys there.
 
         Args:
             block: Values of the block.
@@ -110,7 +110,7 @@ Given = TypeVar("Given", bound=Keys)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything a cell is trained with, defaults resolved. Changing any of it retrains the cell.
+    """All settings that a cell is trained with, defaults included. A change of any setting retrains the cell.
 
     The cell's time limit is left out on purpose: raising it must not retrain what has finished.
     """
@@ -264,7 +264,7 @@ class Settings:
         return self.epochs or -(-self.steps // (train_samples // self.global_batch))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings as in a record: `more` only if it is not empty."""
+        """Return the settings as a record stores them, without `more` if that is empty."""
         values = asdict(self)
         return values if self.more else {k: v for k, v in values.items() if k != "more"}
 

@@ -1,4 +1,4 @@
-"""Parses the arguments of `stratbench` and runs a subcommand; also as `python -m stratbench.command`.
+"""Parses the arguments of `stratbench`, or of `python -m stratbench.command`, and runs a subcommand.
 
 Subcommands import their modules when they run, since only `run`, `plan` and the check of networks need
 PyTorch.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all subcommands, first of the core and then of extensions."""
+    """Return the parser of all subcommands, those of the core before those of extensions."""
     whole = argparse.ArgumentParser(
         prog="stratbench",
         description=DESCRIPTION,

@@ -1,4 +1,4 @@
-"""Registers subcommands of `stratbench` for the core and extensions, and has their common functions."""
+"""Registers the subcommands of `stratbench`, for the core and extensions, and defines common functions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def add_training_subcommand(add: SubcommandAdder, name: str, text: str) -> None:
 
 
 def run_training_rule(args: argparse.Namespace, others: list[str]) -> int:
-    """Run the workflow's default target for `stratbench run`, else the rule with the subcommand's name."""
+    """Run the default Snakemake target for `stratbench run`, else the rule with the subcommand's name."""
     check_packages_installed("torch")
     target = [] if args.command == "run" else [args.command]
     profile = find_profile_folder(args.profile)
@@ -89,7 +89,7 @@ def run_training_rule(args: argparse.Namespace, others: list[str]) -> int:
 def print_rule_answer(
     args: argparse.Namespace, others: list[str], config: Sequence[str] = ()
 ) -> int:
-    """Run the rule with the subcommand's name, and print only the rule's text.
+    """Run the Snakemake rule with the subcommand's name, and print only the rule's text.
 
     Args:
         args: Parsed arguments.
@@ -103,7 +103,7 @@ def print_rule_answer(
 
 
 def print_rule_answer_with_torch(args: argparse.Namespace, others: list[str]) -> int:
-    """Run the rule with the subcommand's name, after a check that PyTorch is installed."""
+    """Run the Snakemake rule with the subcommand's name, after checking that PyTorch is installed."""
     check_packages_installed("torch")
     return print_rule_answer(args, others)
 

@@ -29,7 +29,7 @@ class Report:
     """
 
     def __init__(self, **facts: str | float) -> None:
-        """Start the report.
+        """Create the report of a training, and start its clock.
 
         Args:
             facts: Facts about the training: `parameters`, the model's number of parameters, shows whether two

@@ -152,7 +152,7 @@ def moderate_variances(
 def estimate_prior_by_kind(
     variances: np.ndarray, dof: np.ndarray, known: np.ndarray, kinds: np.ndarray, **few: Any
 ) -> Prior:
-    """Return each variance's prior, from its kind or, if too few, all kinds.
+    """Return the prior of each variance, from its kind or, if too few, all kinds.
 
     All arrays have the shape [..., G].
 
@@ -237,7 +237,7 @@ def moderate_variances_by_groups(
     """Return variances of differences shrunk towards the groups' variances, and their degrees of freedom.
 
     All arrays have the shape [..., G]. The prior of a difference is the sum of the priors of its two groups.
-    Its degrees of freedom are limited by those of the other groups, and are few for two repeats.
+    The prior's degrees of freedom are limited by those of the other groups, and are few for two repeats.
 
     Args:
         differences: Differences of group i from group `first`[i].

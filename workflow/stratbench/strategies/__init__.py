@@ -1,4 +1,4 @@
-"""Training strategies: one file per family, and a line each in this registry or in an extension.
+"""Registers the training strategies, whose families have one file each, here or in an extension.
 
 Strategy modules import torch inside functions only, so that the workflow can read a strategy's name and
 options in milliseconds.
@@ -29,17 +29,17 @@ REGISTRY: dict[str, str] = {
 
 
 def get_strategy_class(name: str) -> type[Strategy]:
-    """Return the class registered as `name`.
+    """Return the strategy class that is registered as `name`.
 
     Raises:
-        KeyError: When there is none.
+        KeyError: If no strategy has this name.
     """
     registered = import_attribute(REGISTRY[name])
     return registered if isinstance(registered, type) else registered(name)
 
 
 def make_strategy(name: str, options: Mapping[str, Any]) -> Strategy:
-    """Return the strategy registered as `name`, with these options."""
+    """Return a new instance of the strategy registered as `name`, with the given options."""
     cls = get_strategy_class(name)
     return cls(cls.Options(**options))
 
@@ -50,12 +50,12 @@ def _option_defaults(name: str) -> dict[str, Any]:
 
 
 def get_option_defaults(name: str) -> dict[str, Any]:
-    """Return the options of the strategy registered as `name`, with their defaults."""
+    """Return the options of the strategy that is registered as `name`, with their defaults."""
     return dict(_option_defaults(name))
 
 
 def resolve_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Return all options of a cell on `gpus` workers.
+    """Return all options of a strategy on `gpus` workers: the given ones, else defaults.
 
     Args:
         name: Name of the strategy.
@@ -73,7 +73,7 @@ def get_traits(
     replaced: bool = False,
     adds_up: bool = True,
 ) -> Traits:
-    """Return the traits of the strategy registered as `name`, with these options.
+    """Return the traits of the strategy that is registered as `name`, with the given options.
 
     Args:
         name: Name of the strategy.

@@ -103,7 +103,7 @@ def refuse_changed_scores(
 def check_batchnorm_samples(
     network: str | models.Model, batchnorm: bool, samples: int, parts: int
 ) -> None:
-    """Raise Refused if a worker would normalise over a single sample.
+    """Raise Refused if a worker's BatchNorm would normalise over a single sample.
 
     Args:
         network: Name of the model, or the description of a user's own.
@@ -120,9 +120,9 @@ def check_batchnorm_samples(
 
 
 def compute_min_samples(batchnorm: bool, parts: int) -> int:
-    """Return the smallest number of samples per step of a worker.
+    """Return the smallest number of samples per step that a worker can train with.
 
-    It is two per part with BatchNorm, else one per step.
+    The number is two per part with BatchNorm, else one per step.
     """
     return 2 * parts if batchnorm else 1
 

@@ -82,7 +82,7 @@ class Traits:
 
 @dataclass
 class Worker:
-    """A worker process: its place among the workers, its device, its model and its reports."""
+    """A worker process as a strategy sees it: settings, rank, device, shard groups and callbacks."""
 
     #: Settings of the cell.
     settings: Settings
@@ -289,9 +289,7 @@ class Strategy:
     def explain_fixed_workers(
         cls, options: dict[str, Any], values: Mapping[str, Any]
     ) -> str | None:
-        """Return why workers cannot join and leave with these options and values.
-
-        The result is None if they can.
+        """Return why workers cannot join or leave during training. None if they can.
 
         Args:
             options: All options of the strategy.
@@ -301,9 +299,7 @@ class Strategy:
 
     @classmethod
     def restart_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
-        """Return why a training restarts from step 0 with these options and values.
-
-        The result is None if it does not.
+        """Return why an interrupted training cannot resume and restarts from step 0. None if it resumes.
 
         Args:
             options: All options of the strategy.
@@ -313,20 +309,20 @@ class Strategy:
 
     @classmethod
     def packages(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the packages that the strategy needs with these options: `needs`, and others by option."""
+        """Return the packages that the strategy needs: those in `needs`, and others by option."""
         return cls.needs
 
     @classmethod
     def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
-        """Return the user's files that its options name, by their names.
+        """Return the user's files that the strategy's options name, by file name.
 
-        If one of them changes, cells are trained again.
+        If one of these files changes, cells are trained again.
         """
         return {}
 
     @classmethod
     def faults_here(cls, options: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a sentence for each requirement of its options that this machine does not meet."""
+        """Yield a sentence per requirement of the strategy's options that this machine does not meet."""
         yield from ()
 
     def refusals_of_model(self, model: nn.Module, worker: Worker) -> Iterator[str]:
@@ -347,15 +343,15 @@ class Strategy:
 
     @classmethod
     def on_fakes(cls) -> AbstractContextManager:
-        """Return a context in which its libraries work with fake tensors and process groups."""
+        """Return a context in which the strategy's libraries work with fake tensors and process groups."""
         return nullcontext()
 
     def forget_batch(self) -> None:
-        """Free everything that depends on the batch size. The next step may have another one."""
+        """Free everything that depends on the batch size, which may differ in the next step."""
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
-        """Return the number of samples of a worker in one `step`, also outside of training."""
+        """Return the number of samples of a worker in one call of `step`."""
         return s.per_worker_batch
 
     def traits(self, gpus: int) -> Traits:
@@ -394,7 +390,7 @@ class Strategy:
 
     @property
     def first_steps(self) -> tuple[int, ...]:
-        """Index of the training's first step of each kind, for the plan."""
+        """Indices of the training steps at which a new kind of step begins."""
         return (0,)
 
     @property
@@ -420,7 +416,7 @@ class Strategy:
         return before, -(-timed // period) * period
 
     def exchanges(self, steps: int) -> int:
-        """Return in how many of the first `steps` of a training workers communicate."""
+        """Return the number of steps with communication among the first `steps` of a training."""
         return steps
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
@@ -433,7 +429,7 @@ class Strategy:
 
     @property
     def adds_again(self) -> bool:
-        """Whether backward adds to a gradient several times. It is complete only at the end."""
+        """Whether backward adds to a gradient several times, until the last sum is complete."""
         return bool(self.worker.trial and self.worker.trial.again)
 
     def frozen_written(self) -> list[Tensor]:
@@ -503,7 +499,7 @@ class Strategy:
         raise NotImplementedError
 
     def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Compute the gradients of a batch without an update. Return those that this worker holds.
+        """Compute a batch's gradients without an update; return the gradients that this worker holds.
 
         Parameters without a gradient have zeros. The list is empty if the strategy does not know its
         gradients; compiled code is then not checked.
@@ -536,7 +532,7 @@ class Strategy:
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this worker reports for all, known after the training."""
+        """Whether this worker reports the results of all workers, which is known after the training."""
         return self.worker.rank == 0
 
     def report(self) -> dict[str, Any]:
@@ -554,7 +550,7 @@ class Strategy:
         return None
 
     def check_alike(self) -> None:
-        """Raise Refused if workers have called different collectives; called between epochs."""
+        """Raise Refused if workers have called different collectives. All workers call it between epochs."""
 
     def close(self) -> None:
         """Release the resources that `setup` acquired, after the last measurement."""
@@ -771,7 +767,7 @@ class Collective(Strategy):
         return loss * factor.to(loss.dtype)
 
     def mean_weight(self, own: Tensor) -> Tensor:
-        """Return the mean weight of the replicas' batches, `own` being that of this worker."""
+        """Return the mean weight of the replicas' batches. `own` is the weight of this worker's batch."""
         import torch.distributed as dist
 
         w = self.worker
@@ -900,7 +896,7 @@ class Collective(Strategy):
         return {"steps": self.steps, "scale": scale}
 
     def go_on(self, counts: dict[str, Any]) -> None:
-        """Restore the values that `counts` returned; it must be called after `reset`."""
+        """Restore the values that `export_counts` returned; it must be called after `reset`."""
         self.steps = counts["steps"]
         if self.scaler is not None:
             self.scaler.go_on(counts["scale"])
@@ -946,7 +942,7 @@ def list_dtype_names(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def sparse_gradient_reason(names: Sequence[str], reason: str) -> str:
-    """Return a sentence on unsupported sparse gradients of some parameters, with the remedy."""
+    """Return a sentence on parameters with sparse gradients, which are not supported, with the remedy."""
     listed = format_names(names)
     return f"the gradient of {listed} is sparse, which {reason}; build the layer with sparse=False"
 
@@ -971,7 +967,7 @@ def iter_unshardable_model_reasons(trial: Trial, as_parameters: bool = True) -> 
 
 
 def lost_hooks_reason(names: Sequence[str]) -> str:
-    """Return a sentence on gradient hooks that are lost if shards replace parameters, with remedy."""
+    """Return a sentence on gradient hooks that sharding the parameters would remove, with the remedy."""
     return (
         f"{format_names(names)} has a gradient hook, which would stay on the whole parameter while its "
         "shards are trained; change the gradient in forward instead (torch.where, detach, an autograd "
@@ -1005,7 +1001,7 @@ def lost_changes_reason(names: Sequence[str]) -> str:
 
 
 def diverging_replicas_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward changes by its data. Replicas would diverge."""
+    """Return a sentence on parameters that forward changes depending on data, which makes replicas differ."""
     return (
         f"forward writes values to {format_names(names)} that depend on the batch, so the workers' replicas "
         "would diverge; store them in a buffer (register_buffer), or change how forward uses the parameter"
@@ -1056,7 +1052,7 @@ def compile_if_requested(module: nn.Module, s: Settings) -> nn.Module:
 
 
 def describe_ring_traffic(sent_bytes: float) -> dict[str, Any]:
-    """Return `Strategy.communication` of ring collectives, by which a worker receives what it sends.
+    """Return `Strategy.communication` for ring collectives, where a worker receives as much as it sends.
 
     See Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """

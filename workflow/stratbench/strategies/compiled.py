@@ -72,9 +72,9 @@ def check_compiled_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: T
 
 
 def _compute_relative_distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the norm of the difference relative to the expected norm.
+    """Return the norm of the difference of two gradients, divided by the expected gradient's norm.
 
-    The result is 0 if that is 0 or not finite.
+    The result is 0 if the expected norm is 0 or not finite.
     """
     size = _compute_total_norm(expected)
     if not size.isfinite() or size == 0:
@@ -83,7 +83,7 @@ def _compute_relative_distance(actual: Sequence[Tensor], expected: Sequence[Tens
 
 
 def _compute_largest_norm_ratio(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the largest factor between the norms of corresponding gradients, without negligible ones."""
+    """Return the largest factor by which corresponding gradients' norms differ, ignoring negligible norms."""
     norms = torch.stack(
         [
             torch.stack([_compute_total_norm([a]), _compute_total_norm([b])])

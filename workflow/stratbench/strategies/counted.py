@@ -1,4 +1,4 @@
-"""Base of strategies whose communication is counted in an untimed step, since no formula gives it."""
+"""Base of strategies without a formula for their traffic, which is counted in an untimed step."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def no_gradient_reason(names: Sequence[str]) -> str:
 
 
 class SampledTimes(NamedTuple):
-    """Number of steps that DDP has timed, and sums of their times."""
+    """The number of steps that DDP has timed, and the sums of their times."""
 
     steps: int
     communication_ms: float
@@ -45,7 +45,7 @@ class SampledTimes(NamedTuple):
 
 
 def read_sampled_times(module: DistributedDataParallel, every: int) -> SampledTimes:
-    """Return the sums of times that DDP has logged so far.
+    """Return the sums of the step times that DDP has logged so far.
 
     DDP stores means without the number of steps, which follows from the iteration. See
     torch/csrc/distributed/c10d/logger.cpp and reducer.cpp (should_collect_runtime_stats).
@@ -134,7 +134,7 @@ class DDP(base.Collective):
     def explain_fixed_workers(
         cls, options: dict[str, Any], values: Mapping[str, Any]
     ) -> str | None:
-        """Return why workers cannot join and leave with PowerSGD or fp16. The result is None if they can."""
+        """Return why workers cannot join and leave with PowerSGD or fp16. None with other options."""
         if options.get("compress") == "powersgd":
             return (
                 "each worker keeps PowerSGD's compression error of its own gradients, which is lost with the "

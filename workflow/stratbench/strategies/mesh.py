@@ -21,7 +21,7 @@ def check_equal_groups(option: str, workers: int, gpus: int) -> None:
 
 
 class MeshCoordinate(NamedTuple):
-    """A worker's place in a mesh: its replica, its stage and its number among tensor workers, from 0."""
+    """A worker's coordinate in a mesh: its replica, pipeline stage and tensor worker, each from 0."""
 
     replica: int
     stage: int
@@ -55,13 +55,13 @@ class Mesh:
         return self.tensor * self.stages
 
     def place(self, rank: int) -> MeshCoordinate:
-        """Return the place of the worker with a rank in the mesh."""
+        """Return the mesh coordinate of the worker with a given rank."""
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.replicas)
         return MeshCoordinate(replica, stage, tensor)
 
     def rank(self, at: MeshCoordinate) -> int:
-        """Return the rank of the worker at a place in the mesh."""
+        """Return the rank of the worker at a given mesh coordinate."""
         return (at.stage * self.replicas + at.replica) * self.tensor + at.tensor
 
     def speaks(self, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""Checks before any training that packages are installed which only some strategies need."""
+"""Checks, before any training, that the packages which only some strategies need are installed."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class SharedScaler(ObservableScaler):
         return self.state_dict() | {"skipped": self.skipped_steps()}
 
     def go_on(self, counts: dict[str, Any]) -> None:
-        """Restore the values that `counts` returned."""
+        """Restore the loss scale and the step counts that `export_counts` returned."""
         self.load_state_dict({key: value for key, value in counts.items() if key != "skipped"})
         self._skipped.fill_(counts["skipped"])
 

@@ -44,7 +44,7 @@ class Slowdown:
         classes: int,
         device: torch.device,
     ) -> Slowdown:
-        """Return the slowdown that the settings ask for on a rank. Without one, it never waits.
+        """Return the slowdown that the settings define for a rank, perhaps none.
 
         Args:
             s: Settings of the cell.

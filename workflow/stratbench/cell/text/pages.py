@@ -80,7 +80,7 @@ def format_html_safe_json(data: Any) -> str:
 
 
 def read_page_script(path: Path) -> dict[str, str]:
-    """Return a page's whole script, and its hash for the content security policy."""
+    """Return a page's complete script, and its hash for the content security policy."""
     script = "".join(p.read_text(encoding="utf-8") for p in (SHARED / "interactive.js", path))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {"script": script, "script_hash": f"sha256-{digest}"}

@@ -1,4 +1,4 @@
-"""Formats counts with nouns (`4 CPU processes`), memory, times, foreign texts and wrong values."""
+"""Formats counts with nouns (`4 CPU processes`), memory, times, untrusted texts and invalid config values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def join_with_and(values: Iterable[object]) -> str:
 
 
 def choose_noun_for_workers(device_kinds: Iterable[object]) -> str:
-    """Return the noun for workers on these kinds of device, `worker` if ambiguous."""
+    """Return the noun for workers on these kinds of device, or `worker` if kinds differ."""
     nouns = [WORKER_NOUNS[kind] for kind in WORKER_NOUNS.keys() & set(device_kinds)]
     return nouns[0] if len(nouns) == 1 else "worker"
 
@@ -106,7 +106,7 @@ def replace_control_characters(text: str) -> str:
 
 
 def shorten_for_table(text: str) -> str:
-    """Return a text like `replace_control_characters`, cut to 80 characters for a table."""
+    """Return a text without control characters, cut to 80 characters for a table."""
     text = replace_control_characters(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -171,7 +171,7 @@ class FSDP(Sharded):
             )
 
     def _accumulation_refusals(self, names: list[str], worker: base.Worker) -> Iterator[str]:
-        """Yield reasons why gradients cannot be accumulated if `names` get one in some parts only."""
+        """Yield reasons why gradients cannot be accumulated if some batch parts give `names` no gradient."""
         s, size = worker.settings, worker.world_size
         may_lack = f"{format_names(names)} may get no gradient in some parts of a batch"
         if self.options.gradient_sync == "last-part":
@@ -194,7 +194,7 @@ class FSDP(Sharded):
     def _iter_group_dtypes(
         self, model: nn.Module, worker: base.Worker
     ) -> Iterator[tuple[str, list[str]]]:
-        """Yield the dtypes of each shard group's parameters, and of parameters in no shard group."""
+        """Yield the dtypes of each shard group's parameters, and of parameters in no group."""
         left = set(model.parameters())
         for label, modules in worker.wrap_groups:
             own = {p for m in modules for p in m.parameters()}
@@ -269,7 +269,7 @@ class FSDP(Sharded):
         return nullcontext()
 
     def _make_policy(self, precision: str) -> MixedPrecisionPolicy | None:
-        """Return FSDP2's own mixed-precision policy, or None if the options do not request it."""
+        """Return FSDP2's mixed-precision policy if the options request it, else None."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -145,10 +145,7 @@ class ZeRO1(base.Collective):
         return nullcontext()
 
     def _move_gradient_to_bucket(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Add what backward has made to the bucket.
-
-        It needs no memory of its own any longer.
-        """
+        """Add a parameter's gradient from backward to the bucket, and free the gradient."""
         if bucket.sent:
             name = next(n for n, p in self.model.named_parameters() if p is parameter)
             s = self.worker.settings
