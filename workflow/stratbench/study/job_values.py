@@ -39,7 +39,7 @@ def save_config_for_jobs(workflow: Any) -> None:
 
 
 def has_saved_config(workflow: Any) -> bool:
-    """Return whether this process is a job whose config was saved by `save_config_for_jobs`."""
+    """Return whether this process is a job that reads the config saved by `save_config_for_jobs`."""
     return any(
         Path(p).parent.parts[-2:] == CONFIGS.parts
         for p in internals.get_command_line_config_files(workflow)

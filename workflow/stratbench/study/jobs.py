@@ -1,4 +1,4 @@
-"""The training jobs of a study: cells, settings and resources."""
+"""Lists the training jobs of a study, with their cells, settings and resources."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from stratbench.study.resources import JobRequest, PlannedNeeds, build_job_reque
 
 
 class Jobs:
-    """The training jobs of a study. Answers are cached, since Snakemake asks for them often."""
+    """The training jobs of a study. Values are cached, because Snakemake asks for them often."""
 
     def __init__(self, config: Mapping[str, Any], study: Study) -> None:
-        """Take a study and the validated config that has it."""
+        """Store a study and the validated config that contains it."""
         self.results: str = config["results"]
         self._study = study
         self._cluster = config["cluster"]
@@ -71,7 +71,7 @@ class Jobs:
         return self._settings[cell]
 
     def request_of(self, cell: Cell) -> JobRequest:
-        """Return what a cell requests from the scheduler."""
+        """Return the resources that a cell's job requests from the scheduler."""
         if cell not in self._requests:
             needs = PlannedNeeds(
                 host_mem_mib=self._plan.host_mem_mib(cell),

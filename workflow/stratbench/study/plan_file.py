@@ -1,4 +1,4 @@
-"""Reads plan.json for the rules: the predicted memory and time of cells, and which cells cannot run.
+"""Reads plan.json for the rules: predicted memory and time of each cell, and which cells cannot run.
 
 `plan/` writes this file. Nothing heavy is imported: the Snakefile uses this module on every parse.
 """

@@ -1,4 +1,4 @@
-"""Runs programs of the package for a rule, one after the other in one process.
+"""Runs programs of the package for a Snakemake rule, one after the other in one process.
 
     python -m stratbench.study.program $PPID [--values FILE] [--hold FOLDER] -m MODULE ARGUMENTS [-m ...]
 
@@ -70,7 +70,7 @@ def find_main(name: str):
 
 
 def stop_process_tree(pid: int, signum: int, frame: object) -> None:
-    """End this process and all that it has started; a signal handler.
+    """Handle a signal by ending this process and all processes that it has started.
 
     Args:
         pid: Process that has set the handler. A fork of this process only ends itself.

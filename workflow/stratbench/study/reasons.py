@@ -19,7 +19,7 @@ MAX_LINES = 12
 def iter_failure_summary(
     failed: Iterable[tuple[Any, Path]], results: str, since_s: float
 ) -> Iterator[str]:
-    """Yield a summary's lines of what failed in a run of Snakemake, or nothing.
+    """Yield lines that summarise what failed in a run of Snakemake. Empty without failures.
 
     Args:
         failed: Cell or block of each failed job, and the job's log.

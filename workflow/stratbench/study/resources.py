@@ -1,4 +1,4 @@
-"""The resources that a cell requests from a scheduler: the rules request them, and the plan shows them.
+"""Computes the resources that a cell's job requests from the scheduler, for the rules and the plan.
 
 Nothing heavy is imported: the Snakefile uses this module on every parse. `cluster` is the block of
 config.yaml.
@@ -96,7 +96,7 @@ def build_job_request(
     time_limit_s: float | None,
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
-    """Return a cell's request: an extension's if one replaces it, else the plain one."""
+    """Return a cell's resource request, from the extension that replaces it if any."""
     for _, make_request in iter_imported_additions("request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request
@@ -146,17 +146,17 @@ def build_plain_request(
 
 
 def count_nodes(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """Return the number of nodes that the cell spans."""
+    """Return the number of nodes on which a cell runs."""
     return count_nodes_of_workers(cell.gpus, cluster)
 
 
 def count_nodes_of_workers(gpus: int, cluster: Mapping[str, Any]) -> int:
-    """Return the number of nodes that a cell with `gpus` workers spans."""
+    """Return the number of nodes on which a cell with `gpus` workers runs."""
     return -(-gpus // cluster["gpus_per_node"])
 
 
 def count_workers_per_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """Return the number of workers per node of a cell. Its last node may have fewer."""
+    """Return the number of workers per node of a cell. The last node may have fewer."""
     return -(-cell.gpus // count_nodes(cell, cluster))
 
 

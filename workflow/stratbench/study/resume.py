@@ -1,4 +1,4 @@
-"""Decides, before Snakemake starts cells, which existing records it keeps and which it makes again."""
+"""Decides, before Snakemake starts training, which existing records are kept and which are made again."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def report_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
 
 
 def retrain_results_of_changed_data(workflow: Any, path: Path, wanted: Settings) -> None:
-    """Make Snakemake replace a result that was trained on other data than `wanted` has.
+    """Make Snakemake replace a result if it was trained on data other than `wanted` describes.
 
-    Snakemake does so by itself if it remembers the settings of the file. It does not remember them in a copy
-    of the folder, or if Snakemake in another folder has made the file since. It is called when the job is
-    planned, also in a dry run.
+    Snakemake replaces the result by itself if it remembers the settings of the
+    file. Snakemake does not remember them in a copy of the folder, or if Snakemake in another folder has
+    made the file since. The function is called when the job is planned, also in a dry run.
 
     Args:
         workflow: Snakemake's workflow.

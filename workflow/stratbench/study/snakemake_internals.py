@@ -1,4 +1,4 @@
-"""Uses of Snakemake's undocumented names, in one module to check when Snakemake is upgraded.
+"""Wraps Snakemake's undocumented names, in one module to check when Snakemake is upgraded.
 
 Two parts of Snakemake are replaced while it runs: the class of its executor and the `run` of its scheduler.
 In each function `workflow`, `job` and `rule` are Snakemake's objects; a rule is `rules.NAME`.
@@ -45,7 +45,7 @@ def changes_path_by_prefix(workflow: Any, path: str) -> bool:
 
 
 def get_config_files(workflow: Any) -> Sequence[Path]:
-    """Return all files that Snakemake reads its config from."""
+    """Return all config files that Snakemake reads."""
     return workflow.configfiles
 
 
@@ -86,7 +86,7 @@ def is_planned_job(workflow: Any, job: Any) -> bool:
 
 
 def iter_planned_jobs(workflow: Any) -> Iterator[Any]:
-    """Yield all jobs that are to run."""
+    """Yield all jobs that Snakemake is going to run."""
     yield from workflow.dag.needrun_jobs()
 
 
@@ -126,7 +126,7 @@ def has_incomplete_files(workflow: Any, job: Any) -> bool:
 
 
 def has_metadata(workflow: Any, job: Any) -> bool:
-    """Return whether Snakemake has stored how the job's files were made."""
+    """Return whether Snakemake has stored metadata on how the job's files were made."""
     return workflow.persistence.has_metadata(job)
 
 
@@ -155,7 +155,7 @@ def restart_snakemake(workflow: Any) -> None:
 
 
 def end_run(workflow: Any) -> None:
-    """End the run as Snakemake does at a SIGTERM; a signal handler may call this.
+    """End the run as Snakemake does at a SIGTERM; signal handlers may call this function.
 
     Snakemake's own handler takes a lock, and would deadlock if the main thread holds this lock.
     """

@@ -183,7 +183,7 @@ class StepClock:
 
     @property
     def own_ms(self) -> list[float]:
-        """Time of each of the last steps without waits for other workers, in ms."""
+        """Time of each of the last steps in ms, minus waits for other workers."""
         return list(self._own_ms)
 
     @property
@@ -213,7 +213,7 @@ class StepClock:
         self._phases = {name: (n, ms) for name, (n, ms) in history["phases"].items()}
 
     def _note_issue_time(self) -> None:
-        """Store the time in which the host has issued the step that ends here."""
+        """Store how long the host took to issue the training step that ends now."""
         now_ns = time.perf_counter_ns()
         took_ms = (now_ns - self._issued_ns) / 1e6
         self._issue_ms = took_ms if self._issue_ms is None else min(took_ms, self._issue_ms)
@@ -240,7 +240,7 @@ class StepClock:
         return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
 
     def _wait_for_each_step(self, heartbeat: Heartbeat) -> None:
-        """Wait for each queued step. Update the heartbeat, since the queue may take many steps' time."""
+        """Wait for each queued step, and update the heartbeat after each."""
         first = bisect_left(self._stamps, True, key=lambda event: not event.query())
         for event in self._stamps[first:]:
             event.synchronize()
@@ -257,7 +257,7 @@ class StepClock:
                 self._compute_steps(length)
 
     def _compute_steps(self, length: int) -> None:
-        """Compute the times of the first `length` stamps, the last of which ends a step."""
+        """Compute step times from the first `length` time stamps, which end with a step."""
         name_of = {label: phase for phase, label in self._label_of.items()}
         step_start = before = self._stamps[0]
         in_step: dict[str, float] = {}

@@ -71,7 +71,7 @@ def detect_collective(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
 
 
 def _get_waiter(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
-    """Return what waits for a collective (`CollectiveCall.waiter`), by its argument `async_op`."""
+    """Return what waits for a collective (a value of `CollectiveCall.waiter`), from `async_op`."""
     if op.namespace == _FUNCTIONAL:
         return "user"
     names = [argument.name for argument in get_arguments(op)]

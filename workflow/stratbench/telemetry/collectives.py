@@ -42,7 +42,7 @@ class CollectiveCall:
         return (self.kind, self.n_bytes) if self.ranks is None else astuple(self)[:3]
 
     def lies_within(self, node_ranks: int, world_size: int) -> bool:
-        """Return whether each group of such a collective is on one node.
+        """Return whether each process group of this collective lies within one node.
 
         Args:
             node_ranks: Number of ranks per node.

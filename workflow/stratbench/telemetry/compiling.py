@@ -15,9 +15,9 @@ from typing import Any
 
 
 def missing_compiler_reason(cuda: bool) -> str | None:
-    """Return why torch.compile cannot work on this machine, with the remedy. The result is None if it can.
+    """Return why torch.compile cannot work on this machine, with the remedy. None if it can.
 
-    It needs a C++ compiler for a CPU, and Triton and a C compiler for a GPU.
+    torch.compile needs a C++ compiler for a CPU, and Triton and a C compiler for a GPU.
     """
     wanted = ("CC", "gcc") if cuda else ("CXX", "g++")
     command = os.environ.get(wanted[0]) or wanted[1]

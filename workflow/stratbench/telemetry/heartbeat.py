@@ -31,7 +31,7 @@ STEPS, PAUSES = 10.0, 2.0
 
 
 class Heartbeat:
-    """The heartbeat that a worker writes, by `step` after a training step, by `alive` otherwise."""
+    """The heartbeat file that a worker writes after each training step and at other progress."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -44,7 +44,7 @@ class Heartbeat:
         self._write()
 
     def step(self) -> None:
-        """Store that a training step is complete; on CUDA, that it is queued or complete."""
+        """Store that a training step is complete, or on CUDA that the step is queued."""
         now_ns = monotonic_ns()
         span_ns = now_ns - self._last_ns
         if span_ns > self._longest_step_ns:
@@ -61,7 +61,7 @@ class Heartbeat:
             _CALLS.pack_into(self._map, _FORM.size, self._calls)
 
     def forget_calls(self) -> None:
-        """Forget the stored calls, because another step begins."""
+        """Forget the stored calls of shard groups, because another step begins."""
         self._calls = 0
         _CALLS.pack_into(self._map, _FORM.size, 0)
 

@@ -54,7 +54,7 @@ class Pause(NamedTuple):
 
 
 class _ClockReading(NamedTuple):
-    """A reading of both clocks, and of the time that the thread has waited for a core."""
+    """A reading of two clocks, without and with sleep, and of the thread's time waiting for a core, in s."""
 
     monotonic_s: float
     with_sleep_s: float
@@ -135,9 +135,7 @@ def _read_waited_seconds(counts: Any) -> float:
 
 
 def _find_pause(before: _ClockReading, now: _ClockReading, shortest_s: float) -> Pause | None:
-    """Return the pause between two readings.
-
-    The result is None if the time between them has other explanations.
+    """Return the pause between two readings. None if waits for a core explain their distance.
 
     Those are the period of the readings and waits for a core.
     """

@@ -128,10 +128,7 @@ def _list_torch_flags() -> dict[str, Any]:
 
 
 def _call_if_supported(ask: Callable[[], Any]) -> Any | None:
-    """Call `ask`.
-
-    Return its result, or None if this build of torch does not support it.
-    """
+    """Return the result of a query of PyTorch. None if this build of torch lacks it."""
     try:
         return ask()
     except (AttributeError, RuntimeError, ImportError):

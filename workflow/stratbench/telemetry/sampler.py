@@ -93,7 +93,7 @@ class Sampler:
 
     @property
     def pid(self) -> int | None:
-        """Id of the sampler process, or None if it could not start."""
+        """Process id of the sampler, or None if the sampler could not start."""
         return self._process.pid if self._process else None
 
     def watch(self, label: str, pid: int, below: bool = False) -> None:
@@ -368,7 +368,7 @@ def sample_until(
 
 
 def find_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names so, and print why any cannot be sampled."""
+    """Return the GPUs with names from CUDA_VISIBLE_DEVICES, and print which cannot be sampled."""
     gpus = []
     for name in names:
         if (gpu := nvml.find_named_gpu(name)) is not None:

@@ -55,7 +55,7 @@ SAMPLE_COLUMNS = (
 
 
 class PhaseLog:
-    """Writes the phases of a rank to a log, with one JSON object per line: t_s, rank, phase, event.
+    """Appends the phases of a rank to a log, as one JSON object per line with t_s, rank, phase and event.
 
     `event` is `start` or `end`. Each line is flushed at once, so that a killed rank loses at most its last
     line.

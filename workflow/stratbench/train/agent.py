@@ -64,7 +64,7 @@ class ProcessExit:
 
 @dataclass(frozen=True)
 class Exits:
-    """The exits of all processes of a node or cell, and why the agent has ended them."""
+    """The exits of all processes of a node or cell, and the reason if the agent ended the processes."""
 
     processes: list[ProcessExit]
     #: Whether the agent ended the processes at the time limit.
@@ -85,7 +85,7 @@ class NodeProcesses:
     poll_s: ClassVar[float | None] = None
 
     def __init__(self, job: Job, workers: Sequence[Any], others: Sequence[Process] = ()) -> None:
-        """Collect the processes. `others` are started before the workers."""
+        """Collect the processes of a node, of which `others` start before the workers."""
         self.job, self.workers = job, workers
         self.processes = [*others, *workers]
 
@@ -94,7 +94,7 @@ class NodeProcesses:
         return False
 
     def stuck(self, ended: Mapping[str, int]) -> bool:
-        """Return whether the running processes can no longer succeed.
+        """Return whether the running processes can no longer succeed, given the ended ones' exit codes.
 
         Args:
             ended: Exit codes of the processes that have ended, by name.
@@ -106,7 +106,7 @@ class NodeProcesses:
         return standing.are_all_workers_hung(self.job, self.workers, awake_since_s)
 
     def abandoned(self) -> set[str]:
-        """Return the names of processes that the others count as lost.
+        """Return the names of the processes that the other processes count as lost.
 
         The agent kills these processes.
         """
@@ -121,7 +121,7 @@ def create_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
 
 
 def start_fork_server(job: Job) -> AbstractContextManager[Path]:
-    """Return the context of the fork server for a cell's processes, which yields its address."""
+    """Return a context that runs a cell's fork server and yields the server's address."""
     return run_fork_server(may_share=job.in_block or not job.use_cuda or is_shared_with_same_gpus())
 
 

@@ -203,7 +203,7 @@ def compute_start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
 
     Only workers on one node share a clock. So with several nodes this is the largest difference within a
     node.
-    None: no two workers share a node.
+    The result is None if no two workers share a node.
     """
     nodes: dict[str, list[list[float]]] = {}
     for w in workers:
@@ -214,7 +214,7 @@ def compute_start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
 
 
 def build_profile_entry(job: Job, note: str | None) -> dict[str, Any] | None:
-    """Return the path of the profiler's trace, relative to the cell's log folder, or None.
+    """Return the record's entry on the profiler's trace. None without a trace.
 
     `note`: what it leaves out.
     """

@@ -67,7 +67,7 @@ def build_communication_entry(
 ) -> dict[str, Any] | None:
     """Return a worker's mean bytes sent and received per step, with rates and times.
 
-    None: no worker reports its traffic.
+    The result is None if no worker reports its traffic.
 
     Args:
         workers: Results of the workers.
@@ -157,15 +157,15 @@ def read_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> I
 def build_energy_entry(
     job: Job, run: dict[str, Any], intervals: Intervals | None
 ) -> dict[str, float] | None:
-    """Return the energy of the cell's GPUs during training steps in joules.
+    """Return the energy in joules that the cell's GPUs used during training steps.
 
     The figures are the total and the energy per applied sample. CPUs, host memory and other parts of the
-    machine are not included. None: the energy of a GPU is not known, as after a restart.
+    machine are not included. The result is None if the energy of a GPU is not known, as after a restart.
 
     Args:
         job: Job of the cell.
         run: Totals over all workers.
-        intervals: Training intervals of each GPU. None: not known for all GPUs.
+        intervals: Training intervals of each GPU, or None if not known for all GPUs.
     """
     if not run.get("samples_applied") or intervals is None or job.attempts:
         return None

@@ -26,7 +26,7 @@ from stratbench.workload.users_code import different_calls_reason
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a cell: the status of its record, or `error`, and the reason unless the status is `ok`."""
+    """The end of a cell: its record's status, or `error`, with the reason if the status is not `ok`."""
 
     status: str
     reason: str | None
@@ -51,7 +51,7 @@ def classify_ending(
     Args:
         job: Job of the cell.
         exits: How its processes exited.
-        kills_before: Result of `count_oom_kills` before the cell. None: not known.
+        kills_before: Result of `count_oom_kills` before the cell, or None if not known.
         classify_rest: Function that classifies endings which depend on the kind of cell. None: that of a
             gang.
     """
@@ -68,7 +68,7 @@ def classify_ending(
 
 
 def find_first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
-    """Return the reason of the first worker with a status, if any."""
+    """Return the reason of the first worker with the status `status`. None without such a worker."""
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
 
@@ -123,7 +123,7 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
 
 
 def make_ending_at_limit(job: Job, exits: Exits) -> Ending:
-    """Return how a cell ended that reached its time limit or hung. Only slowness is a result."""
+    """Return the ending of a cell that hung or reached its time limit. Only a slow cell has a result."""
     if exits.hung:
         return Ending("error", hang_reason(read_worker_states(job)) or "it hangs: no worker got on")
     return make_error_or_timeout(job, failed_at_limit_reason(job))

@@ -79,7 +79,7 @@ class ForkServer:
             )
 
     def stop(self) -> None:
-        """Kill the server, even while it imports PyTorch, and the processes that it has forked."""
+        """Kill the server, even while it imports PyTorch, and all processes forked by it."""
         self._process.kill()
         self._process.wait()
 
@@ -163,7 +163,7 @@ def run_fork_server(may_share: bool) -> Iterator[Path]:
 
 @contextmanager
 def run_shared_fork_server() -> Iterator[None]:
-    """Start a fork server that all launchers share which this process starts within the context."""
+    """Run a fork server within the context, which all launchers that this process starts share."""
     with create_scratch_folder() as folder:
         server = ForkServer(folder)
         os.environ[FOLDER_VARIABLE] = str(folder)

@@ -125,7 +125,7 @@ def build_model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
 
     Args:
         job: Job of the cell.
-        built: Description of the model by a worker. None: no worker has built it.
+        built: Description of the model by a worker, or None if no worker has built it.
     """
     built, spec = built or build_unbuilt_model_entry(job), job.settings.own_model
     if spec is None:

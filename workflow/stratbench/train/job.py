@@ -65,7 +65,7 @@ class Job:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the start of the cell."""
         return time.monotonic() - self.origin_s
 
     def on_another_node(self, spent_s: float, local: Path) -> Job:

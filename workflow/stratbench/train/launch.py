@@ -85,7 +85,7 @@ class Failure(RuntimeError):
 
 
 class Launched(Protocol):
-    """A cell or a block, which a launcher trains."""
+    """The cell, or the block of a comparison, that a launcher trains."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -97,7 +97,7 @@ def run_launcher(
     work: Callable[[ExitStack], None],
     logs: Callable[[], Path],
 ) -> int:
-    """Call the work of a launcher, and return the exit code.
+    """Run the work function of a launcher, and return the exit code.
 
     The evidence is stored if the work fails.
 
@@ -139,7 +139,7 @@ def run_launcher(
 
 
 def format_cell_title(of: Launched) -> str:
-    """Return a cell's or block's kind and name, for the beginning of a message."""
+    """Return the kind and name of a cell or block, with which a message begins."""
     return f"{'cell' if isinstance(of, Cell) else 'block'} {of}"
 
 
@@ -252,7 +252,7 @@ def create_job(
         settings: Settings of the cell.
         use_cuda: Whether it trains on GPUs.
         args: Command line of the launcher.
-        logs: Log folder. None: that of `args`.
+        logs: Log folder, or None for that of `args`.
         in_block: Whether the job is a segment of a block.
     """
     meta = prepared.read_verified_meta(args.data)

@@ -37,7 +37,7 @@ def create_private_folder(parent: str | Path | None = None) -> Path:
     users have created are skipped.
 
     Args:
-        parent: Folder of the user's folder. None: the folder for temporary files.
+        parent: Folder that contains the new folder, or None for the folder for temporary files.
     """
     stem = Path(parent or tempfile.gettempdir()) / f"stratbench-{os.geteuid()}"
     paths = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(1, _NAMES))]
@@ -83,12 +83,12 @@ def create_scratch_folder() -> Iterator[Path]:
 
 
 class Held(RuntimeError):
-    """Another launcher has locked the cell. The message names it."""
+    """Another launcher has locked the cell; the message names that launcher."""
 
 
 @contextmanager
 def lock_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
-    """Lock a log folder's cell, and yield whether this waited for another launcher.
+    """Lock a cell by its log folder. Yield whether another launcher held the lock before.
 
     The function waits for a launcher that trains the cell on any node, and for the workers of a killed one.
 

@@ -34,7 +34,7 @@ from stratbench.workload.torch_internals import wait_for_collectives
 
 @dataclass
 class Progress:
-    """Results of the finished epochs, with a copy in `folder`, so that a timeout loses none."""
+    """Results of the finished epochs, also stored in files so that a timeout loses none of them."""
 
     folder: RunFolder | None
     per_epoch: list[dict[str, Any]] = field(default_factory=list)
@@ -174,7 +174,7 @@ def build_epoch_entry(
     Args:
         epoch: Number of the epoch, from 0.
         train_time_s: Training time in seconds until the end of the epoch.
-        train_loss: Mean training loss. None: not known.
+        train_loss: Mean training loss, or None if not known.
         evaluation: Loss and score on the test set.
     """
     return {
@@ -197,7 +197,7 @@ def describe_score(task: Task, score: float | None) -> str:
 
 
 def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
-    """Train and evaluate a few batches, and restore everything that this changes.
+    """Train and evaluate a few batches, then restore all state that this warm-up changes.
 
     Args:
         strategy: Strategy whose `setup` has been called.
@@ -257,7 +257,7 @@ def train_epoch(
         clock: Clock of the steps.
         log: Log of the phases for the timeline.
         epoch: Number of the epoch, from 0.
-        max_steps: Maximum number of steps. None: all steps of the epoch.
+        max_steps: Maximum number of steps, or None for all steps of the epoch.
         besides: Activities such as checkpoints.
         taken: Losses of steps of this epoch that an earlier attempt has taken.
     """

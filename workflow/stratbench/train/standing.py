@@ -37,7 +37,7 @@ _CALL = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>
 
 @dataclass(frozen=True)
 class Standing:
-    """The last known state of a worker."""
+    """The last known state of a worker: its steps, phase, progress and exit code."""
 
     #: Number of training steps that the worker has started. Its GPU may not have finished them.
     steps: int

@@ -114,7 +114,7 @@ def exit_immediately(code: int) -> None:
 
 
 class WorkerStart(NamedTuple):
-    """State of a worker before its data and model: its strategy, clocks and meters."""
+    """State of a worker before data and model are loaded: strategy, clocks and meters."""
 
     strategy: Strategy
     device: torch.device
@@ -428,7 +428,7 @@ def join_process_group(job: Job, rank: int, device: torch.device) -> None:
     """Join the process group, through a file or, on several nodes, through rank 0's port.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         rank: Rank of the worker.
         device: Device of the worker.
     """
@@ -505,7 +505,7 @@ def describe_worker_error(e: Exception) -> tuple[dict[str, Any], int]:
 
 
 def find_other_programs_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
-    """Return other programs on this worker's GPU (`find_other_gpu_users`), or None if none is known."""
+    """Return the other programs on this worker's GPU, or None if none is known."""
     place = job.folder.read_places().get(format_worker_name(rank), {}).get("gpu", {})
     gpu = find_worker_gpu(Nvml(), place)
     if gpu is None:

@@ -1,4 +1,4 @@
-"""Tensors as views of one flat tensor."""
+"""Maps several tensors to views of one flat tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ALIGN_BYTES = 64
 
 
 def compute_flat_offsets(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Return each tensor's start in the flat tensor, and the flat tensor's length, in elements."""
+    """Return each tensor's start in the flat tensor, and its total length, in elements."""
     starts, end = [], 0
     for tensor in tensors:
         align = max(1, ALIGN_BYTES // tensor.element_size())

@@ -41,7 +41,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device | None = None) -> Generators:
-        """Return the present states, including those of a CUDA `device`."""
+        """Return the present states of all random generators, including those of a CUDA `device`."""
         on_cuda = device is not None and device.type == "cuda"
         return cls(
             random.getstate(),
@@ -51,7 +51,7 @@ class Generators(NamedTuple):
         )
 
     def put_back(self, device: torch.device | None = None) -> None:
-        """Restore these states in the generators."""
+        """Set all random generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -69,7 +69,7 @@ class Generators(NamedTuple):
         return self.python != others.python or self.numpy[2:] != others.numpy[2:]
 
     def tensors(self) -> list[Tensor]:
-        """Return the states as tensors, always in the same number, for `of_tensors`.
+        """Return the states as a list of tensors of fixed length, which `from_tensors` converts back.
 
         Python and numpy draw two normal numbers together and store the second; NaN stands for none.
         """
@@ -82,7 +82,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[Tensor]) -> Generators:
-        """Return the states that `tensors` has returned as tensors."""
+        """Return the states that `tensors` has converted to tensors."""
         numbers, halves, of_torch, *of_cuda = tensors
         half, other = (None if math.isnan(h) else h for h in halves.tolist())
         *ints, position = numbers.tolist()

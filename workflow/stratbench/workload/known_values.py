@@ -74,7 +74,7 @@ class KnownFakes(FakeTensorMode):
     def _make_grouped_product(
         self, types: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **_named: Any
     ) -> Tensor:
-        """Return the fake result of a grouped matrix product. Its own rule supports bfloat16 only."""
+        """Return the fake result of a grouped matrix product. PyTorch's own rule supports bfloat16 only."""
         size = [compute_grouped_shape(a, b, offs)]
         return super().dispatch(
             aten.empty.memory_format, types, size, {"dtype": a.dtype, "device": a.device}
@@ -165,7 +165,7 @@ class Recipe:
 
 
 class _Unknown(Exception):
-    """An operand has unknown values."""
+    """An operand of an operation has unknown values."""
 
 
 def _get_storage_key(tensor: Tensor) -> int:

@@ -47,7 +47,7 @@ class Unsuitable(ValueError):
 
 
 class Called(Protocol):
-    """Something of a user's that is called, such as a model; its text names it in messages."""
+    """A user's class or function that is called, such as a model; its text names it in messages."""
 
     @property
     def call(self) -> str: ...

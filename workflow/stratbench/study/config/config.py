@@ -1,4 +1,4 @@
-"""config.yaml, validated: studies become cells, and cells get their resolved settings.
+"""Expands the studies in config.yaml into cells (training runs) with resolved settings, after validation.
 
 Imported on every parse of the Snakefile, so nothing heavy is imported here.
 """
@@ -70,7 +70,7 @@ class Study:
         return sorted({e.values["dataset"] for e in self.experiments.values()})
 
     def base_strategy(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Return the strategy behind a name in the study, and its options without the defaults."""
+        """Return the base strategy of a strategy or variant, and the configured options."""
         if name in REGISTRY:
             return name, {}
         variant = dict(self._study["variants"][name])
@@ -78,7 +78,7 @@ class Study:
         return variant.pop("strategy"), variant
 
     def values_of(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the config of a cell's experiment, in which its variant's settings replace others."""
+        """Return the config of a cell's experiment, with the settings of the cell's variant applied."""
         variant = self._study["variants"].get(cell.strategy, {})
         return {**self.experiments[cell.experiment].values, **variant.get("settings", {})}
 
@@ -112,7 +112,7 @@ class Study:
         )
 
     def why_refused(self, config: Mapping[str, Any], cell: Cell) -> str | None:
-        """Return why the config refuses a cell. The result is None if the study could have this cell.
+        """Return why the config does not allow a cell. None if the study could have it.
 
         The study need not have the cell.
 
@@ -249,7 +249,7 @@ class Study:
 
     @staticmethod
     def _list_keys_without_effect(values: Mapping[str, Any]) -> set[str]:
-        """Return the keys of an experiment that do not affect its training.
+        """Return the keys of an experiment that do not affect the training of its cells.
 
         `target_score` is one of them, unless an extension's keys make a training end at this score.
         """
@@ -258,7 +258,7 @@ class Study:
         return {"time_limit_s"} | ({"target_score"} if own == other else set())
 
     def target_scores(self) -> dict[str, float]:
-        """Return the target score of each experiment that has one."""
+        """Return the target score of each experiment that has a target score."""
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}
 
@@ -278,7 +278,7 @@ class Study:
 
 
 def compute_cell_seed(study_seed: int, model: str, repeat: int) -> int:
-    """Return the random seed of a cell. It is equal for all strategies and worker counts.
+    """Return a cell's random seed, which is equal for all strategies and worker counts.
 
     Args:
         study_seed: Seed of the study.

@@ -219,7 +219,7 @@ def check_experiment(
 def _iter_settings_groups(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield each set of settings that variants change, and the experiment with these variants alone."""
+    """Yield each set of settings that variants change, and the experiment with only these variants."""
     names: dict[str, list[str]] = {}
     for name in block["strategies"]:
         changed = study["variants"].get(name, {}).get("settings", {})
@@ -268,7 +268,7 @@ def check_tolerances(config: Mapping[str, Any]) -> None:
 
 
 def _join_independent_faults(where: str, faults: Iterator[str]) -> Iterator[str]:
-    """Yield independent messages as one, so that all unsupported strategies are reported together."""
+    """Yield independent messages joined into one, so that all unsupported strategies are reported."""
     if each := list(dict.fromkeys(faults)):
         yield f"\nconfig: {where}".join(each)
 
@@ -315,7 +315,7 @@ def _iter_optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
-    """Return those of `keys` that have a value, as `key = value`, or `neither`."""
+    """Return the set keys among `keys` as `key = value`, or `neither` without any."""
     values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
     return ", ".join(values) or "neither"
 

@@ -1,4 +1,4 @@
-"""Metadata of a config's data sets, and the identity of each data set, which determines its samples."""
+"""Metadata of a config's data sets, and each data set's identity, which determines its samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratbench.workload.data.own_data import is_own_data_set
 
 
 class DataSets:
-    """The data sets of a config, with a cache: each is described once."""
+    """The data sets of a config, with a cache of their metadata."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._specs = config.get("datasets", {})
@@ -51,7 +51,7 @@ class DataSets:
         return describe_data_set(name, self.identity(name))
 
     def facts(self, name: str) -> Dataset:
-        """Return the metadata of a data set. That of a user's own is read from its prepared files."""
+        """Return the metadata of a data set. A user's own data set is read from its prepared files."""
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
             if is_own_data_set(spec):

@@ -29,7 +29,7 @@ def format_wrong_value_message(where: str, value: Any, what: str, allowed: Itera
 
 
 def join_messages(messages: Iterable[str]) -> str:
-    """Join messages about independent mistakes, one line each, without repeated lists of allowed values."""
+    """Return messages about independent mistakes as lines, without repeated lists of allowed values."""
     lines = list(dict.fromkeys(messages))
     lists = [line.partition(" Allowed: ")[2] for line in lines]
     return "\n".join(

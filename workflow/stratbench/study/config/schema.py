@@ -164,7 +164,7 @@ def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
 def collect_extension_values(
     place: str, block: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the values of extensions' keys in a block that are no defaults, by extension.
+    """Return the values of extensions' keys in a block that are not defaults, by extension.
 
     Args:
         place: Where the block is: `experiment`, or the name of a block of the top level.
@@ -250,7 +250,7 @@ def _list_wrong_keys(fault: Any) -> list[str | None]:
 
 
 def _explain_schema_error(fault: Any, key: str | None) -> str:
-    """Return a sentence that explains a schema error.
+    """Return a sentence for the user that explains an error from the schema's validation.
 
     `key` is the unknown or missing key, if that is the error.
     """

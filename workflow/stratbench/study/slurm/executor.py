@@ -40,7 +40,7 @@ OMITTED_S = 30.0
 
 
 class JobFollower(RemoteExecutor):
-    """Overrides methods of the SLURM plugin's executor, as the first base class of its class."""
+    """A first base class (mixin) that overrides methods of the SLURM plugin's executor."""
 
     followed: FollowedRun
 
@@ -195,7 +195,7 @@ class JobFollower(RemoteExecutor):
     # ------------------------------------------------------------ until it ends
 
     async def check_active_jobs(self, active_jobs: list[Any]) -> AsyncIterator[Any]:
-        """Report jobs that have ended. Yield all others; yield all while SLURM does not answer."""
+        """Report jobs that have ended, and yield all others. Yield all while SLURM does not answer."""
         f = self.followed
         await asyncio.to_thread(self._submit_postponed)
         if not active_jobs and not f.postponed.jobs:
@@ -242,10 +242,7 @@ class JobFollower(RemoteExecutor):
         self.next_seconds_between_status_checks = pause_s
 
     def _failure_reason(self, info: Any, state: JobState | None) -> str | None:
-        """Return why a job has failed, an empty text if it succeeded.
-
-        The result is None if it has not ended.
-        """
+        """Return why a job has failed. Empty if it succeeded, None if it has not ended."""
         job, word = info.external_jobid, state.state if state else ""
         if state:
             self.followed.omitted_since_s.pop(job, None)
@@ -356,7 +353,7 @@ class JobFollower(RemoteExecutor):
 
 
 def follow_jobs(workflow: Any, followed: FollowedRun) -> None:
-    """Make Snakemake's executor follow its jobs on SLURM. It must be called before the first submission.
+    """Make Snakemake's executor follow its jobs on SLURM; call this before the first submission.
 
     Args:
         workflow: Snakemake's workflow, which submits to SLURM.

@@ -49,9 +49,7 @@ class Submission:
 
 
 def check_and_follow_submissions(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
-    """Return sentences on jobs too large for every node, or follow all jobs.
-
-    The jobs are followed if none is too large.
+    """Return sentences on jobs that are too large for every node. Without any, follow all jobs.
 
     Args:
         workflow: Snakemake's workflow, which is about to submit to SLURM.

@@ -20,7 +20,7 @@ POLL_S = 15
 
 
 def make_job_comment(rule: str, wildcards: list[str]) -> str:
-    """Return the comment of Snakemake's SLURM plugin on a job of a rule and wildcards."""
+    """Return the SLURM comment that Snakemake's plugin gives the job of a rule with wildcards."""
     return f"rule_{rule}_wildcards_{'_'.join(wildcards).replace('/', '_')}"
 
 
@@ -54,7 +54,7 @@ def wait_for_earlier_jobs(workflow: Any, planned: Sequence[Any]) -> None:
 
 
 def wait_for_live_jobs(cells: Mapping[str, str], directory: Path) -> bool:
-    """Wait until no earlier run's job that makes one of `cells` is queued or running.
+    """Wait until no earlier job that makes one of `cells` is queued or running.
 
     If SLURM does not answer at first, the user gets a message. During the wait SLURM is asked again.
 

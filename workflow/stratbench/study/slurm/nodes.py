@@ -61,14 +61,14 @@ class Node:
 
 
 def read_cluster_nodes() -> list[Node]:
-    """Return the nodes of the cluster, or none without an answer of SLURM."""
+    """Return the nodes of the cluster, or an empty list if SLURM does not answer."""
     return parse_sinfo(
         read_command_output(["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]) or ""
     )
 
 
 def parse_sinfo(text: str) -> list[Node]:
-    """Return the nodes in sinfo's output, or none if a node's line cannot be parsed.
+    """Return the nodes in sinfo's output. Empty if any node's line cannot be parsed.
 
     A node that cannot be parsed may be large enough for a cell. Lines without numbers (`n/a`) are left out.
     """
@@ -162,7 +162,7 @@ def select_partition_nodes(nodes: Iterable[Node], partition: str | int | None) -
 
 
 def count_fitting_nodes(request: JobRequest, offered: Iterable[Node]) -> int:
-    """Return the largest number of nodes in one partition that suffice for the request."""
+    """Return the largest number of nodes in any partition that satisfy the request."""
     able = Counter(node.partition for node in offered if not node.lacks(request))
     return max(able.values(), default=0)
 

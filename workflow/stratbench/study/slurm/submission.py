@@ -99,6 +99,6 @@ class Postponed:
         return self.silent_since is not None and now - self.silent_since >= SILENCE_S
 
     def hurry(self) -> None:
-        """Allow the next submission at once, because SLURM has just taken a job."""
+        """Allow the next submission at once, because SLURM has just accepted a job."""
         self.not_before_s, self.silent_since, self._pause_seconds = 0.0, None, SHORTEST_PAUSE_S
         self.told.discard("silence")

@@ -57,7 +57,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_number_name(name: str) -> bool:
-    """Return whether even a number with this name is a secret.
+    """Return whether a variable with this name is a secret even as a number.
 
     A number named `api_key` is one, but a number named `token_dim` is not.
     """

@@ -24,10 +24,7 @@ _BROKERS = ("nvidia-cuda-mps-server",)
 
 
 def locate_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
-    """Return `index` and `uuid` of a GPU by CUDA's name of it.
-
-    The result is `name` instead if NVML does not know the GPU.
-    """
+    """Return `index` and `uuid` of a GPU by its name in CUDA_VISIBLE_DEVICES, else `name`."""
     gpu = nvml.find_named_gpu(name)
     known = {} if gpu is None else gpu.static()
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
@@ -55,9 +52,7 @@ def is_mps_server(pid: int) -> bool:
 
 
 def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
-    """Return whether a process does not belong to the cell. The result is None if this is unknown.
-
-    It is unknown for a broker, and for a process that has just ended or has another number here.
+    """Return whether a process does not belong to the cell. None for a broker or an ended process.
 
     Args:
         pid: Process on a GPU.
@@ -111,7 +106,7 @@ class ForeignProcessWatch:
             self.write()
 
     def write(self) -> None:
-        """Write the foreign processes to the file, if there are any. Print an error of the disk."""
+        """Write the foreign processes to the file, if there are any. An error of the disk is only printed."""
         try:
             if self._found:
                 write_atomic(self._out, json.dumps(list(self._found.values())))
@@ -122,7 +117,7 @@ class ForeignProcessWatch:
 def find_other_gpu_users(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Return who else uses the GPU of a worker that is out of memory. The result is None if nobody does.
+    """Return which other processes use an out-of-memory worker's GPU. None if there are none.
 
     Args:
         gpu: The GPU.

@@ -19,7 +19,7 @@ WARM_UP, RECORDED_STEPS = 2, 3
 
 
 class Profile(Beside):
-    """The steps of all workers of a collective, of which one is recorded."""
+    """The activity that profiles extra steps after training. All workers take them, one records."""
 
     @classmethod
     def takes(cls, job: Job) -> bool:

@@ -42,20 +42,14 @@ def is_loopback(host: str) -> bool:
 
 
 def list_other_nodes(own: str) -> Iterable[str]:
-    """Return the other nodes of this process's SLURM job or step.
-
-    The result is empty if the process has no SLURM job.
-    """
+    """Return the other nodes of this process's SLURM job or step; empty outside of SLURM."""
     listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     names = read_command_output(["scontrol", "show", "hostnames", listed]) if listed else None
     return [name for name in (names or "").split() if name != own]
 
 
 def find_interface_to_host(host: str) -> str | None:
-    """Return the interface by which this node reaches a host.
-
-    Return None where it does not, or by itself alone.
-    """
+    """Return the interface by which this node reaches another host. None without a route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # connecting this socket sends nothing

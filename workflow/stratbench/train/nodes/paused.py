@@ -20,12 +20,12 @@ Trained = Callable[[Job, int], Iterable[PhaseInterval]]
 
 
 def read_training_phases(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
-    """Read when the workers of these ranks trained."""
+    """Read, from phase logs, the intervals in which the workers with given ranks trained."""
     return [p for p in read_phases(map(job.folder.phases, ranks)) if p.phase == "train"]
 
 
 def is_deadline_over(deadline_s: float, watch: PauseWatch) -> bool:
-    """Return whether a deadline by `time.monotonic` has passed; pauses put it off."""
+    """Return whether a deadline on the clock `time.monotonic` has passed; pauses extend it."""
     if time.monotonic() <= deadline_s + watch.stopped_s:
         return False
     watch.look()  # a pause may have ended just now
@@ -38,9 +38,9 @@ def write_worker_pauses(
     """Write the pauses of a node's workers to the run folder, if there were any.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         node: Number of the node.
-        watch: Has detected the pauses.
+        watch: Watch that has detected the pauses.
         before: Pauses of earlier attempts.
     """
     pauses = [
@@ -59,7 +59,7 @@ def write_worker_pauses(
 
 
 def build_pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
-    """Return the record's `pauses`: those of all nodes, by their begin."""
+    """Return the record's entry `pauses`: the pauses of all nodes, sorted by begin."""
     entries = [
         {"node": int(node)}
         | pause
@@ -71,24 +71,19 @@ def build_pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
 
 
 def _is_in_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -> bool:
-    """Return whether a worker was training as the pause began.
-
-    Times are those of the node's clock.
-    """
+    """Return whether a worker of the node was training when a pause began."""
     begin_s, counted_s = pause["begin_s"], pause["length_s"] - pause["asleep_s"]
     until_s = begin_s + max(counted_s, PERIOD_S)
     return any(p.start_s < until_s and p.end_s > begin_s for p in trained)
 
 
 def invalidating_pauses_reason(job: Job, status: str, trained: Trained) -> str | None:
-    """Return a text on pauses that invalidate a cell's measurements.
-
-    Return None if there are none.
+    """Return a text on pauses that invalidate a cell's measurements. None without such pauses.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         status: How the cell ended.
-        trained: When it trained.
+        trained: Returns the training intervals of a node's workers.
     """
     by_node: dict[int, float] = defaultdict(float)
     for entry in build_pauses_entry(job, trained):

@@ -17,9 +17,9 @@ SRUN_END_S = 30.0
 
 
 def read_slurm_job_facts() -> dict[str, str]:
-    """Return SLURM's data on the job of this process, empty if there are none.
+    """Return SLURM's data on the job of this process. Empty without a job.
 
-    They do not come from environment variables, most of which Snakemake's plugin removes.
+    The data do not come from environment variables, most of which Snakemake's plugin removes.
     """
     if (number := os.environ.get("SLURM_JOB_ID")) is None:
         return {}
@@ -29,19 +29,16 @@ def read_slurm_job_facts() -> dict[str, str]:
 
 
 def read_slurm_job_size() -> tuple[int, int]:
-    """Return the number of nodes of this process's SLURM job, and its cores per node.
-
-    It is (1, 1) outside of SLURM.
-    """
+    """Return this SLURM job's number of nodes and cores per node. (1, 1) outside of SLURM."""
     facts = read_slurm_job_facts()
     nodes, cpus = (int(facts.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))
     return nodes, max(1, cpus // nodes)
 
 
 def compute_queue_wait_s() -> float | None:
-    """Return how long this process's SLURM job waited since submission or its earliest start.
+    """Return the seconds that this SLURM job waited since submission or its earliest start.
 
-    None outside of SLURM, and if it does not answer.
+    The result is None outside of SLURM, or if SLURM does not answer.
     """
     facts = read_slurm_job_facts()
     try:
@@ -61,9 +58,7 @@ def run_module_on_nodes(
     arguments: Sequence[str],
     left_s: Callable[[], float],
 ) -> int:
-    """Run a module on each of `nodes`.
-
-    Return srun's exit code, 0 if all ended well.
+    """Run a module on several nodes with srun. Return srun's exit code, 0 if all succeeded.
 
     All are ended when the time is over, and when this process is asked to end.
 

@@ -1,4 +1,4 @@
-"""Runs a cell's processes, and provides their part of the record: the gang's runner, for overriding."""
+"""Runs a cell's processes and builds their part of the record; extensions override this runner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stratbench.train.standing import Standing, hang_reason, read_worker_states
 
 
 class Runner:
-    """A gang's runner: its workers are all there from its start to its end. Others override what differs."""
+    """Runs a cell whose workers are all present from start to end (a gang). Other runners override it."""
 
     #: The key of the record that `entry` fills, or None.
     section: ClassVar[str | None] = None
@@ -43,7 +43,7 @@ class Runner:
 
     @classmethod
     def takes(cls, s: Settings) -> bool:
-        """Return whether it runs cells with these settings."""
+        """Return whether this runner runs cells with the given settings."""
         return True
 
     # ------------------------------------------------------------ while the cell runs
@@ -54,20 +54,17 @@ class Runner:
         Args:
             folder: The run folder.
             cell: The cell.
-            s: Its settings.
+            s: Settings of the cell.
             data_dir: Folder of the prepared data set.
         """
         folder.create()
 
     def hold_devices(self, s: Settings, args: argparse.Namespace) -> AbstractContextManager[bool]:
-        """Hold the GPUs of this node that it trains on, if any.
-
-        Yields whether it uses GPUs.
-        """
+        """Reserve the cell's GPUs on this node for the context. Yield whether it trains on GPUs."""
         return gpu_locks.reserve_cell_gpus(s, args.nodes)
 
     def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
-        """Return the CPU threads of each of `workers` on a node.
+        """Return the number of CPU threads per worker, for `workers` workers on a node.
 
         Args:
             s: Settings of the cell.
@@ -77,16 +74,14 @@ class Runner:
         return gpu_locks.count_threads_per_worker(s, workers, args.cpus_per_node, args.server_cpus)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, agent.Exits, Ending]:
-        """Run the cell, and once more if pauses invalidated its measurements.
-
-        A second time the record says so.
+        """Run the cell, and once more if pauses invalidated the measurements of the first run.
 
         Args:
-            job: The cell's.
+            job: Job of the cell.
             args: The launcher's command line.
 
         Returns:
-            The job that its results are of, how its processes exited, and how it ended.
+            The job of the final run, how its processes exited, and how the cell ended.
         """
         exits, ending = self.launch(job, args.cpus_per_node)
         paused = invalidating_pauses_reason(job, ending.status, self.trained)
@@ -104,10 +99,7 @@ class Runner:
         return job, *self.launch(job, args.cpus_per_node)
 
     def launch(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
-        """Run the job's processes on all its nodes.
-
-        Return how they exited, and how the cell ended.
-        """
+        """Run the job's processes on all nodes. Return how they exited and how the cell ended."""
         kills_before = count_oom_kills()
         exits = (
             agent.run_node(job, 0, self.processes)
@@ -122,7 +114,7 @@ class Runner:
         return exits, ending
 
     def launch_with_srun(self, job: Job, cpus_per_node: int) -> agent.Exits:
-        """Run one agent on each node of the SLURM job.
+        """Run one agent on each node of the cell's SLURM job, by srun.
 
         Each agent and this function keep the time limit.
         """
@@ -131,7 +123,7 @@ class Runner:
         watch = PauseWatch()
 
         def left_s(beyond_s: float = 15.0) -> float:
-            """Return the time until the agents, which apply the limit themselves, must have ended."""
+            """Return the seconds until the agents, which apply the time limit themselves, must have ended."""
             deadline_s = agent.compute_extended_deadline_s(job, watch)
             return math.inf if deadline_s is None else deadline_s + beyond_s - time.monotonic()
 
@@ -148,13 +140,11 @@ class Runner:
         return agent.Exits(exits, timed_out=late and ended, hung=hung and not late)
 
     def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
-        """Read how the processes of all nodes exited.
-
-        Srun does not pass on the exit codes of each.
+        """Read how the processes of all nodes exited, which srun does not report.
 
         Args:
-            job: The cell's.
-            lost: The exit code of a process of which nothing is known.
+            job: Job of the cell.
+            lost: Exit code for a process that left no information.
         """
         standings = read_worker_states(job)
         return [
@@ -163,10 +153,10 @@ class Runner:
         ]
 
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
-        """Return how the cell ended (`ending.classify_ending`), after storing its processes' results.
+        """Store the results of the cell's processes, and return how the cell ended.
 
         Args:
-            job: The cell's.
+            job: Job of the cell.
             exits: How its processes exited.
             kills_before: The kernel's count of memory kills before the cell, or None if unknown.
         """
@@ -175,14 +165,14 @@ class Runner:
     # ------------------------------------------------------------ what the record says
 
     def workers(self, job: Job) -> list[dict[str, Any]]:
-        """Read what each worker wrote at its end, as far as it wrote anything."""
+        """Read the results that workers wrote at their end, without workers that wrote none."""
         return list(job.folder.read_workers(job.world_size).values())
 
     def totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return time, samples and epochs of a cell that trained to its end.
+        """Return the total time, samples and epochs of a cell that trained to its end.
 
         Args:
-            job: The cell's.
+            job: Job of the cell.
             workers: Results of the workers.
         """
         s = job.settings
@@ -191,52 +181,49 @@ class Runner:
     def communication(
         self, job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Make the record's `communication`, or None if no worker reports its traffic.
+        """Return the record's entry `communication`, or None if no worker reports its traffic.
 
         Args:
-            job: The cell's.
+            job: Job of the cell.
             workers: Results of the workers.
             run: Totals of the run.
         """
         return efficiency.build_communication_entry(workers, run, self.is_gang)
 
     def server_entry(self, job: Job) -> dict[str, Any] | None:
-        """Make the record's `server`; None where all processes are workers."""
+        """Return the record's entry `server`, or None if all processes are workers."""
         return None
 
     def lost_workers(self, job: Job) -> list[dict[str, Any]]:
-        """Read the workers without which the others went on: number and reason."""
+        """Return number and failure reason of each lost worker, without which the other workers continued."""
         return []
 
     def step_times_s(self, job: Job) -> list[list[float]]:
-        """Read the times of all steps, by each process that counts them."""
+        """Return all steps' times in s, with one list per process that counts steps."""
         workers = job.folder.read_workers(job.world_size).values()
         return [[ms / 1e3 for ms in w["step_ms"]] for w in workers]
 
     def epochs(self, job: Job) -> list[dict[str, Any]]:
-        """Read the epochs that were evaluated before the cell ended, however it ended."""
+        """Return the results of the epochs that were evaluated before the cell ended."""
         return job.folder.read_epochs()
 
     def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make the record's `section`."""
+        """Return the record's entry with the section of this runner's extension; empty for the core."""
         return {}
 
     def trained(self, job: Job, node: int) -> list[PhaseInterval]:
-        """Read when workers of a node trained."""
+        """Return the intervals in which the workers of a node trained."""
         return read_training_phases(job, job.ranks_of(node))
 
     def gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Read when each GPU of the cell trained.
-
-        None where that is not known of all.
-        """
+        """Return the intervals in which each GPU trained. None if unknown for any GPU."""
         return efficiency.read_training_intervals(job, workers)
 
 
 def _read_exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
-    """Return a worker's exit code, from its own file or else its agent."""
+    """Return a worker's exit code from the worker's own file, else from its agent."""
     result = job.folder.read_worker(rank)
     if result is None:
         return None if standing is None else standing.exit_code

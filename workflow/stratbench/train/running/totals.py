@@ -8,9 +8,9 @@ from stratbench.strategies.mesh import Mesh
 
 
 def summarize_collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """Time, samples and epochs of workers that take every step together. The slowest one's time counts.
+    """Return totals (time, samples, epochs) of workers that step together. The slowest's time counts.
 
-    Workers that share a copy of the network compute on the same samples, which count once.
+    Workers that share a replica of the model compute on the same samples, which count once.
     """
     first = min(workers, key=lambda w: w["rank"])
     each = [w for w in workers if mesh.speaks(w["rank"])]

@@ -47,7 +47,7 @@ class EpochTables(NamedTuple):
     augmentation: Augmentation | None
 
     def packed(self) -> EpochTables:
-        """Return the tables in the smallest integer types, to keep them (see `compute_packed_bytes`)."""
+        """Return the tables in the smallest integer types, to save memory (`compute_packed_bytes`)."""
         import torch
 
         a = self.augmentation
@@ -186,7 +186,7 @@ class DeviceData(ABC):
         arrays: Mapping[str, torch.Tensor],
         device: torch.device | None = None,
     ) -> None:
-        """Take the arrays of a data set.
+        """Store the arrays of a data set, and the device of its batches.
 
         Args:
             meta: Metadata of the data set.
@@ -210,7 +210,7 @@ class DeviceData(ABC):
         memory_format: torch.memory_format | None = None,
         data_placement: str = "device",
     ) -> DeviceData:
-        """Read a folder that `prepare` has written.
+        """Load the data set in a folder that `prepare` has written.
 
         Args:
             directory: The prepared folder.
@@ -288,9 +288,10 @@ class DeviceData(ABC):
         return lambda: self.batch(indices, augmentation)
 
     def prefetch(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
-        """Announce the next batch, to fetch it from host memory during the training step.
+        """Announce the next batch, so that it is fetched during the training step.
 
-        It must be called after `batch` has returned a batch, and before the training step on this batch.
+        It must be called after `make_training_batch` has returned a batch, and before the training step on
+        this batch.
         """
         if self._rows is not None:
             self._rows.fetch(indices, augmentation)
@@ -312,9 +313,7 @@ class DeviceData(ABC):
         targets: torch.Tensor,
         drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch as a model takes it, from stored inputs and targets.
-
-        The stored inputs and targets are on the device.
+        """Return a batch as a model takes it, from stored data on the device.
 
         Args:
             inputs: Stored inputs.

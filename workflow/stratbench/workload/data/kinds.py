@@ -1,4 +1,4 @@
-"""Kinds of data sets: generated from whole numbers, or read from a user's files."""
+"""Defines kinds of data sets: generated from integers in the config, or read from a user's files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from stratbench.workload.data.sources import DataError, Source
 
 
 class Samples(NamedTuple):
-    """The noun for a folder's samples, and the suffixes of their files; other files are ignored."""
+    """The kind of sample files in a folder: a noun, and the suffixes of these files; others are ignored."""
 
     noun: str
     ends: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the noun and the ends, as in `image (.png)`."""
+        """Return the noun and the file suffixes as text, as in `image (.png)`."""
         return f"{self.noun} ({', '.join(self.ends)})"
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A source of generated samples; its values are whole numbers, positive but for `seed`."""
+    """A source of generated samples; its config values are integers, all positive except `seed`."""
 
     make: Callable[..., Source]
     defaults: Mapping[str, int]
@@ -40,7 +40,7 @@ class Generator:
     minimum: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda values: {}
 
     def describe(self, values: Mapping[str, int]) -> Dataset:
-        """Return the metadata of a data set with these values.
+        """Return the metadata of a data set that is generated from the given values.
 
         Raises:
             DataError: For a value that is too small.
@@ -62,7 +62,7 @@ class Generator:
 
 @dataclass(frozen=True)
 class FileKind:
-    """How files of a user become a data set; the kind is named by the key that names the files."""
+    """A kind of data set that is read from a user's files, named by the config key for these files."""
 
     #: A function of the data set's name, its folder or files, further files, and the values by keyword. It
     #: returns the samples, and the number of classes or tokens.

@@ -83,7 +83,7 @@ class OwnData:
         return tuple(self.values[n] if isinstance(n, str) else n for n in shape)
 
     def identity(self, folders: Iterable[Path] = (), known: Path | None = None) -> dict[str, Any]:
-        """Return the identity for a cell's settings: keys, and hash of files or code.
+        """Return the data set's identity: its keys, and a hash of its files or code.
 
         Args:
             folders: Folders of the user's code.

@@ -52,7 +52,7 @@ class HostRows:
     """
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, device: torch.device) -> None:
-        """Take the arrays and start the thread.
+        """Store the arrays, and start the thread that fetches batches.
 
         Args:
             inputs: Inputs [N, ...] in host memory, which may be mapped from files.
@@ -76,7 +76,7 @@ class HostRows:
     def fetch(self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None) -> None:
         """Begin to fetch a batch: the rows of the arrays and of some tables.
 
-        This overwrites the batch of two fetches before, so all work on that batch must have been queued.
+        The new batch overwrites the batch of two fetches before, so all work on that batch must have been queued.
 
         Args:
             indices: Indices of the rows, int64 [b] in host memory.

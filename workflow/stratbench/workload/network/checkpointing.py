@@ -94,7 +94,7 @@ def _forward_checkpointed(
 def _make_contexts(
     norms: list[BatchNorm], selective: bool
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a block's forward and of its recomputation."""
+    """Return two contexts for a checkpointed block: one for its forward, one for its recomputation."""
     first, again = _make_selective_contexts() if selective else (nullcontext(), nullcontext())
     return first, _Recomputing(again, norms)
 

@@ -1,4 +1,4 @@
-"""Models that config.yaml names in a library; extensions make calls of their entries.
+"""Defines the interface to model libraries; extensions turn a library's entries in config.yaml into calls.
 
 Imported on every parse of the Snakefile: no library is imported, nor an extension that no entry needs.
 """
@@ -25,18 +25,18 @@ BUILT_BY_COMMAND = (
 
 
 class Library:
-    """A package with models; the base stands for any other call."""
+    """A Python package with models. The base class handles calls of packages without a library."""
 
     #: The module that builds the library's models, which takes long to import; None if it is the package
     #: alone.
     built_by: ClassVar[str | None] = None
 
     def make_call(self, spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-        """Return call, kwargs and declarations of an entry of `models`.
+        """Return the call, keyword arguments and declarations for an entry of `models` in the config.
 
         Args:
             spec: The entry, with its defaults.
-            known: The file that caches the hash of its weights.
+            known: File that caches the hash of the model's weights.
 
         Raises:
             ValueError: The entry is invalid, as `.key = value: reason`.
@@ -48,7 +48,7 @@ class Library:
         )
 
     def find_fault(self, spec: Mapping[str, Any]) -> str | None:
-        """Return why a call cannot build a model, by the package's files, or None."""
+        """Return why a call cannot build a model, by the package's files. None if it can."""
         return None
 
     def packages_beside(self, spec: Mapping[str, Any]) -> list[str]:
@@ -56,11 +56,11 @@ class Library:
         return []
 
     def tasks_of_head(self, call: str) -> tuple[str, ...]:
-        """Return the tasks that the class of a call has a head for."""
+        """Return the tasks for which the class that a call names has a head."""
         return ()
 
     def task_of_entry(self, spec: Mapping[str, Any]) -> str | None:
-        """Return the task of an entry, or None if its code alone knows.
+        """Return the task of an entry of `models`. None if only its code determines the task.
 
         Raises:
             ValueError: The entry is invalid, as `.key = value: reason`.
@@ -68,15 +68,15 @@ class Library:
         return None
 
     def vocabulary_of_entry(self, spec: Mapping[str, Any]) -> int | None:
-        """Return the vocabulary that an entry states, or None if it follows from the data."""
+        """Return the vocabulary size that an entry of `models` states. None if the data determine it."""
         return None
 
     def find_builder(self, named: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that builds a model of what a call names."""
+        """Return the function that builds a model, given the object that a call names."""
         return named
 
     def more_arguments(self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments that follow from the data, for a callable that passes keywords on.
+        """Return arguments that follow from the data, for a callable with `**kwargs`.
 
         Args:
             kwargs: The configured arguments.
@@ -86,7 +86,7 @@ class Library:
 
 
 def find_library_of_call(call: str) -> Library:
-    """Return the library of a call, by its package."""
+    """Return the library of a call, by the package that the call names."""
     package = get_top_module(call)
     names = (e.libraries[package] for e in load_extensions().values() if package in e.libraries)
     return import_attribute(next(names, f"{__name__}:Library"))()
@@ -100,7 +100,7 @@ def find_library_of_entry(spec: Mapping[str, Any]) -> Library:
 
 
 def convert_entry_to_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-    """Return the entry of `models` as one with a call.
+    """Return an entry of `models` as an entry with a `call`, which builds the model.
 
     ValueError for an invalid one, as `.key = value: why`. The content of a config file becomes an argument,
     so that cells depend on it and not on its path. `known`: the file that caches the hash of its weights.
@@ -127,5 +127,5 @@ def convert_entry_to_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any
 
 
 def raise_unbuildable_model() -> None:
-    """Raise Unsuitable, in place of the call of a model with a name alone."""
+    """Raise Unsuitable when a model is built that the config declares by name only."""
     raise Unsuitable(BUILT_BY_COMMAND)

@@ -1,4 +1,4 @@
-"""Builds models, and tells how their layers are divided.
+"""Builds models, and determines how their layers are divided for sharding.
 
 The Snakefile imports this module, so torch is imported inside functions only.
 """
@@ -144,7 +144,7 @@ def build_model(
 
 
 def build_fake_model(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Build a model of fake tensors in the active fake mode. It takes neither memory nor time.
+    """Build a model of fake tensors in the active fake mode, without memory for weights.
 
     Plain tensors that its code creates are fake, too. A user's model whose code reads a tensor's values is
     first built on the CPU.
@@ -172,7 +172,7 @@ def build_fake_model(model: str | Model, classes: int, shape: tuple[int, ...]) -
 
 @contextmanager
 def _skip_random_weights() -> Iterator[None]:
-    """Skip the drawing of random weights within the block. Unwritten memory takes no space or time."""
+    """Skip the drawing of random weights within the block, which leaves their memory unwritten."""
     from torch.overrides import TorchFunctionMode
 
     from stratbench.workload.torch_internals import skip_truncated_normals

@@ -53,7 +53,7 @@ def create_autocast_context(precision: str, device: torch.device) -> AbstractCon
 
 
 def get_effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
-    """Return the number formats of weights and arithmetic that a device really uses."""
+    """Return the number formats of weights and arithmetic that a device uses for a precision."""
     weights = str(get_weights_dtype(precision)).removeprefix("torch.")
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
     used = compute.get(precision, weights)

@@ -60,17 +60,17 @@ class Model:
 
     @property
     def batchnorm(self) -> bool | None:
-        """Whether it normalises over the batch. It is None if this is unknown before it is built."""
+        """Whether the model normalises over the batch. None if unknown before it is built."""
         return FAMILIES[self.family].batchnorm
 
     @property
     def reads_text(self) -> bool | None:
-        """Whether its input is tokens instead of images, or None if both are possible."""
+        """Whether the model's input is tokens instead of images, or None if both are possible."""
         return FAMILIES[self.family].reads_text
 
     @property
     def is_torchvisions(self) -> bool:
-        """Whether it is a torchvision model, with three input channels."""
+        """Whether this is a torchvision model, which has three input channels."""
         return self.builder is None and self.family != "own"
 
 

@@ -55,12 +55,12 @@ NO_VALUES = (
 
 
 class PassFailed(ModelError):
-    """A forward or backward of the model failed; with fake tensors, these may be the cause."""
+    """A forward or backward of the model failed, perhaps only because its tensors are fake."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The properties of a model that trial steps have detected; the texts are names in the model."""
+    """The properties of a model that trial steps have found, as names of parameters, buffers and modules."""
 
     #: Trainable parameters that got no gradient.
     unused: tuple[str, ...] = ()
@@ -110,12 +110,12 @@ class Trial:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Parameters without a gradient in some steps, and modules that forward may skip."""
+        """Parameters without a gradient in some steps, and modules that forward may skip, by name."""
         return self.unused + self.by_chance + self.by_data
 
     @property
     def at_times(self) -> tuple[str, ...]:
-        """Parameters and modules that may get a gradient in some steps, but not in others."""
+        """Parameters and modules that get a gradient in some steps, but not in others."""
         return self.by_chance or self.by_data or (self.unused if self.reads_values else ())
 
     @classmethod
@@ -480,7 +480,7 @@ def _free_gradients(
 
 
 class _Reading(TorchFunctionMode):
-    """Context in which `read` collects the names of the parameters that are read."""
+    """Context that collects the names of the model's parameters which torch functions read."""
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__()
@@ -502,7 +502,7 @@ class _Reading(TorchFunctionMode):
 
 
 class _Gathering(TorchFunctionMode):
-    """Context that finds parameters which forward reads while FSDP would not hold their group gathered.
+    """Context that finds parameters which forward reads when FSDP would not have gathered their group.
 
     A group is gathered when one of its modules is called, and freed when all of them have been called
     (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _register_group_forward_hooks).
