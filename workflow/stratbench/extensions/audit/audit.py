@@ -46,7 +46,7 @@ def list_rules(module: Any) -> list[Rule]:
 
 
 def iter_rule_modules() -> Iterator[Any]:
-    """Yield the modules with rules: those of the audit, then those of other extensions."""
+    """Yield the modules that define audit rules, first the audit's, then other extensions'."""
     yield from KINDS
     for extension in load_extensions().values():
         yield from map(import_module, extension.audited)

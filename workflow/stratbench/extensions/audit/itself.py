@@ -1,4 +1,4 @@
-"""Rule of the audit that the values of a single record agree with each other, and are possible."""
+"""Audit rule that checks whether the values of a single record are consistent and possible."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ UNEVEN_REPEATS, UNEVEN_BYTES = 0.05, 32 * MIB
 
 @rule("memory-reduced-too-much", "warning", "memory")
 def find_too_large_memory_reduction(evidence: AuditData) -> Iterator[Case]:
-    """Memory is reduced more than sharding over the workers can: something else differs."""
+    """Memory is reduced more than sharding over the workers can explain: something else differs."""
     columns = {"model_states_bytes": "model states", "peak_memory_bytes": "peak memory"}
     for group, rows in evidence.groups.items():
         other = evidence.find_unsharded_rival(group)

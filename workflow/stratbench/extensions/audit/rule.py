@@ -45,7 +45,7 @@ class Finding:
 
 
 class AuditData:
-    """The data that rules check: rows of cells.csv, and their records and timelines if there are any.
+    """Data that rules check: rows of cells.csv, with the cells' records and timelines if available.
 
     `floors` has the accuracy that any working training reaches, by data set, for published tables.
     `timelines` are by key of their cell, and `study_dir` is results/<study>.
@@ -84,14 +84,14 @@ class AuditData:
         return list(self.ok.itertuples())
 
     def list_groups_with_any_strategy(self, group: Group) -> list[Group]:
-        """Return the groups of all strategies on the same model and number of workers.
+        """Return the groups of all strategies with the model and worker count of `group`.
 
         The group itself is included.
         """
         return self._alike.get(group.with_strategy(""), [])
 
     def list_groups_with_any_worker_count(self, group: Group) -> list[Group]:
-        """Return the groups of the same strategy and model on all numbers of workers.
+        """Return the groups of all worker counts with the strategy and model of `group`.
 
         The group itself is included.
         """
@@ -121,7 +121,7 @@ class AuditData:
         return None if pd.isna(value) else value
 
     def find_unsharded_rival(self, group: Group) -> Group | None:
-        """Return the group of an unsharded collective strategy on as many workers, or None."""
+        """Return the group of an unsharded collective strategy with equally many workers, or None."""
         return next(
             (
                 other
@@ -148,13 +148,13 @@ class Rule:
 def rule(
     id: str, severity: Severity, affects: Affects
 ) -> Callable[[Callable[[AuditData], Iterator[Case]]], Rule]:
-    """Return a decorator that makes a rule of a function that checks a whole study.
+    """Return a decorator that turns a function on a whole study into an audit rule.
 
     The docstring of the function is the explanation for users.
 
     Args:
         id: Name of the rule.
-        severity: Its severity.
+        severity: Severity of the rule's findings.
         affects: Which values of a cell the rule concerns.
     """
 
@@ -174,14 +174,14 @@ def rule(
 def record_rule(
     id: str, severity: Severity, affects: Affects, of: Of = "ours"
 ) -> Callable[[Callable[[Facts], Iterator[str]]], Rule]:
-    """Return a decorator that makes a rule of a check of one record.
+    """Return a decorator that turns a check of one record into an audit rule.
 
     The decorated function checks one record and yields violations. Its docstring is the explanation for
     users.
 
     Args:
         id: Name of the rule.
-        severity: Its severity.
+        severity: Severity of the rule's findings.
         affects: Which values of a cell the rule concerns.
         of: Records to check: of stratbench's loop (`ours`), of users' commands (`commands`), or `both`.
     """
@@ -201,7 +201,7 @@ def record_rule(
 
 
 def iter_faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> Iterator[str]:
-    """Yield the violations that `check` finds. A field of an unexpected form is a violation as well."""
+    """Yield the violations that `check` finds. A field of an unexpected form is one violation more."""
     try:
         yield from check(facts)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -221,7 +221,7 @@ def get_coordinates(cells: Any) -> Row:
 
 
 def get_coordinates_of_strategy(group: Group) -> Row:
-    """Return the coordinates of a finding on a strategy for all numbers of workers."""
+    """Return the coordinates of a finding that concerns a strategy on any number of workers."""
     return {name: value for name, value in group._asdict().items() if name != "gpus"}
 
 

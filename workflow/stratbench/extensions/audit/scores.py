@@ -187,7 +187,7 @@ def find_unequal_loss_of_equal_arithmetic(evidence: AuditData) -> Iterator[Case]
 def iter_unlike_median(
     members: list[Facts], name: str
 ) -> Iterator[tuple[Facts, list[tuple[int, float, float]]]]:
-    """Yield the cells whose values differ from the median.
+    """Yield the cells whose losses or scores deviate from the median beyond rounding errors.
 
     Each cell comes with the epoch, value and median of each case.
     """
@@ -218,7 +218,7 @@ def get_arithmetic_key(facts: Facts) -> tuple[Any, ...]:
 
 
 def compute_max_rounding(facts: Facts, name: str, usual: float) -> float:
-    """Return the largest difference by rounding of a loss or score after some epochs.
+    """Return the largest deviation from the median that rounding can cause in one epoch's value.
 
     Args:
         facts: A record.

@@ -1,4 +1,4 @@
-"""Makes the report's section on the audit: findings by severity, with the choices that they concern."""
+"""Makes the report's section on the audit: findings by severity, and the decisions they affect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLACE = ("experiment", "strategy", "model")
 
 
 def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
-    """Yield a notice if strategies ran on different hosts, so that these may explain differences."""
+    """Yield a notice if some strategies ran on other hosts than the rest."""
     alone = [
         finding["strategy"] for finding in findings if finding["rule"] == find_confounded_host.id
     ]
@@ -35,7 +35,7 @@ def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
 
 
 def make_audit_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Make the section on all findings, whose link has the number of findings per severity."""
+    """Make the report's section on audit findings. Its link shows the counts per severity."""
     answers = inputs.decided["answers"]
     rules = list_rules_with_findings(inputs.findings, answers)
     tally = f"Audit: {format_tally_of_findings(inputs.findings)}"
@@ -80,7 +80,7 @@ def list_rules_with_findings(
 
 
 def describe_place(row: Mapping[str, Any]) -> str:
-    """Describe the cells that a finding is on by their coordinates."""
+    """Describe a finding's cells by their coordinates, such as strategy and number of workers."""
     place = [row[name] for name in _PLACE if pd.notna(row[name])]
     place += [format_count(row["gpus"], "worker")] if pd.notna(row["gpus"]) else []
     place += [f"repeat {row['repeat']}"] if pd.notna(row["repeat"]) else []
@@ -105,7 +105,7 @@ def describe_places(findings: Sequence[Mapping[str, Any]]) -> str:
 def list_touched_choices(
     findings: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return the choices that these findings concern, directly or through their nearest alternative."""
+    """Return the chosen strategies that a finding concerns, directly or through their nearest alternative."""
     chosen, rivals = [], []
     for answer in answers:
         short = answer["short"]
@@ -122,7 +122,10 @@ def list_touched_choices(
 
 
 def list_nearest_rivals(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the nearest alternative of a choice, and the nearest one of another strategy."""
+    """Return the nearest alternative of a choice, and the nearest one with another strategy.
+
+    The list has at most two entries.
+    """
     others = short["others"]
     further = [o for o in others if o["strategy"] != short["strategy"]]
     return [*others[:1], *(o for o in further[:1] if o not in others[:1])]
@@ -131,7 +134,7 @@ def list_nearest_rivals(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def concerns_choice(
     row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, Any]
 ) -> bool:
-    """Return whether a finding concerns a strategy and number of workers in an answer.
+    """Return whether a finding concerns the strategy and the number of workers in `what`.
 
     A coordinate that the finding lacks matches any value.
 

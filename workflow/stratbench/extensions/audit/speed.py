@@ -169,7 +169,7 @@ def find_uneven_repeats(evidence: AuditData) -> Iterator[Case]:
 
 @cache
 def compute_deviation_by_chance(repeats: int) -> float:
-    """Return the standard deviation that even repeats exceed with probability 1 / BY_CHANCE."""
+    """Return the standard deviation that low-noise repeats exceed with probability 1 / BY_CHANCE."""
     from scipy.special import chdtri  # takes 0.2 s, and is not needed for even repeats
 
     return EVEN * math.sqrt(chdtri(repeats - 1, 1 / BY_CHANCE) / (repeats - 1))

@@ -40,9 +40,9 @@ OTHERS, OTHERS_SHARE = 0.5, 0.05
 
 
 def is_crowded(facts: Facts) -> bool:
-    """Return whether processes may have waited for a core for seconds.
+    """Return whether the load was so high that processes may have waited for cores.
 
-    A load far above the number of cores is the sign of such waits.
+    A load far above the number of cores is the sign of waits, which may take seconds.
     """
     cores = [
         get_by_path(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers

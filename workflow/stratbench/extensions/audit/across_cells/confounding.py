@@ -78,7 +78,10 @@ def list_hosts(record: Record) -> str:
 
 
 def iter_rivals(evidence: AuditData, on_equal_counts: bool) -> Iterator[tuple[Group, list[Group]]]:
-    """Yield each group of repeats with its competitors of similar time (within EXPLAINED)."""
+    """Yield each group of repeats with the groups whose mean training time is similar.
+
+    Times are similar if their logarithms differ by at most EXPLAINED.
+    """
     runs = list_timed_runs(evidence)
     means = {
         group: float(np.mean([run.log_train_time for run in own])) for group, own in runs.items()
@@ -121,7 +124,7 @@ def find_strategies_not_in_turns(evidence: AuditData) -> Iterator[Case]:
 
 @lru_cache(maxsize=1)
 def find_groups_out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
-    """Return groups that did not alternate with most of their competitors.
+    """Return the groups whose runs did not alternate in time with those of most competitors.
 
     Each group has a text on the order of the runs, and whether the order matters.
     """
@@ -155,9 +158,9 @@ def are_apart(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> bool:
 
 
 def describe_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str:
-    """Return `before` or `after` if most pairs of equal repeats were not adjacent.
+    """Return `before` or `after`, the order of two groups, or "" without a clear order.
 
-    A pair is not adjacent if another repeat of the two groups ran between.
+    The order is clear if most pairs of equal repeats have it, with another repeat of the groups between.
     """
     pairs = [(run, others[repeat]) for repeat, run in own.items() if repeat in others]
     if len(pairs) < 2:
@@ -168,9 +171,9 @@ def describe_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str
 
 
 def compare_order(one: TimedRun, other: TimedRun, runs: Sequence[TimedRun]) -> int:
-    """Return 1 or -1 if another run came between `one` and `other`, else 0.
+    """Return 1 if `one` clearly ran before `other`, -1 if after, else 0.
 
-    The result is 1 if `one` ran before `other`, and -1 if it ran after.
+    The order is clear only if another run came between both runs.
 
     Args:
         one: A run.
@@ -222,7 +225,7 @@ def find_times_that_follow_time(evidence: AuditData) -> Iterator[Case]:
 
 @lru_cache(maxsize=1)
 def find_trends(evidence: AuditData) -> dict[str, str]:
-    """Return how times depend on the order of execution, by experiment in which they do."""
+    """Return a text on each experiment whose training times depend on the order of execution."""
     experiments: defaultdict[str, list[list[TimedRun]]] = defaultdict(list)
     for group, runs in list_timed_runs(evidence).items():
         timed = [run for run in runs if run.began_unix_s is not None]

@@ -164,7 +164,7 @@ def iter_foreign_processes(facts: Facts) -> Iterator[str]:
 
 
 def iter_foreign_memory(facts: Facts) -> Iterator[str]:
-    """Yield texts on memory of other processes on the cell's GPUs, by worker and timeline."""
+    """Yield texts on GPU memory of other processes, from worker measurements and timelines."""
     for worker in facts.workers:
         # PyTorch may open a CUDA context of each process of a node on the node's first GPU.
         is_first = worker["rank"] % facts.workers_per_node == 0

@@ -33,7 +33,7 @@ VARIED = ("strategy", "options", "gpus", "per_worker_batch", "seed")
 
 @dataclass(frozen=True)
 class ComparedFields:
-    """A row of the table: fields that compared cells must have in common, by the beginning of their path.
+    """Row of TABLE: record fields that compared cells must have in common, as path prefixes.
 
     Cells are compared if they share experiment, model and the coordinates in `shared_coordinates`.
     """
@@ -185,7 +185,7 @@ def list_records_by_row(evidence: AuditData) -> list[list[tuple[Record, dict[str
 
 
 def iter_differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
-    """Yield the fields of row `entry` of TABLE in which compared cells differ."""
+    """Yield the record fields in which compared cells differ, for row number `entry` of TABLE."""
     names = ("experiment", "model", *TABLE[entry].shared_coordinates)
     groups: dict[tuple[Any, ...], list[tuple[Record, dict[str, set[str]]]]] = defaultdict(list)
     for record, facts in list_records_by_row(evidence)[entry]:
