@@ -1,4 +1,4 @@
-"""Manages the attempts of a cell with checkpoints: where a new attempt resumes, and what was lost.
+"""Manages a cell's attempts with checkpoints: the step to resume from, and the time lost.
 
 Each worker writes its own checkpoints to a folder next to the run folder. The next launcher empties the run
 folder; before that, the dates of its files show when a killed attempt ended. This module does not import
@@ -34,7 +34,7 @@ def get_checkpoint_folder(run: RunFolder, rank: int) -> Path:
 
 
 def find_common_step(run: RunFolder, workers: int) -> int | None:
-    """Return the step of the newest checkpoint that all workers have, or None without one."""
+    """Return the step of the newest checkpoint that all workers have, or None."""
     each = [list_steps(get_checkpoint_folder(run, rank)) for rank in range(workers)]
     return max(set.intersection(*each), default=None)
 
@@ -99,7 +99,7 @@ def begin(job: Job, ended_unix_s: float | None) -> Job:
 
 
 def make_identity(job: Job) -> dict[str, Any]:
-    """Return the values that must be equal for an attempt to resume an earlier one."""
+    """Return the values that must be equal for an attempt to resume an earlier attempt."""
     identity = {"cell": asdict(job.cell), "settings": asdict(job.settings), "data": job.data}
     return json.loads(json.dumps(identity | {"cuda": job.use_cuda}))
 

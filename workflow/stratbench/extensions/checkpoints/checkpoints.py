@@ -103,7 +103,7 @@ def delete_later_checkpoints(folder: Path, step: int) -> None:
 
 
 def read_facts(folder: Path, step: int) -> dict[str, Any]:
-    """Read the values in a checkpoint other than tensors. Raises DamagedCheckpoint if they are damaged."""
+    """Read a checkpoint's values other than tensors. Raises DamagedCheckpoint if they are damaged."""
     path = get_checkpoint_path(folder, step)
     with path.open("rb") as file:
         return _read_head(file, path)["facts"]
@@ -126,7 +126,7 @@ def _compute_crc(facts: dict[str, Any]) -> int:
 
 
 def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
-    """Read the tensors of a checkpoint into existing ones.
+    """Copy the tensors of a checkpoint into existing tensors.
 
     Raises DamagedCheckpoint before any tensor is changed, if the checkpoint is damaged or does not fit.
 
@@ -160,7 +160,7 @@ def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
 
 @contextmanager
 def delete_if_damaged(folder: Path, step: int) -> Iterator[None]:
-    """Delete the checkpoint after `step` if reading it in this context raises DamagedCheckpoint.
+    """Context that deletes the checkpoint after `step` if reading it raises DamagedCheckpoint.
 
     The exception is raised again, so that the caller can use an earlier checkpoint. It is also raised if the
     file does not exist.

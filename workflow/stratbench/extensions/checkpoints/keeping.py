@@ -1,4 +1,4 @@
-"""Saves the training state of a synchronous worker, and resumes from it.
+"""Saves the training state of a synchronous worker in checkpoints, and resumes from them.
 
 The state is everything on which later steps and the record depend: weights, buffers, states of optimizer and
 strategy, loss scale, counts, random generators, losses, results of epochs, and measured times. The order of
@@ -35,7 +35,7 @@ class CheckpointWriter(Beside):
         return "checkpoints" in job.settings.more and not job.in_block
 
     def begin(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
-        """Restore the state at which the attempt before is resumed, if there was one.
+        """Restore the training state from the checkpoint that this attempt resumes, if there is one.
 
         Raises `checkpoints.DamagedCheckpoint` if the checkpoint is damaged, and deletes it, so that the next
         attempt resumes from an earlier one.
@@ -99,7 +99,7 @@ class CheckpointWriter(Beside):
         }
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
-        """Wait for the last checkpoint, and return the number, times and bytes of checkpoints."""
+        """Wait for the last checkpoint, and return the number, times and bytes of the checkpoints."""
         self._writer.wait_for_write()
         one = sum(t.nbytes for t in self.strategy.state_tensors())
         return {"checkpoints": self.count_checkpoints() | {"bytes": one}}

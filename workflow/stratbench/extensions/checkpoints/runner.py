@@ -1,4 +1,4 @@
-"""Runs a cell with checkpoints, in attempts that each resume from the one before."""
+"""Runs a cell with checkpoints: each attempt resumes from the checkpoints of the previous attempt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stratbench.train.running.runner import Runner
 
 
 class RestartRunner(Runner):
-    """Runner of cells with checkpoints, whose measurements before a restart count."""
+    """Runner of cells with checkpoints. Its results include the measurements of earlier attempts."""
 
     section = "restarts"
     _ended_unix_s: float | None = None
