@@ -1,4 +1,4 @@
-"""Rules of the audit on cells that a user's command trains: its report against external measurements."""
+"""Audit rules that compare a user command's report with external measurements."""
 
 from __future__ import annotations
 

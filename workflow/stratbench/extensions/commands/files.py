@@ -15,7 +15,7 @@ MAX_PART_BYTES = 1 << 20
 
 
 def get_command_name(node: int) -> str:
-    """Return the name of the command on a node, which its files have."""
+    """Return the name of a node's command, with which the names of its files begin."""
     return f"command{node}"
 
 

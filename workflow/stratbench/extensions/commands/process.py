@@ -54,7 +54,7 @@ class CommandProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the command, as soon as the rendezvous address is known if it needs one."""
+        """Start the command. If it needs the rendezvous address, wait for that address first."""
         folder = self._job.folder
         arguments = fill_placeholders(
             get_arguments(self._job.settings.options),
@@ -111,12 +111,15 @@ class CommandProcess:
 
 @contextmanager
 def make_command_process(job: Job, node: int) -> Iterator[NodeProcesses]:
-    """Yield the command of a node as its only process, before it is started."""
+    """Yield the command of a node, not yet started, as the node's only process."""
     yield NodeProcesses(job, [CommandProcess(job, node)])
 
 
 def kill_marked_processes(mark: str) -> None:
-    """Kill processes with this mark, which are left if a command's supervisor was killed."""
+    """Kill all processes whose environment has this mark.
+
+    Such processes remain if the command's supervisor was killed.
+    """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark:
@@ -124,7 +127,7 @@ def kill_marked_processes(mark: str) -> None:
 
 
 def make_environment(job: Job, mark: str) -> dict[str, str]:
-    """Return a command's environment variables, with its report's path and its mark."""
+    """Return a command's environment variables, including the report's path and the mark."""
     code = [] if INSTALLED else [os.fspath(PACKAGE.parent)]
     path = [*code, os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -157,7 +160,10 @@ def make_placeholder_values(job: Job, node: int) -> dict[str, Any]:
 
 
 def find_meeting_place(job: Job, node: int) -> tuple[str, int]:
-    """Return the address of node 0 and a free port on it. Other nodes read these in the run folder."""
+    """Return the rendezvous of the command's processes: node 0's address and a free port there.
+
+    Node 0 writes both to the run folder, where the other nodes read them.
+    """
     if job.n_nodes == 1:
         return "127.0.0.1", find_free_port()
     if node == 0:

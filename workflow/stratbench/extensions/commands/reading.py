@@ -19,7 +19,7 @@ MAX_FACTS, MAX_FACT = 50, 200
 
 
 class ReportError(RuntimeError):
-    """The report cannot be used; the message says why in one sentence."""
+    """The report cannot be used. The message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Converts the report of a command, and how it ended, to the result files of a worker."""
+"""Converts a command's report and exit statuses to the result files of a worker."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def get_origin_s(job: Job) -> float:
 
 
 def write_phases(job: Job, report: CommandReport) -> None:
-    """Write the intervals in which the command trained, which timeline and energy need."""
+    """Write the intervals in which the command trained, for the timeline and the energy measurement."""
     log = PhaseLog(job.folder.phases(0), 0, get_origin_s(job))
     for begin, end in report.training_intervals:
         log.write("train", "start", at_s=begin)

@@ -46,7 +46,7 @@ class CommandRunner(Runner):
 
         Args:
             job: Job of the cell.
-            exits: How its processes exited.
+            exits: Exits of the cell's processes, with reasons.
             kills_before: Number of the kernel's kills for memory before the cell, or None if unknown.
         """
         results.store_results(job)
@@ -82,7 +82,7 @@ class CommandRunner(Runner):
     def gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Return the command's training intervals by its report, for each GPU of the cell."""
+        """Return the training intervals that the command reported, for each GPU of the cell."""
         places = [p for p in job.folder.read_places().values() if "gpu" in p]
         if any(p["gpu"].get("index") is None for p in places):
             return None

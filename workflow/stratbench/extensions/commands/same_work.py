@@ -1,4 +1,4 @@
-"""Checks whether a user's command trained the same as the cells that it is compared with.
+"""Checks whether a user's command trained the same as the cells it is compared with.
 
 The command reports its values itself. The cell is ranked with others if samples, batch, parameters and score
 agree. Otherwise its status becomes `incomparable`, with the reason, and no table or decision ranks it.
@@ -48,7 +48,7 @@ def judge_same_work(rows: Sequence[Row]) -> None:
 
 
 def select_partners(row: Row, beside: Sequence[Row]) -> list[Row]:
-    """Return the rows that a command's row is compared with, preferably on as many workers.
+    """Return the rows with which a command's row is compared, preferably with equal worker counts.
 
     Cells of stratbench's loop with DDP's arithmetic have precedence, then its other cells, then other
     commands.
@@ -62,7 +62,7 @@ def select_partners(row: Row, beside: Sequence[Row]) -> list[Row]:
 
 
 def iter_work_differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """Yield texts on how a command's training differs from that of its partners."""
+    """Yield texts on differences between a command's training and the compared cells' training."""
     if row["command_workers"] != row["gpus"]:
         yield f"it reports {row['command_workers']} processes, but the cell has {row['gpus']}"
     if not partners:
@@ -78,7 +78,7 @@ def iter_work_differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def iter_score_difference(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """Yield a text if a command's score differs too much from its partners' scores.
+    """Yield a text if a command's score differs too much from the compared cells' scores.
 
     A difference is too large if tolerance and sampling error together do not explain it.
     """
@@ -102,7 +102,7 @@ def iter_score_difference(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def compute_standard_error(row: Row) -> float:
-    """Return the standard error of a score: recorded, or binomial for a share, else 0."""
+    """Return the standard error of a score: as recorded, binomial for a share, or 0."""
     if row["score_error"] is not None:
         return row["score_error"]
     if row["score_unit"] != "share" or not row["test_samples"]:
@@ -115,7 +115,7 @@ def _format_values(values: set[float]) -> str:
 
 
 def iter_command_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
-    """Yield notices that commands report their values themselves, and which of them are not ranked."""
+    """Yield notices that commands report their values themselves, and how many of them are ranked."""
     rows = cells[cells["same_work"].notna()]
     if not len(rows):
         return

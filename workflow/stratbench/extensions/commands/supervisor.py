@@ -139,7 +139,7 @@ def set_process_attribute(option: int, value: int) -> None:
 
 
 def _prepare_child() -> None:
-    """Prepare the child before it becomes the command.
+    """Prepare the child process before it executes the command.
 
     The child ends with its parent, and handles signals.
     """
