@@ -30,7 +30,7 @@ NUMBER_BYTES = 4
 
 
 class DeepSpeed(Counted):
-    """deepspeed.initialize on the cell's model and optimizer: the engine does backward and update.
+    """Strategy that trains by DeepSpeed's engine, which does backward, reduction and update.
 
     Stage 1 shards the optimizer's state, stage 2 also gradients, and stage 3 also parameters (Rajbhandari et
     al., SC 2020). The engine keeps a float32 master copy of each worker's part of the weights. Stages 1 and 2
