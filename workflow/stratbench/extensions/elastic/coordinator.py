@@ -48,7 +48,7 @@ TRAINING_OVER, ALL_PLACES_TAKEN = "the training is over", "all places are taken;
 
 
 def reaches_target(score: float | None, target: float | None, better: str) -> bool:
-    """Return whether a score is at least as good as the target. Without a target it never is.
+    """Return whether a score reaches the target score. The result is False without a target.
 
     Args:
         score: The score, if known.
@@ -132,7 +132,7 @@ class Coordinator:
             threading.Thread(target=work, daemon=True).start()
 
     def get_divergence_reason(self) -> str | None:
-        """Return a sentence on a loss that is not finite, or None."""
+        """Return a sentence if a worker's loss is not finite, else None."""
         for number, epoch in sorted(self.history.totals_by_epoch.items()):
             if not isfinite(epoch.loss_sum):
                 return f"the training loss became {epoch.loss_sum} in epoch {number + 1}"
@@ -154,7 +154,7 @@ class Coordinator:
 
     @property
     def change_counts(self) -> tuple[int, ...]:
-        """Numbers of events in the history; they change when something other than times has changed."""
+        """Numbers of events in the history. They do not change if only times have changed."""
         with self._lock:
             h = self.history
             began = sum(g.began_unix_s is not None for g in h.generations)
@@ -249,7 +249,7 @@ class Coordinator:
                 generation.ended_unix_s = time.time()
 
     def _break_generation(self, cause: str) -> None:
-        """Mark the current generation as broken, and tell its other members."""
+        """Mark the current generation as broken, and notify its other members."""
         generation = self.history.generations[-1]
         if not generation.broken:
             generation.broken, self._cause = True, cause
@@ -382,7 +382,7 @@ class Coordinator:
             self._form_generation(candidates)
 
     def _form_generation(self, candidates: list[GroupMember]) -> None:
-        """Tell these members to form a generation.
+        """Send a message to the candidates to form a generation.
 
         A member with the most steps becomes rank 0.
         """

@@ -1,4 +1,4 @@
-"""Gives decisions the time for which workers of elastic cells held their GPUs."""
+"""Adds to decisions the time for which workers of elastic cells held their GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms the process group of a generation through a file, and breaks it up if a member is lost.
+"""Forms a generation's process group, and breaks it up if a member is lost.
 
 Operations of gloo cannot be interrupted. To free a member that waits for a lost one, the sockets of the group
 are shut down. NCCL has a function that aborts its operations.
@@ -44,7 +44,7 @@ class ElasticGroup:
         self.broken = False
 
     def form_single_member(self) -> None:
-        """Form a group of this process alone, for its warm-up before it joins the others."""
+        """Form a process group of this process only, for the warm-up before joining other members."""
         self._init_process_group(dist.HashStore(), 0, 1)
 
     def form_group(self, meeting: str, rank: int, world: int) -> None:
@@ -84,7 +84,7 @@ class ElasticGroup:
         set_collective_timeout(timedelta(seconds=COLLECTIVE_S))
 
     def dissolve(self) -> None:
-        """Leave the group, even if it is broken."""
+        """Leave the process group, even if the group is broken."""
         self._connected = []
         if dist.is_initialized():
             _last_group[:] = [dist.group.WORLD]
@@ -99,7 +99,7 @@ class ElasticGroup:
             raise RuntimeError("the process group was broken up")
 
     def break_up(self) -> None:
-        """Make the collective fail in which this process waits. Another thread calls this."""
+        """Make the collective fail in which the process waits. Another thread must call this method."""
         self.broken = True
         for number in self._connected:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:

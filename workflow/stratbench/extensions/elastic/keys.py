@@ -1,4 +1,4 @@
-"""Keys of config.yaml on elastic workers: which experiments have them, and what their jobs request."""
+"""Keys of config.yaml on elastic workers, and on the SLURM jobs of these workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs an elastic synchronous cell: its coordinator in this process, its workers as separate jobs."""
+"""Runs an elastic synchronous cell: the coordinator in this process, workers as separate jobs."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ POLL_S, KEEP_S = 0.2, 10.0
 
 
 def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, Any]) -> None:
-    """Create the run folder, or reuse that of an unfinished training.
+    """Create the run folder, or reuse the folder of an unfinished training.
 
     The unfinished training must have equal settings and data.
 
     Args:
         folder: The run folder.
         cell: The cell.
-        settings: Its settings.
+        settings: Settings of the cell.
         data: Metadata of the prepared data set, with the checksum of its arrays.
     """
     try:
@@ -64,7 +64,7 @@ def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, A
 
 
 def count_from_first_launcher(job: Job) -> Job:
-    """Return the job with times that count from the start of the cell's first launcher."""
+    """Return the job with times relative to the start of the cell's first launcher."""
     try:
         first = Job.from_json(job.folder.job.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def _wait_for_end(
 
 
 def find_ending_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> Ending | None:
-    """Return how the cell ends because of its workers, or None if it continues.
+    """Return how the cell ends because of its workers, or None if the training continues.
 
     The cell ends if its workers report an end or no worker can start.
     """
@@ -184,7 +184,7 @@ def _wait_for_last_files(coordinator: Coordinator) -> None:
 
 
 def find_newest_checkpoint(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
-    """Return the newest intact checkpoint's step and epoch results, or None without one."""
+    """Return the step and the epoch results of the newest intact checkpoint, or None."""
     for step in sorted(checkpoints.list_steps(folder.path), reverse=True):
         try:
             with checkpoints.delete_if_damaged(folder.path, step):

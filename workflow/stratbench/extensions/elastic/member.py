@@ -59,7 +59,7 @@ class WorkerMembership:
             threading.Thread(target=work, daemon=True).start()
 
     def send_message(self, what: str, **said: Any) -> None:
-        """Send a message to the coordinator. Raises CoordinatorLost if it does not answer any more."""
+        """Send a message to the coordinator. Raises CoordinatorLost if the connection is closed."""
         try:
             send_message(self._connection, what, **said)
         except Closed as error:
@@ -100,7 +100,7 @@ class WorkerMembership:
 def join_as_member(
     folder: RunFolder, number: int, break_up: Callable[[], None], leaving: threading.Event
 ) -> WorkerMembership:
-    """Join the cell as worker `number`, after a wait while all places are taken.
+    """Join the cell as worker `number`. Wait while all slots of the cell are taken.
 
     Raises Over if the worker is not admitted.
 

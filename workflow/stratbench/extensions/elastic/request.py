@@ -1,4 +1,4 @@
-"""Computes what an elastic cell requests from the scheduler: its own job, and each worker job."""
+"""Computes the resources that an elastic cell requests for its own and for worker jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def request_workers(
     time_limit_s: float | None,
     needs: PlannedNeeds,
 ) -> JobRequest | None:
-    """Return the request of an elastic cell, or None for another cell.
+    """Return the resources that an elastic cell requests from SLURM, or None for other cells.
 
     The cell's own job requests resources for the servers only, and more time, since workers wait in the
     queue.
@@ -52,7 +52,7 @@ def request_workers(
 def request_servers(
     settings: Settings, cluster: Mapping[str, Any], minutes: int, servers_mem_mib: int
 ) -> JobRequest:
-    """Return the request of the cell's own job.
+    """Return the resources that the cell's own job requests from the scheduler.
 
     That job runs the servers and supervises the workers.
     """

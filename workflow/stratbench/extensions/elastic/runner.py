@@ -82,7 +82,7 @@ class ElasticRunner(Runner):
         return served_run(workers, kept, samples, per_epoch)
 
     def server_entry(self, job: Job) -> dict[str, Any] | None:
-        """Make the record's `server`; None for a cell without servers."""
+        """Make the record's section `server`. The result is None for a cell without servers."""
         return server_entry(job)
 
     def epochs(self, job: Job) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ class ElasticRunner(Runner):
         return (served_accounts if has_servers(job.settings) else accounts).make_elastic_entry(job)
 
     def trained(self, job: Job, node: int) -> list[PhaseInterval]:
-        """Return the intervals in which workers trained, on any node.
+        """Return the intervals in which workers trained, over all nodes.
 
         Members of a process group train from their join on.
         """

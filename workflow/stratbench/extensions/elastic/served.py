@@ -173,7 +173,7 @@ def _wait_for_last_files(job: Job, keeper: WorkerJobSupervisor) -> None:
 
 
 def _stop_servers(servers: list[Process]) -> None:
-    """Stop running servers by SIGTERM, on which they save their state."""
+    """Stop running servers by SIGTERM. The servers then save their state."""
     for process in servers:
         if process.pid is not None and process.is_alive():
             with suppress(ProcessLookupError):

@@ -42,7 +42,9 @@ _OF_PEERS = ("gloo", "nccl", "connection", "timed out", "timeout", "process grou
 
 
 class WeightedTask(Task):
-    """A task whose loss is multiplied by `weight`: a member's share of the batch times the members.
+    """Task whose loss is multiplied by `weight`, to average over unequal parts of a batch.
+
+    The weight is the member's share of the batch times the number of members.
 
     A loss that is a sum with its weight is not changed, because it is normalized later.
     """
@@ -169,7 +171,7 @@ class ElasticSynchronous:
 
     @property
     def checkpoint_times_s(self) -> dict[str, list[float]]:
-        """Seconds for which each checkpoint blocked the training, and seconds to write it."""
+        """Seconds for which each checkpoint blocked training, and seconds to write the checkpoint."""
         written = self._checkpoints
         return {"held_up_s": written.held_up_s, "written_s": written.written_s}
 
@@ -185,7 +187,7 @@ class ElasticSynchronous:
         return None if message["what"] == "leave" else message
 
     def _train_in_generation(self, message: dict[str, Any], memory: MemoryMeter) -> None:
-        """Train in one generation until it stops, and report to the coordinator."""
+        """Train in one generation until the generation stops, and report to the coordinator."""
         self._epochs_done, self._generation = message["epochs_done"], message["generation"]
         self._entries = [e for e in self._entries if e["epoch"] > self._epochs_done]
         done = GenerationProgress()
@@ -286,7 +288,10 @@ class ElasticSynchronous:
 
     @contextmanager
     def _restore_on_failure(self, tensors: list[Tensor]) -> Iterator[None]:
-        """Restore tensors if a collective fails in the context. A GPU's state is restored later."""
+        """Restore tensors on the CPU if a collective fails in the context.
+
+        On a GPU the member restores its initial state later.
+        """
         before = [t.clone() for t in tensors] if self._initial is None else []
         try:
             yield
@@ -362,7 +367,7 @@ class ElasticSynchronous:
         return slice(start + self._share.start, start + self._share.stop)
 
     def _iter_stop_votes(self) -> Iterator[bool]:
-        """Yield before each step whether the members voted, during the step before, to stop here."""
+        """Yield before each step whether members voted, during the previous step, to stop."""
         work = tally = None
         while True:
             self._group.check_intact()  # a member that trains alone has no collective that would fail

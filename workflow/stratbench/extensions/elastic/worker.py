@@ -68,7 +68,7 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
 
 
 def set_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
-    """Set `leaving` when one of the signals comes.
+    """Set the event `leaving` when the process receives one of the signals.
 
     SLURM sends these signals before it ends a job. A separate thread sets the event at once, because the main
     thread may compute for seconds before it handles signals.
@@ -115,7 +115,7 @@ def train_synchronous(
         leaving: Set when this worker must leave.
 
     Raises:
-        Over: If it is not admitted.
+        Over: If the worker is not admitted.
     """
     s, start = job.settings, worker.start_worker(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases

@@ -23,7 +23,7 @@ from stratbench.train.job import Job
 
 
 def read_member_results(job: Job) -> dict[int, dict[str, Any]]:
-    """Read the results of each worker of a cell, by number of the worker.
+    """Read the results of each worker of an elastic cell, by worker number.
 
     Each worker writes its results at its end.
     """
@@ -119,7 +119,10 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
 
 
 def sum_job_totals(jobs: list[dict[str, Any]], training_s: float) -> dict[str, Any]:
-    """Return the record's totals over all worker jobs, whose training times sum up to `training_s`."""
+    """Return the record's totals over all worker jobs: queue wait, allocated and idle seconds.
+
+    `training_s` is the sum of all workers' training seconds.
+    """
     started = [j["started_s"] for j in jobs if j["started_s"] is not None]
     first_steps = [j["first_step_s"] for j in jobs if j["first_step_s"] is not None]
     allocated_s = sum(j["allocated_s"] for j in jobs)
@@ -160,7 +163,7 @@ def _list_generations(incarnations: Iterable[MemberHistory]) -> list[TrainingGen
 
 
 def _sum_epoch_totals(parts: Iterable[EpochTotals | None]) -> EpochTotals:
-    """Add the totals of one epoch that several launchers trained."""
+    """Sum the totals of one epoch over all launchers that trained in the epoch."""
     return EpochTotals(*map(sum, zip(*(astuple(part) for part in parts if part), strict=True)))
 
 
@@ -216,7 +219,7 @@ def make_job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float
 
 
 def _make_generation_entry(g: TrainingGeneration, origin: float) -> dict[str, Any]:
-    """Return the record's entry of one generation, with times from `origin`."""
+    """Return the record's entry of one generation, with times relative to `origin`."""
     keys = (
         "number",
         "members",

@@ -1,4 +1,4 @@
-"""The history of the members of an elastic synchronous training, from which its record is made."""
+"""History of the members of an elastic synchronous training. The cell's record is made from it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class TrainingGeneration:
 
     @property
     def last_step(self) -> int:
-        """Number of steps taken when it stopped.
+        """Number of steps that the training had taken when the generation stopped.
 
-        It is the number when the generation began if the stop is unknown.
+        If the stop is unknown, the number is that at the generation's begin.
         """
         return self.from_step if self.to_step is None else self.to_step
 

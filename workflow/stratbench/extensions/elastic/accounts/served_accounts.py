@@ -1,4 +1,4 @@
-"""Computes the record's entries on an elastic cell with parameter servers, from their journal.
+"""Computes the record's entries on an elastic cell with parameter servers, from the servers' journal.
 
 Dates are seconds since 1970. The record's times count from the first launcher's start.
 """
@@ -140,7 +140,7 @@ def cut_after_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, 
 
 
 def list_evaluated_epochs(job: Job) -> list[dict[str, Any]]:
-    """Return the entries of the evaluated epochs, up to one whose score ended the run."""
+    """Return the entries of evaluated epochs, up to an epoch whose score ended the run."""
     scores = collect_scores(read_journal(job.folder.servers))
     server = job.folder.read_server(0)
     last = server["elastic"]["finished_at_epoch"] if server else None

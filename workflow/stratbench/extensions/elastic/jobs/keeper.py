@@ -37,7 +37,7 @@ class NoWorkersError(RuntimeError):
 
 
 class SubmissionRefused(RuntimeError):
-    """The scheduler rejected a job; the message is its reason.
+    """The scheduler rejected a job. The message has the scheduler's reason.
 
     Attributes:
         retry_kind: Kind of a temporary rejection, or None if the rejection is permanent.
@@ -65,7 +65,10 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class WorkerJobEntry:
-    """A worker job as the journal and the record have it. `reason` is why it waits or how it ended."""
+    """State of a worker job, as stored in the journal and the record.
+
+    `reason` says what the job waits for, or how it ended.
+    """
 
     number: int
     slot: int
@@ -91,7 +94,7 @@ class Backend(Protocol):
         """
 
     def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
-        """Return the states of these jobs by id.
+        """Return the states of worker jobs by job id.
 
         Jobs that the scheduler no longer knows are missing. The result is None if the scheduler does not
         answer.

@@ -40,7 +40,7 @@ class SlurmJobs(Backend):
     """
 
     def __init__(self, worker_job: WorkerJob, folder: RunFolder, cell: str) -> None:
-        """Prepare to submit jobs of a cell. `cell` is its path, which the jobs' comments show."""
+        """Prepare to submit worker jobs of a cell. Their comments show `cell`, the cell's path."""
         self._worker_job, self._folder, self._cell = worker_job, folder, cell
         #: Numbers of workers for which sbatch did not answer, so that their job may exist.
         self._is_unacknowledged: set[int] = set()
@@ -83,7 +83,7 @@ class SlurmJobs(Backend):
         return f"worker {number} of {self._cell}"
 
     def _find_accepted_job(self, number: int) -> str | None:
-        """Return the id of a worker's job in SLURM, or None without one.
+        """Return the id of a worker's job in SLURM, or None without such a job.
 
         SLURM may have accepted the job although sbatch did not answer.
         """
@@ -96,7 +96,7 @@ class SlurmJobs(Backend):
         return next((id_ for id_, comment in rows if comment == self._make_comment(number)), None)
 
     def make_script(self, number: int) -> str:
-        """Return the job script of worker `number`. It exits at once if the training is over."""
+        """Return the job script of worker `number`. The script exits at once if the training is over."""
         job = self._folder.job
         worker = [sys.executable, "-m", "stratbench.extensions.elastic.worker", job, str(number)]
         step = [

@@ -1,4 +1,4 @@
-"""The resources that a worker job requests from SLURM; the rules pass them to the launcher as JSON."""
+"""Resources that a worker job requests from SLURM. Snakemake rules pass them to the launcher as JSON."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class WorkerJob:
 
     @property
     def sbatch_arguments(self) -> list[str]:
-        """All options of sbatch for this request."""
+        """Options of sbatch that request these resources."""
         request = JobRequest(
             1, self.gpus, self.cpus, self.mem_mib, self.runtime_min, gpu_type=self.gpu_type
         )

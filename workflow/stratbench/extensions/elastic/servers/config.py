@@ -9,7 +9,7 @@ from stratbench.extensions.servers.ps.server_config import ServerConfig
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """Config of an elastic server in addition to that of other servers.
+    """Config that an elastic server has in addition to the config of other servers.
 
     `folder` is shared by all hosts, and has the files for the next incarnation. `incarnation` is 1 at first,
     and one more after each restart. With `resumes_saved_state` the servers resume from their saved state,
@@ -26,7 +26,7 @@ class ElasticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticServerConfig(ServerConfig):
-    """The whole config of an elastic server."""
+    """The complete config of an elastic server process."""
 
     elastic: ElasticConfig
 

@@ -1,4 +1,4 @@
-"""Manages evaluations during the training: which epochs wait for a worker, and their results."""
+"""Manages evaluations during the training: epochs that wait for a worker, and results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Evaluations:
         self._held: dict[int, int] = {}  # epoch that each worker evaluates, by worker
 
     def restore_scores(self, scores: Mapping[int, Mapping[str, Any]], settled: int) -> None:
-        """Restore the scores of epochs that ended within the first `settled` tickets."""
+        """Restore the scores of epochs that ended within the first `settled` completed tickets."""
         self.scores = {
             e: {name: s[name] for name in _FIGURES}
             for e, s in scores.items()
@@ -68,7 +68,7 @@ class Evaluations:
         self.add_ended_epochs(settled)
 
     def add_ended_epochs(self, settled: int) -> None:
-        """Queue the epochs that have ended, now that `settled` tickets are completed, for evaluation."""
+        """Queue the epochs that ended within the first `settled` completed tickets for evaluation."""
         while (
             self._wanted
             and self._ended_epochs < len(self._ends)
@@ -89,7 +89,7 @@ class Evaluations:
 
     @property
     def are_all_evaluated(self) -> bool:
-        """Whether all epochs have been evaluated, or none has to be."""
+        """Whether all epochs are evaluated. True as well if the cell has no evaluation."""
         return not self._wanted or len(self.scores) == len(self._ends)
 
     def take_epoch(self, worker: int) -> int | None:
@@ -109,7 +109,7 @@ class Evaluations:
         return epoch
 
     def release_epoch(self, worker: int) -> None:
-        """Queue the epoch that a lost worker was evaluating again, if any."""
+        """Queue the epoch that a lost worker was evaluating, if any, for another worker."""
         epoch = self._held.pop(worker, None)
         if epoch is not None:
             self._waiting = sorted([*self._waiting, epoch])

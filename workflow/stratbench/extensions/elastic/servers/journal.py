@@ -71,7 +71,7 @@ def collect_scores(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any
 
 
 class NewEvents:
-    """Reads events of the journal as they come, each of them once."""
+    """Reads new events of the journal, each event once."""
 
     def __init__(self, folder: str | Path) -> None:
         self._path, self._at = Path(folder, _JOURNAL), 0
@@ -94,10 +94,10 @@ def read_last_incarnation(folder: str | Path) -> int:
 
 
 class SettledTickets:
-    """A file with a byte per ticket: 0, or the incarnation in which it was completed last (at most 255).
+    """File with one byte per ticket: the incarnation that completed the ticket, or 0.
 
-    From it a later incarnation knows which tickets were completed after the last saved state, and must be
-    done again.
+    The byte is at most 255. From the file a later incarnation knows which tickets were completed after the
+    last saved state, and must be done again.
     """
 
     def __init__(self, folder: str | Path, incarnation: int) -> None:
@@ -117,7 +117,7 @@ class SettledTickets:
         os.pwrite(self._file, self._incarnation, number)
 
     def mark_undone(self, numbers: Iterable[int]) -> None:
-        """Mark these tickets as not completed, so that they are done again."""
+        """Mark tickets as not completed, so that workers compute the tickets again."""
         for number in numbers:
             os.pwrite(self._file, b"\0", number)
 

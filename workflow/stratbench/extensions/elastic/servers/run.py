@@ -1,4 +1,4 @@
-"""Runs a parameter server whose workers join and leave, and which a next incarnation resumes."""
+"""Runs a parameter server whose workers join and leave, and which can be restarted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _VANISHED_S = 10.0
 
 
 class ElasticRun(ServerRun):
-    """A `ServerRun` that starts with its first worker, and continues without any worker.
+    """Run of an elastic server. It starts with the first worker, and continues even without workers.
 
     Server 0 hands out evaluations in addition to tickets, and writes the journal.
     """
@@ -210,7 +210,7 @@ class ElasticRun(ServerRun):
             self._journal.append_event("begin", worker=member.worker)
 
     def _hand_out_evaluation(self, member: Member, epoch: int) -> None:
-        """Tell a member to evaluate an epoch. For the policies the member is idle meanwhile."""
+        """Tell a member to evaluate an epoch. The policies treat the member as idle meanwhile."""
         if not member.idle:
             self._mark_idle(member)
         member.evaluates = epoch
@@ -262,7 +262,7 @@ class ElasticRun(ServerRun):
         member.end()
 
     def _continue_without(self, member: Member) -> None:
-        """Continue without a member that was lost, and write its loss to the journal."""
+        """Continue without a lost member, and write the event to the journal."""
         if self._first:
             tickets = self.tickets.list_held(member.worker)
             reason = self.lost[-1]["reason"]
@@ -276,7 +276,10 @@ class ElasticRun(ServerRun):
         return member
 
     def _end_run_if_empty(self) -> None:
-        """End the run if it is done and no member is left. Workers in their warm-up will see the end."""
+        """End the run if all work is done and no member is left.
+
+        Workers in their warm-up will see the end.
+        """
         if self.done and not self._membership.ready_members:
             self.over.set()
 
@@ -305,7 +308,7 @@ class ElasticRun(ServerRun):
             self._ledger.close()
 
     def _close_connections(self, members: list[Member]) -> None:
-        """Close the connections of these members, so that none of their pushes counts any more."""
+        """Close the connections of some members, so that their later pushes do not count."""
         with self._lock:
             for member in members:
                 member.alive = False
@@ -340,7 +343,7 @@ class ElasticRun(ServerRun):
 
 
 def make_run(config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> ElasticRun:
-    """Make the run that a server's config describes. SIGTERM makes it save its state and stop.
+    """Make the run that a server's config describes. On SIGTERM, the run saves its state and stops.
 
     Args:
         config: Config of the server.

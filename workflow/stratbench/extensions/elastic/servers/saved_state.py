@@ -1,4 +1,4 @@
-"""Saves and loads a server's state for a restart: raw tensors in one file, all else as JSON.
+"""Saves and loads a server's state for a restart: raw tensors, other values as JSON.
 
 `<folder>/state<server>.json` names its file of tensors, `state<server>.<n>.bin`. It is written when that file
 is complete, and only then the previous files are deleted. Nothing is pickled.
@@ -32,7 +32,7 @@ class StateError(ValueError):
 
 
 def pack(value: Any, file: BinaryIO) -> Any:
-    """Return `value` as JSON values, and append its tensors to `file`."""
+    """Return `value` in a form for JSON, and append its tensors to `file`."""
     if torch.is_tensor(value):
         data = get_tensor_bytes(value.contiguous()) if value.numel() else b""
         entry = {"at": file.tell(), "shape": list(value.shape), "crc": zlib.crc32(data)}
@@ -48,7 +48,10 @@ def pack(value: Any, file: BinaryIO) -> Any:
 
 
 def unpack(value: Any, file: BinaryIO) -> Any:
-    """Return the value from which `pack` made these JSON values. Raises StateError if a tensor is damaged."""
+    """Return the value from which `pack_tensors` made these JSON values.
+
+    Raises StateError if a tensor is damaged.
+    """
     if isinstance(value, list):
         return [unpack(v, file) for v in value]
     if not isinstance(value, dict):
