@@ -1,4 +1,4 @@
-"""Holds the chosen cell, and tracks that the file uses or names each of its settings."""
+"""Holds the chosen cell, and tracks which of its settings the file uses or names."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def find_record(results: Path, study: str | None, cell: str | None) -> record.Re
 
 
 def find_named_path(results: Path, study: str | None, cell: str) -> Path:
-    """Return the path of a record, from a path or the name of a cell.
+    """Find a record by its path or its cell's name, and return the path.
 
     Args:
         results: The folder with the results of all studies.
@@ -68,7 +68,7 @@ def find_named_path(results: Path, study: str | None, cell: str) -> Path:
 
 
 def find_chosen_path(results: Path, study: str | None) -> Path:
-    """Return the path of the record that `decide` chose, of the cell's first repeat."""
+    """Return the record's path of the strategy that `decide` chose, for its first repeat."""
     folders = [folder.parent for folder in sorted(results.glob(f"{study or '*'}/cells"))]
     names = ("decision/answers.json", "answers.json")
     decided = {f: f / name for f in folders for name in reversed(names) if (f / name).is_file()}

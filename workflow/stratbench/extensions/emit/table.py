@@ -1,4 +1,4 @@
-"""Lists the strategies that each target supports, and their names there."""
+"""Lists the strategies that each target supports, with the target's name for each."""
 
 from __future__ import annotations
 

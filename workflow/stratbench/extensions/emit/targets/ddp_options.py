@@ -17,7 +17,7 @@ def list_ddp_arguments(choice: Choice) -> dict[str, Any]:
 
 
 def choose_comm_hook(choice: Choice) -> str | None:
-    """Return the name of torch's hook for the cell's gradient compression, or None without it."""
+    """Return the name of torch's hook for the cell's gradient compression, or None if uncompressed."""
     compress = choice.take_option("compress", "none")
     rank, start = choice.take_option("powersgd_rank"), choice.take_option("powersgd_start_step")
     if compress == "none":

@@ -1,4 +1,4 @@
-"""Writes DeepSpeed's own configuration of a cell, which four targets contain."""
+"""Writes DeepSpeed's own JSON configuration of a cell, which several targets embed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratbench.extensions.emit.choice import Choice
 
 
 def make_deepspeed_config(choice: Choice) -> dict[str, Any]:
-    """Return the configuration as DeepSpeed reads it, and note the settings that it cannot contain."""
+    """Return DeepSpeed's configuration, and note the settings that it cannot contain."""
     s, trained = choice.settings, choice.record["model"]["trainable_parameters"]
     for key in (
         "per_worker_batch",

@@ -92,6 +92,6 @@ def note_mixed_precision(choice: Choice, engine: str) -> None:
 
 
 def describe_reduction(choice: Choice) -> str:
-    """Return a text on the micro-batches with which FSDP reduces gradients: each, or the last."""
+    """Return a text on whether FSDP reduces gradients after each micro-batch or the last."""
     last = choice.take_option("gradient_sync") == "last-part"
     return "the last part" if last else "each part, which takes less memory"
