@@ -74,7 +74,7 @@ def make_label(name: str, unit: str) -> str:
 
 
 def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
-    """Return the unit in which a column is shown, and the factor to it.
+    """Return the unit in which the page shows a column, and the conversion factor.
 
     Scores with different units are shown in the units of the records.
     """
@@ -104,7 +104,7 @@ def make_natural_key(value: Any) -> tuple[Any, ...]:
 
 
 def encode_values(name: str, number: bool, values: Sequence[Any]) -> Row:
-    """Encode a column for the page, as `levels` or as all `values`.
+    """Encode a column for the page: as distinct `levels` with indices, or as all `values`.
 
     Levels are the distinct values, with an index per cell (`at`). Columns with levels get a filter. A single
     level has no `at`.
@@ -140,7 +140,7 @@ def list_values(series: pd.Series) -> list[Any]:
 
 
 def iter_column_data(cells: pd.DataFrame) -> Iterator[Row]:
-    """Yield the columns in which any cell has a value, for the page's script."""
+    """Yield each column that has any value, in the form for the page's script."""
     for column in (SET_COLUMN, *CELL_COLUMNS):
         if column.name not in cells or column.name in NOT_SHOWN or column.kind == "json":
             continue
@@ -198,7 +198,7 @@ def iter_audit_column(audit: Row, count: int) -> Iterator[Row]:
 
 
 def iter_findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[list[int]]:
-    """Yield for each row of cells.csv the indices of the audit's findings on it.
+    """Yield, for each row of cells.csv, the indices of the audit's findings on its cell.
 
     A finding that lacks coordinates is on all cells that share its other coordinates. Without any, it is on
     none.
@@ -219,7 +219,7 @@ def iter_findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Itera
 
 
 def collect_audit(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
-    """Return the audit's rules that have findings, and each cell's indices of them."""
+    """Return the audit rules that have findings, and each cell's indices into the findings."""
     rules: dict[tuple[str, str, str, str], int] = {}
     rule_at = [
         rules.setdefault((f["rule"], f["severity"], f["affects"], f["explanation"]), len(rules))
@@ -292,7 +292,10 @@ def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[st
 
 
 def compress_text(text: str) -> str:
-    """Compress a long text by gzip and base64. The script recognizes that by the first character."""
+    """Compress a long text by gzip and base64; a short text is returned unchanged.
+
+    The page's script recognizes a compressed text by its first character.
+    """
     if len(text) <= MAX_PLAIN:
         return text
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
