@@ -96,7 +96,7 @@ def labelled_markov_text(
 ) -> Source:
     """Return texts of one Markov chain per class, and the label of each text's chain.
 
-    Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
+    Sample i is of class i modulo `classes`, and its label is noisy (`_make_noisy_labels`).
 
     Args:
         train_samples: Number of training samples.
@@ -127,7 +127,8 @@ def tones(
 ) -> Source:
     """Return waveforms [channels, length]: a tone of the class's pitch, and noise of equal amplitude.
 
-    Its phase is random. Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
+    Its phase is random. Sample i is of class i modulo `classes`, and its label is noisy
+    (`_make_noisy_labels`).
 
     Args:
         train_samples: Number of training samples.
@@ -156,7 +157,7 @@ def tones(
 
 
 def _noisy(of: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:
-    """Return labels for samples of these classes, which are wrong with probability LABEL_NOISE."""
+    """Return class labels, each replaced by another class with probability LABEL_NOISE."""
     import numpy as np
 
     other = (of + rng.integers(1, classes, len(of))) % classes

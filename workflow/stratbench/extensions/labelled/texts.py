@@ -1,4 +1,4 @@
-"""Reads a user's texts with hidden tokens, and texts with a label each from CSV or JSON Lines."""
+"""Reads a user's texts with hidden tokens, and labelled texts from CSV or JSON Lines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_masked_text_files(
     test_share: float,
     seed: int,
 ) -> tuple[Source, int]:
-    """Return a text in pieces with hidden tokens, and its number of different tokens.
+    """Return a text cut into samples with hidden tokens, and the number of different tokens.
 
     The files are concatenated to one text. The mask is the tokenizer's own, or a new token after the last one
     of the text.
@@ -77,7 +77,7 @@ def read_masked_text_files(
 
 
 def find_special_token(tokenizer: Any, names: Sequence[str], size: int) -> int:
-    """Return a tokenizer's token with one of some names, or `size` if it has none.
+    """Return the number of a tokenizer's special token, or `size` if it has none.
 
     The number `size` is that of a new token.
     """

@@ -63,7 +63,7 @@ def read_waveform_folder(
 
 
 def _list_files_by_label(name: str, folder: Path, labels: Path) -> ByClass:
-    """Return the files of each label, as a table states them."""
+    """Return the WAV files of each label, from a table of files and labels."""
     files: dict[str, Path] = dict(list_sample_files([folder], WAVEFORMS))
     by_label: ByClass = {}
     for file, label in rows_of(name, labels, COLUMNS):
