@@ -1,4 +1,4 @@
-"""Models of timm, by their names there. The Snakefile imports this: timm's files are read alone."""
+"""Checks models of timm in config.yaml by reading timm's files, without importing timm."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ CALL = "timm:create_model"
 
 
 class Timm(Library):
-    """timm: an entry names a model of its registry."""
+    """Library timm: an entry in `models` of config.yaml names a model in timm's registry."""
 
     def make_call(self, spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-        """Return the call of create_model with the name and its arguments."""
+        """Return the call of timm.create_model as a dict, with the model's name and its arguments."""
         for key in ("weights", "lora"):
             if key in spec:
                 raise ValueError(f".{key}: belongs to a model of transformers; remove it")
         return {"call": CALL, "kwargs": {"model_name": spec["timm"], **spec.get("arguments", {})}}
 
     def find_fault(self, spec: Mapping[str, Any]) -> str | None:
-        """Return why timm cannot make the model, by its files, or None."""
+        """Return why timm cannot make the model, or None if it can. timm is not imported."""
         folder = find_folder("timm")
         if folder is None:
             return missing_reason("timm")
@@ -47,7 +47,7 @@ class Timm(Library):
         return "classification"
 
     def more_arguments(self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the channels of images, and their size where the model's is fixed."""
+        """Return timm's arguments on the data: image channels, and the size for fixed-size models."""
         if "channels" not in facts:
             return {}
         import timm

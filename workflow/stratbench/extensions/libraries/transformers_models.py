@@ -1,4 +1,4 @@
-"""Models of transformers, by a config or a class. The Snakefile imports this: its files are read alone."""
+"""Checks models of transformers in config.yaml by reading the package's files, without importing it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _TAKES_SOUND = re.compile(r"main_input_name = .input_(values|features)")
 
 
 class Transformers(Library):
-    """transformers: an entry names a config.json, a folder with one, or a class."""
+    """Library transformers: an entry in `models` names a config.json, its folder, or a class."""
 
     built_by: ClassVar[str | None] = BUILDER
 
     def make_call(self, spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-        """Return the call of the class, with its config and its own declarations."""
+        """Return the call that builds a model, as a dict with class, config and arguments."""
         named, arguments = spec["transformers"], dict(spec.get("arguments", {}))
         name, config = _class_and_config(named)
         kwargs: dict[str, Any] = {"config": config} if config else {}
@@ -69,7 +69,7 @@ class Transformers(Library):
         return made
 
     def find_fault(self, spec: Mapping[str, Any]) -> str | None:
-        """Return why the class cannot take the config or adapters, or None."""
+        """Return why transformers cannot build the model with its config or adapters, or None."""
         name = _class_of_call(spec["call"])
         if name is None:
             return None
@@ -104,16 +104,16 @@ class Transformers(Library):
         return None
 
     def packages_beside(self, spec: Mapping[str, Any]) -> list[str]:
-        """Return peft where adapters are trained."""
+        """Return ["peft"] if the model is trained with LoRA adapters, else an empty list."""
         return ["peft"] if _class_of_call(spec["call"]) and "lora" in spec.get("kwargs", {}) else []
 
     def tasks_of_head(self, call: str) -> tuple[str, ...]:
-        """Return the tasks by a part of the class's name."""
+        """Return the tasks that a model's head supports, by a part of its class name."""
         name = _class_of_call(call) or ""
         return next((learns for part, learns in HEADS.items() if part in name), ())
 
     def task_of_entry(self, spec: Mapping[str, Any]) -> str | None:
-        """Return the task that the head of an entry's class is for, or None."""
+        """Return the task for which a transformers entry's model class has a head, or None."""
         if "transformers" not in spec:
             return None
         name, _ = _class_and_config(spec["transformers"])
@@ -126,27 +126,27 @@ class Transformers(Library):
         return "audio-classification" if takes_sound else "text-classification"
 
     def vocabulary_of_entry(self, spec: Mapping[str, Any]) -> int | None:
-        """Return the vocabulary of a config and its arguments."""
+        """Return the vocabulary size by an entry's arguments or config, or None if unknown."""
         if "transformers" not in spec:
             return None
         _, config = _class_and_config(spec["transformers"])
         return (config | (spec.get("arguments") or {})).get("vocab_size")
 
     def find_builder(self, named: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what builds a class with its config; any other callable builds alone."""
+        """Return a function that builds a class from its config. Other callables are returned unchanged."""
         if not isinstance(named, type):
             return named
         return partial(import_module(BUILDER).network, named)
 
 
 def _class_of_call(call: str) -> str | None:
-    """Return the class that a call names directly in transformers, or None."""
+    """Return the name of the transformers class that `call` names, or None for other packages."""
     package, _, name = call.partition(":")
     return name if package == "transformers" else None
 
 
 def _class_and_config(named: str) -> tuple[str, dict[str, Any]]:
-    """Return the class that a name or config means, and the content of the config."""
+    """Return the name of a model's class, and its config ({} for a class name)."""
     path = Path(named).expanduser()
     if re.fullmatch(r"[A-Za-z]\w*", named, re.ASCII) and not path.exists():
         return named, {}
@@ -172,18 +172,18 @@ def _read_config(named: str, path: Path) -> dict[str, Any]:
 
 
 def _class_of(config: Mapping[str, Any]) -> str:
-    """The class that a config names, if it has a head.
+    """Return the model class that a config names, if the class has a head.
 
-    Else the one that transformers takes for a text.
+    Otherwise the result is AutoModelForCausalLM.
     """
     named = [*(config.get("architectures") or []), ""][0]
     return named if re.search(r"For[A-Z]|LMHead", named) else "AutoModelForCausalLM"
 
 
 def _weights_of(named: str, known: Path) -> dict[str, Any]:
-    """Return the folder of weights, and a hash of them, which distinguishes cells.
+    """Return the folder of a model's weights, and a hash that distinguishes cells.
 
-    Every start of a run needs it: files with the size and modification time in `known` are not read.
+    Every start of a run needs the hash: files with the size and modification time in `known` are not read.
     """
     folder = Path(named).expanduser()
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
