@@ -45,7 +45,7 @@ class LinkLayout:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Return the measured seconds of a collective over a tensor of `n_bytes`, on the slowest rank."""
+    """Measured seconds of a collective over a tensor of `n_bytes`, on the slowest rank."""
 
     library: str
     kind: str
@@ -58,7 +58,9 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Steps and bytes on each level that a rank waits for, one after the other.
+    """Cost of a collective: the steps and bytes per level that a rank waits for.
+
+    A rank waits for them one after the other.
 
     Attributes:
         steps_by_level: Number of steps by level, each of which costs the latency.
@@ -78,7 +80,7 @@ class CollectiveCost:
 
 
 def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of one ring through all ranks, whose slowest link limits it.
+    """Return the cost of one ring through all ranks, limited by the slowest link.
 
     An all-reduce takes 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan
     2009). With n nodes, n of the N ranks have their next neighbour on another node, as NCCL counts
@@ -349,7 +351,7 @@ def _fit_alternately(
 def _solve_links(
     costs: Sequence[CollectiveCost], seconds: Sequence[float]
 ) -> dict[Level, LinkModel]:
-    """Return the links for which the costs take these seconds.
+    """Return the latencies and bandwidths for which the costs best match measured seconds.
 
     The links are fitted by least squares of relative errors.
     """

@@ -69,7 +69,7 @@ class LinkGroup:
 
 
 def measure_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
-    """Return the measurements by processes of this machine.
+    """Run the measuring processes on this machine, and return the measurements.
 
     Raises:
         RuntimeError: If a process fails.
@@ -81,7 +81,7 @@ def measure_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
 
 
 def measure_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
-    """Return the measurements by processes on all nodes of this SLURM job.
+    """Run the measuring processes on all nodes of this SLURM job, and return the measurements.
 
     Args:
         group: The processes to run.
@@ -126,7 +126,7 @@ def _run_member(group: LinkGroup, node: int, number: int) -> None:
 
 
 def measure_as_member(sweep: Sweep, on_gpus: bool) -> MeasuredLinks | None:
-    """Return the measurements of a process that a launcher started.
+    """Measure links in a process that a launcher such as torchrun started.
 
     The result is None unless the process has rank 0.
     """

@@ -1,4 +1,4 @@
-"""Measures links: collectives, servers' push and pull, and how much they slow computation down.
+"""Measures links: times of collectives and of servers' push and pull, and computation's slowdown.
 
     python -m stratbench.extensions.links.measure --workers 2 4 --largest-mib 100 --out results/links
     torchrun --nnodes 2 --nproc-per-node 8 -m stratbench.extensions.links.measure --workers 16
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure_all(
     args: argparse.Namespace, sweep: Sweep
 ) -> tuple[list[CollectiveTime], float] | None:
-    """Return all times, and the slowdown of computation during a collective.
+    """Return the times of all collectives, and the slowdown of concurrent computation.
 
     Return None in a process that another launcher started, unless it is rank 0.
     """
