@@ -1,4 +1,4 @@
-"""Base class of strategies whose workers update their own weights, and exchange these at times."""
+"""Base class of strategies whose workers train separately and exchange their weights periodically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUMMED_NUMBERS = 1 << 20
 
 
 class Local(base.Collective):
-    """Base class of strategies whose workers update their own weights, and exchange these at times.
+    """Base class of strategies whose workers train separately and exchange their weights periodically.
 
     Weights and BatchNorm's statistics are views of flat tensors, so that an exchange copies nothing. Each
     worker keeps its own optimizer state. The mean of all workers' weights is evaluated.
@@ -92,7 +92,10 @@ class Local(base.Collective):
         raise NotImplementedError
 
     def is_due(self, period: int, start: int = 0) -> bool:
-        """Return whether a period of steps that began at `start`, or the training, has ended."""
+        """Return whether `period` steps have passed since step `start`, or the training has ended.
+
+        The same holds after every further `period` steps.
+        """
         since = self.steps - start
         return since > 0 and (since % period == 0 or self.steps == self.worker.total_steps)
 
