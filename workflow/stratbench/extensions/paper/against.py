@@ -72,7 +72,7 @@ def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.D
 
 
 def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return the medians of our cells that the paper has too, in its units.
+    """Return the medians of measured cells that the paper also has, in the paper's units.
 
     The columns are PLACE, `ours` and `experiment`.
     """
@@ -90,7 +90,7 @@ def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataF
 def compute_ratio_or_difference(
     is_points: pd.Series, one: pd.Series, other: pd.Series
 ) -> pd.Series:
-    """Return one / other, but one - other for accuracies in points.
+    """Return the ratio one / other, or the difference one - other for accuracies.
 
     Args:
         is_points: Whether each value is an accuracy in points.

@@ -23,7 +23,7 @@ HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be said from these rec
 
 
 def add_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
-    """Return the figures of a claim, and add intervals to those that are ratios.
+    """Return the figures of a claim, and add confidence intervals to those that are ratios.
 
     A claim fails if one of its figures fails. So its intervals hold for all figures together, and the
     variances of the figures are pooled.
@@ -63,7 +63,7 @@ def judge_figures(figures: Sequence[ClaimFigure], low: float, high: float) -> st
 
 
 def describe_figures(figures: Sequence[ClaimFigure]) -> str:
-    """Return the range of the figures as text, with the cells of its ends."""
+    """Return the range of the figures as text, and name the cells at both ends."""
     if not figures:
         return ""
     least, most = (pick(figures, key=lambda f: f.value) for pick in (min, max))
@@ -103,7 +103,7 @@ def concerns_model(claim: dict[str, Any], figure: ClaimFigure) -> bool:
 
 @cache
 def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
-    """Return the paper's cells as printed, and without times that two cells share.
+    """Return the paper's cells twice: as printed, and without times that two cells share.
 
     The audit finds the shared times.
     """
@@ -115,7 +115,7 @@ def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
 def describe_weak_figures(
     metric: Callable[[Repeats], Iterator[ClaimFigure]], claim: dict[str, Any]
 ) -> str:
-    """Return which of the paper's values for a claim are weak.
+    """Return a text on the paper's values for a claim that are weak evidence.
 
     A weak value is from a time in two cells, or is a bound from a time limit.
     """
@@ -132,7 +132,7 @@ def describe_weak_figures(
 
 
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return every claim, and whether it holds in our cells.
+    """Return each claim of the paper, and whether the claim holds in measured cells.
 
     Our cells are those of the paper's models on GPUs. The column `elsewhere` has the values of other models
     and of CPU processes, which do not decide. `in_the_paper` tells whether the paper's own tables agree, and

@@ -39,7 +39,7 @@ class ClaimFigure:
     has_servers: bool = False
 
     def with_interval(self, ratio: IntervalEstimate) -> ClaimFigure:
-        """Return the figure with the interval of `ratio`, if that has one."""
+        """Return the figure with the confidence interval of `ratio`, unchanged if there is none."""
         if ratio.low is None:
             return self
         low, high = sorted(map(self.scale_ratio, ratio[1:]))
@@ -55,7 +55,7 @@ def make_ratio_figure(
     label: str,
     scale: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
-    """Return the mean of one / other over their common repeats.
+    """Return the mean ratio of two groups' values, one / other, over common repeats.
 
     The mean is converted by `scale`. It is a bound if one of the groups reached its time limit, and None
     without data.
@@ -94,7 +94,7 @@ def make_ratio_figure(
 
 
 def find_time_limit_s(groups: Repeats, group: Group) -> float | None:
-    """Return the time limit (s) of a group that reached it, else None."""
+    """Return a group's time limit in seconds if the group reached the limit, else None."""
     if group in groups.ok or group not in groups.all:
         return None
     rows = groups.all[group]
@@ -195,13 +195,13 @@ def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
 
 
 def make_median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
-    """Return the median over repeats, with their range if there are several."""
+    """Return the median over a group's repeats, with their range if there are several repeats."""
     ends = (float(values.min()), float(values.max())) if values.size > 1 else (None, None)
     return ClaimFigure(f"{group.model} on {group.gpus}", float(np.median(values)), *ends, "range")
 
 
 def iter_counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
-    """Yield the groups of `strategy` with the same work, model and GPUs.
+    """Yield the groups of `strategy` with the work, model and GPUs of `group`.
 
     Args:
         groups: All repeats.

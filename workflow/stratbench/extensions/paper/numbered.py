@@ -214,7 +214,10 @@ def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) ->
 
 
 def read_paper_tables(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the tables of `write_numbered` in `folder`, without empty ones: id, title, columns, texts."""
+    """Yield each non-empty table that `write_numbered_tables` wrote, as a dict.
+
+    The keys are id, title, columns and rows (texts).
+    """
     for name, title in TITLES.items():
         with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as f:
             columns, *rows = csv.reader(f)
