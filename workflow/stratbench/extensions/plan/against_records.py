@@ -30,7 +30,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of prediction.csv of one finished cell.
 
     An error is (predicted / measured - 1) in percent. The measured peak is that of the rank that used most
-    (`measured_peak_bytes`). The predicted time follows from the device alone, without records.
+    (`get_measured_peak_bytes`). The predicted time follows from the device alone, without records.
     """
     s, footprint, predicted = c.subject, c.footprint, c.fit.peak
     base_bytes = bytes_before_steps(footprint, predicted)
@@ -109,15 +109,18 @@ def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | Non
 
 
 def measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
-    """Return the growth of that rank's memory in a step, without cuBLAS's workspaces."""
+    """Return by how many bytes memory grows in a step, without cuBLAS's workspaces.
+
+    The result is None if the record lacks the growth.
+    """
     added_bytes = memory["peak_over_base_bytes"]
     return None if added_bytes is None else added_bytes - memory.get("cublas_bytes", 0)
 
 
 def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
-    """Return the resident bytes between two steps, without those before the model was built.
+    """Return a worker's memory in bytes between two steps, less that before the model's creation.
 
-    Return None if they are not recorded.
+    The largest value of all workers counts. The result is None if the record lacks these bytes.
     """
     bases = [
         w["memory"]["base_bytes"] - w["memory"].get("idle_bytes", 0)
@@ -128,7 +131,7 @@ def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
 
 
 def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
-    """Return the bytes that a worker sends per step, counted as in records.
+    """Return the predicted bytes that a worker sends per step, counted as in records.
 
     Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is one
     push. The loss scaler's flag is left out, unless the collectives of a step were counted one by one.

@@ -209,7 +209,7 @@ def switch_resharding(request: Request) -> Request:
 
 
 def cell_refusal_reason(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
-    """Return why a cell cannot be trained, by its model, batch or strategy, or None.
+    """Return why a cell's model, batch or strategy prevents training, or None if nothing does.
 
     Args:
         s: The cell.
@@ -389,7 +389,7 @@ def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
 
 
 def find_equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
-    """Return the path and number of equal blocks that the model calls alike, or None."""
+    """Return the path and number of equal blocks that the model calls equally, or None."""
     from stratbench.extensions.plan.footprint.equal_blocks import are_called_alike, find_blocks
     from stratbench.workload.network.trial import SAMPLES
 
@@ -447,7 +447,7 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
 def try_footprint(
     request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
 ) -> Footprint | str:
-    """Return the footprint, or the error in one line.
+    """Return a request's footprint, or a one-line error if the trace fails.
 
     Args:
         request: The request.
@@ -469,7 +469,7 @@ def try_footprint(
 
 
 def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
-    """Return why the strategy cannot train the model, by rules or by a real step.
+    """Return why the strategy cannot train the model, by its rules or a trial step.
 
     Args:
         request: The request.

@@ -63,11 +63,11 @@ class Device:
     attention_utilisation: float | None = None
 
     def compute_room_bytes(self, margin: float) -> float:
-        """Return the maximum predicted need that fits even if it is exceeded by `margin`."""
+        """Return the largest predicted memory that fits, if predictions may be too low by `margin`."""
         return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
 
     def compute_tight_bytes(self, margin: float) -> float:
-        """Return the maximum predicted need with which a cell may run.
+        """Return the largest predicted memory in bytes with which a cell may run.
 
         On GPUs the prediction may be too high by `margin`.
         """
@@ -125,7 +125,9 @@ def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
 
 
 def make_gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
-    """Return a GPU with the link rate of the config or its datasheet.
+    """Return a GPU as a device of the plan: its memory, rates and link.
+
+    The link rate is that of the config, or else that of the datasheet.
 
     Args:
         peak: Datasheet of the GPU.

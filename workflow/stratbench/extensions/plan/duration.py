@@ -49,14 +49,14 @@ OTHER_STRATEGY = (0.5, 6.0)
 
 @dataclass(frozen=True)
 class Span:
-    """A range of seconds, and its source in words."""
+    """Range of a time in seconds, with its source as text."""
 
     low_s: float
     high_s: float
     source: str
 
     def __iter__(self) -> Iterator[float]:
-        """Yield both ends of the range."""
+        """Yield the low and the high end of the range, in seconds."""
         return iter((self.low_s, self.high_s))
 
     def __add__(self, other: Span) -> Span:
@@ -118,13 +118,13 @@ def plan_step(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedSt
     Args:
         device: The device.
         s: The cell.
-        needs: Its needs.
+        needs: Needs of the cell.
         rates: BEST, WORST, or USUAL for comparisons.
     """
     utilisation = LINK_UTILISATION[rates]
 
     def compute_sending_s(n_bytes: float, within: float = 0.0) -> float:
-        """Return seconds to send bytes, those `within` a node over its own link."""
+        """Return the seconds to send some bytes, of which `within` stay on the node's link."""
         rest_s = (n_bytes - within) / device.get_slowest_link_bytes_per_s(needs.nodes)
         return (rest_s + within / device.get_slowest_link_bytes_per_s(1)) / utilisation
 
@@ -143,9 +143,9 @@ def plan_step(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedSt
 
 
 def host_s(footprint: Footprint) -> tuple[float, ...]:
-    """Return seconds per step for parameters on the host, for each set of rates.
+    """Return the seconds per step for parameters in host memory, for each set of rates.
 
-    They are 0 without such parameters.
+    The seconds are 0 without such parameters.
     """
     n_bytes = footprint.host_bytes.get("parameters", 0)
     updated_bytes = n_bytes / FP32_BYTES * HOST_OPTIMIZER_BYTES
@@ -190,7 +190,7 @@ def estimate_overhead(device: Device, s: Subject, needs: Needs) -> Span:
     Args:
         device: The device.
         s: The cell.
-        needs: Its needs.
+        needs: Needs of the cell.
     """
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
@@ -232,7 +232,7 @@ def estimate_from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> S
 
 
 def _scale_to_workers(record: Mapping[str, Any], gpus: int) -> Span:
-    """Return a record's time on another number of workers, between perfect scaling and none."""
+    """Return a record's time on another worker count, from perfect scaling to no scaling."""
     seconds, workers = record["time"]["train_time_s"], record["cell"]["gpus"]
     scaled_s = seconds * workers / gpus
     source = f"the record of {record['cell']['strategy']} on {workers}"

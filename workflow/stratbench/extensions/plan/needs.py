@@ -1,4 +1,4 @@
-"""Describes a cell before it is planned, and derives its needs from its footprint.
+"""Describes a cell before planning, and derives the cell's needs from a footprint.
 
 The needs are bytes to send, work and memory.
 """
@@ -61,7 +61,7 @@ class Subject:
 
     @property
     def strategy(self) -> Strategy:
-        """The cell's strategy, without `setup`."""
+        """The cell's strategy with its options, on which `setup` was not called."""
         cls = get_strategy_class(self.settings.strategy)
         return cls(cls.Options(**self.settings.options))
 
@@ -72,7 +72,7 @@ class Subject:
 
     @property
     def bubble_share(self) -> float:
-        """Fraction of a step in which a worker waits for others' layers."""
+        """Fraction of a step in which a worker waits for other workers' layers."""
         return self.strategy.bubble_share(self.cell.gpus) or 0.0
 
     @property
@@ -118,11 +118,11 @@ def sent_bytes(s: Subject, footprint: Footprint) -> float:
 def mean_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return the mean bytes that a stage's rank sends per step by these collectives.
+    """Return the mean bytes that a stage's rank sends per step by some collectives.
 
     Args:
         s: The cell.
-        footprint: Its footprint.
+        footprint: Footprint of the cell.
         collectives: Collectives of a step.
         on_gloo: Whether the backend is gloo.
     """
@@ -136,11 +136,13 @@ def mean_wire_bytes(
 def plain_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return bytes that a rank sends in each initial step of plain averaging.
+    """Return the bytes that a rank sends per step of plain gradient averaging.
+
+    Some strategies begin a training with such steps.
 
     Args:
         s: The cell.
-        footprint: Its footprint.
+        footprint: Footprint of the cell.
         collectives: Collectives of a step.
         on_gloo: Whether the backend is gloo.
     """
@@ -150,11 +152,13 @@ def plain_wire_bytes(
 
 
 def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
-    """Return the part of `sent_bytes` within nodes of `node_ranks` ranks, or 0 with servers.
+    """Return the bytes per batch that a rank sends to ranks of its own node.
+
+    The result is 0 with parameter servers.
 
     Args:
         s: The cell.
-        footprint: Its footprint.
+        footprint: Footprint of the cell.
         node_ranks: Ranks of a node.
     """
     if s.served:
@@ -172,7 +176,7 @@ def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -
 
     Args:
         s: The cell.
-        footprint: Its footprint.
+        footprint: Footprint of the cell.
         within: Count only groups within a node of so many ranks, unless None.
     """
     if not s.strategy.waits_for_activations:
@@ -230,7 +234,7 @@ def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
 
     Args:
         s: The cell.
-        footprint: Its footprint.
+        footprint: Footprint of the cell.
         n_nodes: Number of nodes.
     """
     data_bytes, node_ranks = data_bytes_of(s), -(-s.cell.gpus // n_nodes)

@@ -15,7 +15,7 @@ from stratbench.telemetry.machine.hardware import list_datasheets
 
 
 def totals(plan: Plan, device: str) -> dict[str, Any]:
-    """Return sums over the cells on `device`.
+    """Return the plan's totals on a device: counts of cells, GPU-hours and cost.
 
     Time and cost cover the cells that are still to do. No cell counts for longer than its time limit.
     `unknown` counts cells without predicted memory, which are in no other count. `gpu_hours` and `cost` (at

@@ -116,7 +116,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a study for `device`; `compared_devices` are devices to compare it with."""
+    """Plan of a study for one device, with predictions for `compared_devices` as well."""
 
     study: str
     cluster: Mapping[str, Any]

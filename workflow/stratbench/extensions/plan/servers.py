@@ -1,4 +1,4 @@
-"""Predicts the memory of a parameter-server process, and the bytes between it and its workers."""
+"""Predicts the memory of a parameter server, and the bytes between server and workers."""
 
 from __future__ import annotations
 

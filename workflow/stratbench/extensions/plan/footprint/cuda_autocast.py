@@ -1,4 +1,4 @@
-"""Makes autocast on a CPU choose the number formats that it chooses on CUDA.
+"""Makes autocast on a CPU choose the number formats of autocast on CUDA.
 
 The lists are those of PyTorch 2.13 (`AT_FORALL_FP32` and the following, ATen/autocast_mode.h).
 """
@@ -73,7 +73,7 @@ def _get_operator(name: str) -> Any:
 
 
 def _without_casts(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel, run without any casts."""
+    """Return a version of the kernel that runs without casts."""
 
     def run_uncast(*args: Any, **kwargs: Any) -> Any:
         with no_autocast():

@@ -1,4 +1,4 @@
-"""Extrapolates the footprint of a model with many equal blocks from few of them.
+"""Extrapolates the footprint of a model with many equal blocks from a few traced blocks.
 
 Counts are linear in the number of blocks. Memory is not, since its peak is the maximum of many moments. So
 the moments are matched, by the marks of blocks in a trace. The first blocks are matched from the start, the
@@ -47,12 +47,14 @@ FROM_START = 2
 
 
 def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None) -> Footprint:
-    """Return the result of `make_footprint`, from few equal blocks if that gives the same result.
+    """Return the footprint of a request, traced with few equal blocks if possible.
+
+    The result equals that of `make_footprint`.
 
     Args:
         request: The request.
-        trial: Trial of its model.
-        blocks: Its equal blocks, if any.
+        trial: Trial of the request's model.
+        blocks: Equal blocks of the model, if any.
     """
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     # With checkpointing `every-N`, the few blocks might not include one that is computed again.
@@ -68,7 +70,7 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None)
 
 
 def extrapolate_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint:
-    """Return the footprint of a model with `blocks`, few of which are traced.
+    """Return the footprint of a model with equal `blocks`, of which only few are traced.
 
     Args:
         follow: Traces the model with a number of its blocks, its keyword `blocks`.
@@ -203,7 +205,7 @@ class EventSegment:
             often this mark occurred before.
         moments: Numbers of events since the step's start after which memory may be highest.
         collective_range: Index of the first of the step's collectives in it, and of the first one after it.
-        reduction_range: The same for its reductions.
+        reduction_range: Index of the first of the step's reductions in the segment, and of the first after it.
     """
 
     key: tuple[Any, ...]
@@ -264,10 +266,12 @@ def split_into_segments(
 def match_segments(
     few: Sequence[EventSegment], more: Sequence[EventSegment]
 ) -> list[tuple[EventSegment, EventSegment]]:
-    """Return the segments of both networks in pairs, without the additional block in the middle.
+    """Return pairs of matching segments of a longer and a shorter model.
+
+    The longer model's additional block in the middle is left out.
 
     Raises:
-        UnlikeError: If they do not match.
+        UnlikeError: If the segments do not match.
     """
     rest = [s for s in more if not s.is_middle]
     if [s.key for s in few] != [s.key for s in rest]:

@@ -1,4 +1,4 @@
-"""Finds equal blocks of a model, few of which are traced.
+"""Finds equal blocks of a model, so that only few blocks need a trace.
 
 A layer of a transformer has the same input and output shapes as the next. A model that calls such layers in
 sequence needs equally more memory at each moment of a step for each further layer.
@@ -55,11 +55,11 @@ def keep_blocks(model: nn.Module, path: str, count: int) -> None:
 
 
 def are_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool:
-    """Return whether a forward of `x` calls each block once, in order, with equal operations.
+    """Return whether a forward pass calls each block once, in order, with equal operations.
 
     Args:
         model: The model.
-        blocks: Its blocks.
+        blocks: Equal blocks of the model.
         x: Inputs.
     """
     log = _BlockOperations()
@@ -130,7 +130,7 @@ class _BlockOperations(TorchDispatchMode):
 
 
 def _are_equal(blocks: list[nn.Module]) -> bool:
-    """Return whether modules have equal parts, except for a counter, and share no parameter."""
+    """Return whether modules have equal parts (except a counter) and no shared parameter."""
     all_parameters = sum(1 for block in blocks for _ in block.parameters())
     if all_parameters != len({p for block in blocks for p in block.parameters()}):
         return False

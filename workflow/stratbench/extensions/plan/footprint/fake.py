@@ -56,7 +56,9 @@ def trace_steps(
     blocks: Blocks | None = None,
     turns: Turns | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
-    """Return the trace of a stage's first rank, and its strategy after the steps.
+    """Trace training steps and an evaluation of a stage's first rank.
+
+    The function returns the trace, and the strategy after the steps.
 
     There is a training step for each of `batches`, then an evaluation. The trace's phases are `setup`, then
     `forward`, `backward` and `optimizer` of each step, and `evaluate`. Momentum and buckets exist from the
@@ -67,7 +69,7 @@ def trace_steps(
         request: The request.
         batches: Samples of each step.
         number: Number of steps before each step, for kinds of steps that come late in a training
-            (`Strategy.first_steps`).
+            (`Strategy.list_first_steps_by_kind`).
         stage: Number of the stage.
         trial: Trial of the model, by which the strategy may reject it; None skips that.
         blocks: Equal blocks to keep in place of all, which are marked in the trace.
@@ -137,7 +139,9 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
 def build_worker(
     request: Request, on_fakes: bool = True, blocks: Blocks | None = None
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
-    """Return the model, the strategy and its worker before `setup`; call it within `surroundings`.
+    """Build the model, the strategy and its worker, without `setup`.
+
+    Call it within `fake_worker_environment`.
 
     Args:
         request: The request.

@@ -1,4 +1,4 @@
-"""Extrapolates the footprint of a step in many parts from steps in few.
+"""Extrapolates the footprint of a step in many parts from steps in few parts.
 
 Counts are linear in the number of parts. Memory is linear in the number of waiting micro-batches, and in
 the size of the batch. Lines through traces of few parts therefore give the memory of many, if the same
@@ -42,12 +42,14 @@ ByMicrobatches = Callable[[int, int], Footprint]
 def make_by_few_parts(
     request: Request, trial: Trial | None = None, blocks: Blocks | None = None
 ) -> Footprint:
-    """Return the result of `make_footprint`, from few parts and blocks if possible.
+    """Return the footprint of a request, traced with few parts and blocks if possible.
+
+    The result equals that of `make_footprint`.
 
     Args:
         request: The request.
-        trial: Trial of its model, by which the strategy may reject it; None skips that.
-        blocks: Its equal blocks, if any.
+        trial: Trial of the model, by which the strategy may reject it; None skips that.
+        blocks: Equal blocks of the model, if any.
     """
     make = partial(_make_by_stages, trial=trial, blocks=blocks)
     steps = request.gradient_accumulation_steps
@@ -129,7 +131,7 @@ def extrapolate_microbatches(
     Args:
         followed: Traces the stage with few micro-batches, some of which wait.
         microbatches: Number of micro-batches of a step.
-        waiting: How many of them wait for their backward at once.
+        waiting: Number of micro-batches that wait for their backward at once.
         steps: Number of accumulated parts of a batch, each of `microbatches` micro-batches.
     """
     if microbatches <= FEW + 1:
@@ -155,7 +157,7 @@ def extrapolate_parts(
         weights: Weight of each footprint; the weights add up to one.
 
     Raises:
-        UnlikeError: If they have other moments or collectives.
+        UnlikeError: If the footprints have other moments or collectives.
     """
     if any(f.stage_footprints for f in each):
         alike = zip(*(f.stage_footprints for f in each), strict=True)
@@ -192,7 +194,10 @@ def _round_bytes(value: Any) -> Any:
 
 
 def _scale_lines(f: Footprint, times: float) -> Footprint:
-    """Return the footprint with lines per part instead of per batch: `times` times the slope."""
+    """Return the footprint with the slope of each line over the batch multiplied by `times`.
+
+    Lines per part of a batch become lines per batch.
+    """
 
     def scaled(line: Affine) -> Affine:
         return replace(line, per_sample=line.per_sample * times)

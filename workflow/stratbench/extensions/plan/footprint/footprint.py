@@ -51,7 +51,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class Sums:
-    """Size of a reduction on CUDA (`Reduction`) as a function of the batch.
+    """Size of a CUDA reduction (see `Reduction`) as linear functions of the batch.
 
     Attributes:
         outputs: Number of sums.
@@ -77,7 +77,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at a moment of a step, which is the peak for some batch.
+    """Memory at a moment of a step that is the peak for some batch size.
 
     `reduction_sums` are sums at this moment, whose buffer on a GPU is not included in the bytes.
     """
@@ -265,7 +265,7 @@ class Footprint:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Footprint:
-        """Return the footprint from the result of `asdict`, also after JSON."""
+        """Return the footprint from a dict made by `asdict`, possibly read from JSON."""
         moments = [
             Moment(
                 m["phase"],
@@ -329,7 +329,7 @@ class Followed:
 
     @property
     def live_bytes_by_batch(self) -> list[list[int]]:
-        """Existing bytes after each number of events of a step, for both batches."""
+        """Allocated bytes after each number of events of a step, for both batch sizes."""
         length = self.event_edges[1] - self.event_edges[0]
         return [self.trace.list_live_bytes(edge, edge + length) for edge in self.event_edges[:2]]
 
@@ -510,7 +510,7 @@ def _find_peak_moments(
     edges: list[int],
     parts: int,
 ) -> list[Moment]:
-    """Return the moments of a step that are its peak for some batch.
+    """Return the moments at which a step's memory peaks for some batch size.
 
     The batches have at least one sample per part.
     """
@@ -532,7 +532,7 @@ def _find_peak_moments(
 def list_sums(
     steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
 ) -> dict[Sums, list[int]]:
-    """Return the sums of a step that may need a buffer, with their positions.
+    """Return a step's reductions that may need a buffer, with their positions in the trace.
 
     Args:
         steps: Phases of both steps.
@@ -556,7 +556,7 @@ def list_sums(
 
 
 def _select_highest(moments: list[Moment], least: int) -> list[Moment]:
-    """Return the moments that are highest for some batch, separately for each kind of sum.
+    """Return the moments with the highest memory for some batch size, per kind of reduction.
 
     `least` is the number of samples of the smallest batch.
     """

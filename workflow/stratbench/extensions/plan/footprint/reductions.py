@@ -1,4 +1,4 @@
-"""Computes the temporary device memory of a sum on CUDA, besides its result.
+"""Computes the temporary device memory of a sum on CUDA, in addition to the result.
 
 PyTorch divides few sums of many numbers, as in the gradient of a bias, over several blocks of threads.
 These blocks write their partial sums to a buffer. The module does not import torch.
@@ -42,7 +42,7 @@ class Reduction:
         offset: int,
         item_bytes: int,
     ) -> Reduction | None:
-        """Return the sum of a tensor over `dims`, or None for a contiguous sum.
+        """Return the reduction of a tensor over `dims`, or None if the reduction is contiguous.
 
         16-bit numbers are added up in 32 bits.
 
@@ -121,5 +121,5 @@ def _floor_power_of_two(n: int, maximum: int) -> int:
 
 
 def _divide_rounding_up(n: int, size: int) -> int:
-    """Return into how many parts of `size` a number `n` is divided, rounded up."""
+    """Return `n` / `size`, rounded up to an integer."""
     return -(-n // size)

@@ -27,13 +27,13 @@ RESHARDING = "reshard_after_forward"
 
 @cache
 def served_stand_in() -> str:
-    """Return the name of the strategy that is planned in place of every parameter-server strategy."""
+    """Return the name of the strategy that the plan uses for all parameter-server strategies."""
     return next(name for name in REGISTRY if get_strategy_class(name).kind == "server")
 
 
 @dataclass(frozen=True)
 class Request:
-    """The work of one rank, without its batch.
+    """Everything that determines one rank's footprint, except the batch size.
 
     Attributes:
         settings: The settings that affect the work; others have fixed values.
@@ -58,8 +58,8 @@ class Request:
 
         Args:
             s: Settings of the cell.
-            data: Its data set.
-            on_cuda: Whether it trains on GPUs.
+            data: Data set of the cell.
+            on_cuda: Whether the cell trains on GPUs.
             local_world: Number of workers on a node.
         """
         strategy, options = s.strategy, s.options
@@ -112,7 +112,7 @@ class Request:
         )
 
     def make_tried_task(self) -> tuple[Task, LossKind]:
-        """Return the task and the kind of its loss, tried as a cell tries it."""
+        """Return the task and its kind of loss, from a trial as in a training."""
         return run_task_trial(self.settings, self.input_shape, self.classes, self.values)
 
     def as_dict(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Request:
 
     @property
     def model_source(self) -> str | models.Model:
-        """The model, as the functions of `models` take it."""
+        """The model as the functions of `models` expect it: a name or a `Model`."""
         return models.get_model(self.settings)
 
     @property

@@ -114,7 +114,7 @@ class OperatorTrace(TorchDispatchMode):
         return TraceMark(label, block, len(self.events), calls, sums)
 
     def tag_storages(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Set the purpose of the tensors' storages; new storages count from now on."""
+        """Set the purpose of tensors' storages. Storages not seen before are logged from now on."""
         for t in tensors:
             if t is not None:
                 self.tags[self._register_storage(get_local_shard(t))] = part
@@ -176,7 +176,7 @@ class OperatorTrace(TorchDispatchMode):
         return out
 
     def _log_collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
-        """Return the collective that `op` is, and log its memory; None for other operations."""
+        """Log an operator's memory if it is a collective, and return the collective or None."""
         collective = detect_collective(op, args, kwargs)
         if collective is None:
             return None

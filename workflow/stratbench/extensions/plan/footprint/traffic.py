@@ -47,7 +47,7 @@ def wire_bytes(
     Gloo scatters by an all-reduce.
 
     Args:
-        collectives: As in `CollectiveCall.listed`.
+        collectives: As in `CollectiveCall.as_tuple`.
         world_size: Number of ranks.
         on_gloo: Whether the backend is gloo.
         samples: Samples that a worker computes in the step.

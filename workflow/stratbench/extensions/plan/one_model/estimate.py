@@ -125,7 +125,7 @@ def estimate(
         gpus_per_node: Number of GPUs per node.
 
     Raises:
-        ValueError: If the training cannot be estimated; the message says why.
+        ValueError: If the training cannot be estimated; the message has the reason.
     """
     if dist.is_initialized():
         raise ValueError(
@@ -218,7 +218,7 @@ class Given:
 
 @dataclass(frozen=True)
 class _GivenRequest(Request):
-    """A request whose model, batch and loss are objects instead of names from a config."""
+    """Request of `estimate`, with the caller's module, batch and loss instead of a config's names."""
 
     given: Given = field(kw_only=True)
 

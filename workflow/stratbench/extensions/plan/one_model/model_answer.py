@@ -98,7 +98,7 @@ class StrategyAnswer:
 
     @property
     def samples_per_s(self) -> tuple[float, float, float] | None:
-        """Samples per second on all GPUs: at worst, at best, and to compare by."""
+        """Samples per second on all GPUs: lowest, highest, and usual. None if unpredicted."""
         if self.step_s is None:
             return None
         best_s, worst_s, usual_s = self.step_s
@@ -138,7 +138,7 @@ class Answer:
         return self.question.samples or USUAL_IMAGES
 
     def compute_throughput(self, choice: StrategyAnswer) -> tuple[float, float, float]:
-        """Return a choice's throughput in `counts` per second.
+        """Return a choice's throughput in tokens or samples per second.
 
         The three values are the worst, the best, and the one to compare by.
         """
@@ -237,7 +237,7 @@ def _choose_node_gpus(question: Question, config: Mapping[str, Any]) -> int:
 
 
 def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the study of the template for the GPUs of the question.
+    """Return the study of the template file, adapted to the question's number of GPUs.
 
     It has the form that `make_model_study` takes.
     """
@@ -255,7 +255,7 @@ def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, A
 
 
 def _without_evaluation(s: Subject) -> Subject:
-    """Return the cell without evaluation, whose batch is a choice of a study."""
+    """Return the cell without an evaluation, whose batch size a model question leaves open."""
     return replace(s, request=replace(s.request, eval_batch=0))
 
 

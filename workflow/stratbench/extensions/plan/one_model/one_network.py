@@ -30,7 +30,7 @@ def make_model_study(
     sequence: int | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Study, list[str]]:
-    """Return the validated config and study of `model` alone, and why strategies are left out.
+    """Return a config and a study of `model` only, and the reasons for omitted strategies.
 
     Args:
         config: Raw config with models, data sets and cluster; it may be empty.
@@ -108,7 +108,7 @@ def _set_sequence(datasets: dict[str, Any], name: str, sequence: int) -> None:
     """Set the tokens per text of a data set.
 
     Raises:
-        ConfigError: If its length is fixed.
+        ConfigError: If the data set's length is fixed.
     """
     values = datasets.get(name) or {}
     if "sequence" not in values:

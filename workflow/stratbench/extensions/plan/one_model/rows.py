@@ -1,4 +1,6 @@
-"""The rows of one model's answer that strategies declare: groups of GPUs that divide a network.
+"""Variants of one model's answer that split the model over groups of GPUs.
+
+Strategies declare such variants by their options.
 
 The options of a strategy declare the size of such groups, and the values to try (`tried`). Nothing here
 names a strategy.
@@ -26,7 +28,7 @@ MICROBATCHES = "microbatches"
 
 
 def divided_variants(node: int) -> dict[str, dict[str, Any]]:
-    """Return variants that divide a network among 2 to `node` GPUs, by name.
+    """Return the variants that split a model over 2 to `node` GPUs, by name.
 
     Tensor parallelism has a variant for each group size that divides a node evenly. Each has another one for
     each option that its strategy declares to try as true. Pipelines take longest to plan, since each stage
@@ -55,7 +57,7 @@ def divided_variants(node: int) -> dict[str, dict[str, Any]]:
 
 
 def size_option(strategy: str, node: int) -> str | None:
-    """Return the option that sets how many GPUs share a copy of the network.
+    """Return the option that sets how many GPUs share one copy of the model.
 
     The result is None if there is no such option.
 
@@ -76,14 +78,14 @@ def size_option(strategy: str, node: int) -> str | None:
 
 
 def tried_values(strategy: str) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a strategy with each value that it declares to try."""
+    """Yield each value to try of a strategy's options, as pairs of option and value."""
     for option in fields(get_strategy_class(strategy).Options):
         for value in option.metadata.get("tried", ()):
             yield option.name, value
 
 
 def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a text that counts and names what is not planned.
+    """Return a text with the number and the names of variants that are not planned.
 
     The text is on strategies with DDP's updates.
 
@@ -118,7 +120,7 @@ def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any
 
 
 def has_ddp_updates(strategy: str, gpus: int) -> bool:
-    """Return whether a strategy runs on so many GPUs and makes DDP's updates."""
+    """Return whether a strategy runs on `gpus` workers and makes the same updates as DDP."""
     cls = get_strategy_class(strategy)
     if cls.kind == "own" or (cls.max_workers or gpus) < gpus:
         return False

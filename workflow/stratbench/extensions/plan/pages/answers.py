@@ -73,7 +73,7 @@ def _list_if_answered(question: str, sentences: list[str]) -> list[tuple[str, li
 
 
 def _list_predicted(plan: Plan) -> list[Planned]:
-    """Return one cell of each set of repeats, if it has a prediction."""
+    """Return the first cell of each set of repeats that has a prediction."""
     return [c for c in plan.cells if c.cell.repeat == 0 and c.footprint is not None]
 
 
@@ -132,7 +132,7 @@ def compute_parameter_growth(
 
 
 def _answer_sizes(plan: Plan) -> Iterator[str]:
-    """Yield which strategy is the fastest of those that still fit, as a network grows."""
+    """Yield sentences on which strategy is fastest as the model grows, among those that fit."""
     for where, there in _iter_largest_counts(plan):
         growth = {
             c.cell.strategy: compute_parameter_growth(
@@ -166,7 +166,7 @@ def _format_growth(growth: tuple[float, float]) -> str:
 
 
 def _answer_fastest(plan: Plan) -> Iterator[str]:
-    """Yield how many cells fit, and which of them are fastest.
+    """Yield sentences on how many cells fit, and which of these cells are fastest.
 
     One time of each cell at equal rates decides which is fastest.
     """
@@ -200,13 +200,19 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
 
 
 def _select_fastest(cells: list[Planned], within: float) -> list[Planned]:
-    """Return the cells whose usual time is within a fraction of the shortest, fastest first."""
+    """Return the cells whose usual time exceeds the shortest by at most the fraction `within`.
+
+    The fastest cell comes first.
+    """
     timed = sorted((c for c in cells if c.fit.device_rate_span), key=lambda c: c.fit.usual_s)
     return [c for c in timed if c.fit.usual_s <= timed[0].fit.usual_s * (1 + within)]
 
 
 def _answer_divisions(plan: Plan) -> Iterator[str]:
-    """Yield the fastest and the smallest division into layers' parts (T) or stages (S)."""
+    """Yield a sentence on model splits: the fastest, and the one with least memory.
+
+    T is the degree of tensor parallelism, and S the number of pipeline stages.
+    """
     for where, there in _iter_largest_counts(plan):
         divided = [c for c in there if c.subject.mesh.members > 1]
         if not divided:

@@ -103,7 +103,7 @@ def _format_choice_name(choice: StrategyAnswer) -> str:
 
 
 def _list_table_lines(answer: Answer) -> list[str]:
-    """Return the lines of the table of predictions, or none without any."""
+    """Return the lines of the table of predictions, or no lines without predictions."""
     heads = ["strategy", "ckpt", "verdict", "micro", "alloc.", "reserv.", "smi"]
     heads += [f"{answer.throughput_unit}/s (range)", "GPU-h", "cost"]
     rows = [

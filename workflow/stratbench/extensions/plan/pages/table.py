@@ -109,7 +109,10 @@ REQUEST_COLUMNS = {
 
 
 def make_row(c: Planned, others: Iterable[str]) -> dict[str, Any]:
-    """Return a cell's row of plan.csv, with its prediction on `others`; unknown fields are empty."""
+    """Return a cell's row of plan.csv, with its fit and time on the devices `others`.
+
+    Unknown values are empty.
+    """
     columns = dict(COLUMNS)
     for device in others:
         columns[f"fits {device}"] = PlanColumn("memory_verdict", PLAIN, device)

@@ -1,4 +1,4 @@
-"""Writes the plan for readers: text for a terminal, and plan.html, a page without other files."""
+"""Writes the plan as text for a terminal, and as the self-contained page plan.html."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _pair_by_kind(gpu: tuple[float, ...], cpu: tuple[float, ...]) -> dict[str, A
 
 
 def _list_devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
-    """Return the devices that cells may use, the plan's own first."""
+    """Return the devices that cells may use, the plan's own device first."""
     kinds = {c.subject.request.is_on_cuda for c in cells}
     found = []
     if True in kinds:
@@ -154,7 +154,7 @@ def _group_by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
 
 
 def _make_network_key(s: Subject) -> str:
-    """Return a key that ignores settings with a control on the page."""
+    """Return a key that ignores the settings for which the page has controls."""
     # The control for checkpointing is on or off. Cells with partial checkpointing are a separate network.
     mode = s.settings.activation_checkpointing
     own_mode = isinstance(mode, str) and mode
@@ -219,7 +219,10 @@ def _list_projected(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, lis
 
 
 def _describe_recorded_time(kind: str, batch: int, span: Span) -> dict[str, Any]:
-    """Return a training's time from records; `kind` is measured, projected, or nearby (from another cell)."""
+    """Return a training's time from records as a dict, with its kind and source.
+
+    `kind` is measured, projected, or nearby (scaled from another cell's record).
+    """
     before = {"measured": "measured: ", "nearby": "between perfect scaling and none, from "}
     source = before.get(kind, "") + span.source
     return {"kind": kind, "batch": batch, "span": [*span], "source": source}
@@ -231,7 +234,7 @@ def make_settings_key(s: Settings) -> str:
 
 
 def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]:
-    """Return the values of a strategy on a worker count.
+    """Return the page's values of a strategy on a worker count.
 
     The only value without a footprint is `reason`.
     """
@@ -277,7 +280,7 @@ def _find_evidence_kind(plan: Plan, c: Planned) -> str:
 
 
 def _is_regular(s: Subject) -> bool:
-    """Return whether a worker's amounts are lines in 1 / workers, from two workers on.
+    """Return whether memory and traffic are linear in 1 / workers, from two workers on.
 
     This is so if each part of the states is either complete on a worker or divided by all workers, and if
     all workers exchange by rings.
@@ -301,7 +304,7 @@ def _fit_data_bytes(s: Subject) -> tuple[float, float]:
 
 
 def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
-    """Return the bytes that a rank sends per step, as lines in its samples.
+    """Return the bytes that a rank sends per step, as linear functions of its samples.
 
     `within` is the part in groups within a node. A rank sends in the first `start` steps, then in one of
     `period` steps. In the first `plain_steps` steps it sends `plain` bytes instead.
