@@ -1,4 +1,4 @@
-"""Gathers what was measured of a strategy, and replays its steps on measured links.
+"""Gathers a strategy's measurements, and replays its steps with measured link times.
 
 The measurements come from the records of a study and from `links.csv`.
 """
@@ -58,7 +58,7 @@ class ProjectionInputs:
 
     @property
     def largest_cell(self) -> Cell:
-        """Cell on the most workers, of which cells on more workers are copies."""
+        """Cell on the largest measured number of workers, the base of cells on more workers."""
         return self.cells[-1]
 
     @property
@@ -89,7 +89,9 @@ class ProjectionInputs:
 
     @property
     def repeat_half_width_ln(self) -> float:
-        """Half-width, in ln of time, around the middle repeat that contains 80 of 100 repeats.
+        """Half-width of the interval around the middle repeat, in ln of time.
+
+        The interval contains 80 of 100 repeats.
 
         It follows from Student's t and the variance within counts, which are assumed to have equal
         variance. It is 0 without repeats.
@@ -209,7 +211,7 @@ class LinkReplay:
 
     Attributes:
         replay_step: Returns the seconds of a step for a worker count and seconds of computation.
-        replay_step_slowed: The same, with each link slower by the standard deviation of its fit.
+        replay_step_slowed: As `replay_step`, with each link slower by the standard deviation of its fit.
         measured_levels: Levels of the measured links, "within" and "between" nodes.
         make_server_queue: Returns the queue at the servers for a worker count and seconds of
             computation.
@@ -299,9 +301,9 @@ def make_link_replay(
 
 
 def _make_slowest_factor(stragglers: Stragglers | None) -> Callable[[int, float], float]:
-    """Return a function for the time of the slowest worker's computation over the mean.
+    """Return a function that computes the slowest worker's computation time over the mean.
 
-    It takes a worker count and by how many standard deviations the factor is raised.
+    The function takes a worker count and by how many standard deviations the factor is raised.
     """
     if stragglers is None:
         return lambda workers, spreads: 1.0

@@ -24,7 +24,7 @@ MAX_LARGER, RATE_RULES_BYTES = 8, 64 << 20
 
 
 class Unmeasured(LookupError):
-    """A collective over an unmeasured link, or of an unmeasured size, which the message names."""
+    """A collective's link or size was not measured. The message names the collective."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,10 @@ class Links:
     algorithm_by_kind: Mapping[str, str] = field(default_factory=dict)
 
     def check_size(self, kind: str, n_bytes: float) -> None:
-        """Raise Unmeasured if a collective is much larger than all measured ones, which latency dominated."""
+        """Raise Unmeasured if a collective is much larger than the largest measured one.
+
+        The error is raised only if latency dominated the measured times.
+        """
         largest = self.largest_bytes_by_kind.get(kind, RATE_RULES_BYTES)
         if n_bytes > MAX_LARGER * largest and largest < RATE_RULES_BYTES:
             raise Unmeasured(
@@ -100,7 +103,7 @@ class Links:
 
 
 def _lay_out_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
-    """Return a call's group layout, and how many such groups share a node's connection.
+    """Return the layout of a collective's group, and how many groups share a node's link.
 
     A group of neighbours that does not divide a node's ranks spans two nodes, which limits all groups.
     """

@@ -1,4 +1,4 @@
-"""Projects a worker's peak memory: the planned one, corrected by its error on measured counts."""
+"""Projects a worker's peak memory: the planned peak, corrected by errors on measured counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines naive projection rules, and the skill of a rule over them."""
+"""Defines simple projection rules as baselines, and the skill of a rule relative to them."""
 
 from __future__ import annotations
 

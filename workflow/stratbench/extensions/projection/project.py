@@ -1,4 +1,4 @@
-"""Projects step times to other worker counts, by links or by a + b/N.
+"""Projects step times to other worker counts, by measured links or a + b/N.
 
 The replay is used where it has skill over naive rules.
 """
@@ -137,7 +137,7 @@ def project(
 
 
 def _has_informative_interval(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) -> bool:
-    """Return whether the interval for one doubling of workers is informative."""
+    """Return whether the interval for twice the workers is narrow enough to be informative."""
     return 2 * _compute_half_width_ln(rule, points, scaling, 1.0) <= math.log(MAX_SPREAD)
 
 
@@ -161,7 +161,7 @@ def _count_fit_refusal_reason(
 
 
 def _widen_for_repeats(interval: Interval, reach: float) -> Interval:
-    """Return the interval of a single repeat, from that of the middle one."""
+    """Return the interval for a single repeat, wider than the interval for the middle repeat."""
     if not reach:
         return interval
     low, middle, high = (math.log(t) for t in (interval.low_s, interval.middle_s, interval.high_s))
@@ -173,7 +173,7 @@ def _widen_for_repeats(interval: Interval, reach: float) -> Interval:
 
 
 def _widen_to_contain(interval: Interval, step_s: float) -> Interval:
-    """Return the interval, widened to contain `step_s` if that is above zero."""
+    """Return the interval, widened so that it contains `step_s`. It is unchanged if `step_s` is 0."""
     if step_s <= 0:
         return interval
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
@@ -189,7 +189,7 @@ def _compute_log_ratio(
 def make_link_rule(
     replayed: StepReplay, shown: StepReplay | None = None, host_s: float = 0.0
 ) -> Rule:
-    """Return a rule that projects communication by the replay, and computation from the counts.
+    """Return a rule that replays communication, and fits computation to the measured counts.
 
     The computation of each measured step is the one for which the replay gives the measured time. In weak
     scaling it is equal at all counts, in strong scaling it is a + b/N. A step takes at least `host_s`,
@@ -253,7 +253,7 @@ def solve_computation_s(replayed: StepReplay, workers: int, step_s: float) -> fl
 def compute_left_out_errors(
     rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling
 ) -> list[tuple[float, float]]:
-    """Return the log error of each count when projected from all others, and its distance.
+    """Return the log error of each count when projected from the others, with the distance.
 
     Args:
         rule: The rule.
@@ -332,7 +332,7 @@ def _describe_rule(projection: Projection) -> str:
 
 
 def describe_projected_count(projection: Projection, unit: str = "GPUs") -> str:
-    """Return a sentence on a worker count's projected time, or the reason without one."""
+    """Return a sentence on the projected time on a worker count, or on its absence."""
     if projection.refusal_reason:
         return f"{projection.workers} {unit}: not projected: {projection.refusal_reason}."
     low, middle, high = (

@@ -1,4 +1,4 @@
-"""Simulates a traced step: when each collective starts, its duration, and what waits for it.
+"""Simulates a traced step: each collective's start and duration, and the waits for collectives.
 
 Overlap follows from the schedule, not from a factor. This is the method of dPRO (Hu et al., MLSys 2022),
 but it uses the trace of one rank on fake tensors, since all ranks do the same.
@@ -27,7 +27,7 @@ class CollectiveStart:
         call: The collective.
         computed_share: Fraction of computation (0 to 1) done before.
         blocks_computation: Whether computation waits for the result; otherwise only the optimizer does.
-        runs_ahead: Whether it may start while the preceding part is still computed.
+        runs_ahead: Whether the collective may start while the preceding part is still computed.
     """
 
     call: CollectiveCall

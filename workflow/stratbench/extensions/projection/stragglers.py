@@ -18,7 +18,10 @@ LEVELS, VARYING = 64, 256
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Relative own times of workers (workers x steps, above zero), as `normalise_own_times` returns."""
+    """Step times of workers without delays that all share, shape [workers, steps].
+
+    `normalise_own_times` computes them. All are above zero, with a mean of about 1.
+    """
 
     own_times: NDArray
 
@@ -47,7 +50,7 @@ class Stragglers:
         return float(stdtrit(n - 1, 0.9) / ndtri(0.9)) * math.hypot(jackknife, of_levels)
 
     def _compute_log_level_contribution(self, workers: int) -> float:
-        """Return how much log-normal levels of workers add to ln of the slowest one's factor."""
+        """Return how much lasting speed differences of workers add to the slowest worker's ln factor."""
         import numpy as np
         from scipy.special import ndtri
 
@@ -67,7 +70,7 @@ def _midpoints(n: int) -> NDArray:
 
 
 def _log_slowest(times: NDArray, workers: int) -> float:
-    """Return ln of the relative mean maximum of `workers` draws from `times`.
+    """Return ln of the slowest of `workers` times drawn from `times`, on average.
 
     The maximum is relative to the mean of `times`.
     """
@@ -79,7 +82,9 @@ def _log_slowest(times: NDArray, workers: int) -> float:
 
 
 def normalise_own_times(times: NDArray) -> NDArray:
-    """Return times (workers x steps, above zero) over their mean, without each step's common part.
+    """Return step times, shape [workers, steps], without each step's delay common to all workers.
+
+    The times are above zero, relative to their mean.
 
     A delay that all workers share makes none of them wait. ln of a time is the sum of the worker's level,
     the step's common part and the worker's own part. The covariance of workers is the variance of the
@@ -103,7 +108,7 @@ def normalise_own_times(times: NDArray) -> NDArray:
 
 
 def fit_stragglers(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
-    """Return the stragglers in one count's repeats, or None if the series are too short."""
+    """Return the distribution of workers' times in one count's repeats, or None if too short."""
     import numpy as np
 
     factors = []

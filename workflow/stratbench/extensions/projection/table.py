@@ -191,7 +191,7 @@ def _make_time_columns(
 def _make_cost_columns(
     prefix: str, times_s: Sequence[float] | None, workers: int, price: float | None
 ) -> dict[str, float | None]:
-    """Return the columns of GPU-hours and cost of some times on a number of workers.
+    """Return the columns of GPU-hours and cost for low, middle and high training times.
 
     Args:
         prefix: Prefix of the columns' names.

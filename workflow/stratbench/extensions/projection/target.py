@@ -1,4 +1,4 @@
-"""Computes the fraction of a training until the target score, if it is equal on other counts."""
+"""Computes the fraction of a training until the target score, for other worker counts."""
 
 from __future__ import annotations
 

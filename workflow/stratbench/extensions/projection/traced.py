@@ -1,4 +1,4 @@
-"""Builds a step's schedule from its trace on fake tensors: collectives, and computation between."""
+"""Builds a step's schedule from a trace on fake tensors: collectives, and computation between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def trace_schedule(request: Request, samples: int, device: Device) -> Schedule:
     The device's rates only give fractions of the step's computation, whose total is measured.
 
     Args:
-        request: What to trace.
+        request: Request of the cell to trace.
         samples: Samples of the step.
         device: Device whose rates are used.
     """

@@ -1,4 +1,4 @@
-"""Finds the fastest strategy by worker count in a projection.csv, and where two of them cross."""
+"""Finds the fastest strategy per worker count in a projection.csv, and where the fastest changes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ class Crossing:
 
 
 def find_crossings(lines: Lines) -> list[Crossing]:
-    """Return the changes of the fastest strategy between neighbouring counts that both have."""
+    """Return the worker counts between which the fastest strategy changes.
+
+    Only neighbouring counts with times of both strategies are compared.
+    """
     by_count: dict[int, dict[str, CountStepTime]] = {}
     for strategy, counts in lines.items():
         for count in counts:

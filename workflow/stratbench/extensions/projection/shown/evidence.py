@@ -38,7 +38,9 @@ class ProjectionEvidence(Evidence):
     def extend(
         self, question: Question, candidates: Sequence[Candidate], constraints: Constraints
     ) -> Iterator[Candidate]:
-        """Yield each strategy on the available GPUs, if not measured there, and on fewer GPUs.
+        """Yield projected candidates: each strategy on all available GPUs and on fewer GPUs.
+
+        Measured candidates are left out.
 
         The time is the projected one, with an interval of 80 %. The score is that of the largest measured
         number of workers. If nothing is projected to all GPUs, the strategy's candidates state the reason.
@@ -64,14 +66,14 @@ class ProjectionEvidence(Evidence):
                     yield make_candidate(usable, gpus, made)
 
     def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
-        """Yield sentences on other worker counts, at which another strategy is fastest."""
+        """Yield sentences on other numbers of workers for which another strategy is fastest."""
         if choice.projected:
             for sentence in self.crossings.get(question, ()):
                 yield f"Another number of workers: {sentence}"
 
 
 def read_evidence(path: str, constraints: Constraints) -> Evidence:
-    """Return the evidence of a projection.csv, or none if `path` is ""."""
+    """Return the evidence in a projection.csv, or empty evidence if `path` is ""."""
     if not path:
         return Evidence()
     return ProjectionEvidence(read_projection(path, constraints.gpus), read_crossings(path))

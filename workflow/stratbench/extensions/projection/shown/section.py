@@ -98,7 +98,7 @@ def _make_model_entry(
 
 
 def _lacks_newer_records(rows: pd.DataFrame, trained: Collection[tuple[str, int]]) -> bool:
-    """Return whether newer records have worker counts of projected strategies that the table lacks."""
+    """Return whether a strategy was trained on a worker count that projection.csv lacks."""
     measured = rows[rows["kind"] == "measured"]
     known = set(zip(measured["strategy"], measured["workers"], strict=True))
     projected = set(rows["strategy"])
@@ -188,7 +188,10 @@ def _format_range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[fl
 
 
 def _describe_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
-    """Yield sentences on the strategies and counts with least time and fewest GPU-hours."""
+    """Yield sentences on the fastest strategy and the one with fewest GPU-hours.
+
+    Each sentence names a strategy and its number of workers.
+    """
     # In weak scaling with a fixed number of steps, more workers see more samples.
     seen = rows["train_s"] / rows["step_s"] * rows["workers"].where(rows["scaling"] == "weak", 1)
     if seen.max() > MAX_MORE_SAMPLES * seen.min():
