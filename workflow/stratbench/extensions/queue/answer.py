@@ -1,4 +1,4 @@
-"""Answers `decide.queue`: the time to a result, including the queue, of each way to run a training."""
+"""Answers `decide.queue`: for each way to train, the time to a result including the queue."""
 
 from __future__ import annotations
 
@@ -250,7 +250,10 @@ class _AnswerText:
         return self.times.compute_break_even(rival)
 
     def get_simulated_mode(self, mode: str) -> str:
-        """Return the name of the simulated mode; asynchronous workers have the lowest sample efficiency."""
+        """Return the name under which `mode` was simulated.
+
+        For asynchronous workers, this is the mode with the lowest sample efficiency.
+        """
         if mode != ASYNCHRONOUS:
             return mode
         return name_asynchronous_mode(min(self.request.sample_efficiency or (1.0,)))
@@ -353,7 +356,7 @@ class _AnswerText:
 
 
 def _describe_pause(request: QueueRequest) -> str:
-    """Describe how long synchronous workers pause if one joins or leaves, and how they resume."""
+    """Describe how long synchronous workers pause when a worker joins or leaves, and resume."""
     return f"pause {request.pause_s:g} s, {SOURCES[request.recovery]}"
 
 

@@ -19,7 +19,7 @@ class QueueEvidence(Evidence):
     """Evidence from a simulation of the queue."""
 
     def __init__(self, constraints: Constraints) -> None:
-        """Keep the constraints of the decision, which include `decide.queue`."""
+        """Store the decision's constraints, which include `decide.queue`."""
         self.constraints = constraints
 
     def answer(self) -> Mapping[str, Any] | None:

@@ -116,7 +116,7 @@ class AccountingHistory:
         return (end_s - begin_s) / 86400
 
     def _compute_use(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return times in the window, and the number of GPUs in use from each."""
+        """Return times in the window, and the number of GPUs in use after each time."""
         begin_s, end_s = self.window_s
         changes: list[tuple[float, int]] = [(begin_s, 0), (end_s, 0)]
         for e in self.entries:
@@ -227,7 +227,10 @@ class AccountingHistory:
 
     @property
     def settled_s(self) -> float:
-        """Begin of the window on the simulation's clock: from then on `make_arrivals` has all jobs."""
+        """Begin of the window on the simulation's clock, in seconds.
+
+        From then on, `make_arrivals` has all jobs.
+        """
         return self.window_s[0] - self._first_s
 
     def make_arrivals(self) -> list[Arrival]:

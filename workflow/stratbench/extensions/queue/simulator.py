@@ -33,7 +33,7 @@ class Arrival:
 
 
 class JobOwner(Protocol):
-    """An object that submits simulated jobs, and whose methods are called on their events."""
+    """An object that submits simulated jobs. The simulator calls its methods on events."""
 
     def handle_start(self, sim: Cluster, job: SimulatedJob) -> None:
         """Handle the start of a job."""
@@ -69,7 +69,7 @@ class SimulatedJob:
 
 @dataclass(frozen=True)
 class Rules:
-    """How the simulated cluster schedules jobs, delays them, and fails."""
+    """Rules by which the simulated cluster schedules, delays and fails jobs."""
 
     #: Number of waiting jobs that get a reservation: 1 (EASY backfill), ALL (SLURM's default), 0 (any job
     #: that fits may start), or None (no backfill).
@@ -337,7 +337,7 @@ class Cluster:
         return free
 
     def _preempt_jobs(self, at: dict[int, int]) -> None:
-        """Stop preemptible jobs, the latest started first, until these GPUs are free."""
+        """Stop preemptible jobs, the latest started first, until some GPUs are free."""
         for victim in [j for j in reversed(self.running) if j.is_preemptible]:
             if any(
                 self._free[node] < gpus and node in victim.gpus_by_node for node, gpus in at.items()
