@@ -1,4 +1,4 @@
-"""Facts about a cell's parameter servers: how many, where, and what they wrote."""
+"""Facts about a cell's parameter servers: their number, their nodes, and their statistics."""
 
 from __future__ import annotations
 

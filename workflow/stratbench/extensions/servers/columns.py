@@ -10,7 +10,7 @@ from stratbench.cell.record import Record
 
 
 def iter_server_worker_entries(record: Record) -> Iterator[dict[str, Any]]:
-    """Yield the entries of the workers in the entries of all servers."""
+    """Yield each worker's entry in the statistics of each server."""
     for server in list_servers(record):
         yield from server.get("workers") or ()
 

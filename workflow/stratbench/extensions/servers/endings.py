@@ -1,4 +1,4 @@
-"""Classification of how a cell with parameter servers ended, and what a lost worker says of it."""
+"""Classifies how a cell with parameter servers ended, and reads the errors of lost workers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from stratbench.train.job import Job
 
 
 def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """Return how a cell with parameter servers ended: they decide whether a lost worker matters.
+    """Return how a cell with parameter servers ended.
+
+    The servers decide whether the loss of a worker makes the cell fail.
 
     Args:
-        job: The cell's.
-        exits: How its processes exited.
+        job: Job of the cell.
+        exits: Exits of the cell's processes, with reasons.
         workers: Results of the workers by rank.
     """
     servers = read_servers(job)
@@ -47,7 +49,7 @@ def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, A
 
 
 def own_reason(worker: Mapping[str, Any] | None) -> str | None:
-    """Return a lost worker's own reason, unless it only repeats that of the servers."""
+    """Return a worker's error, or None without one, or if servers caused the error."""
     reason = worker is not None and worker["status"] == "error" and worker["reason"]
     return (
         reason

@@ -36,10 +36,10 @@ def traffic_of_servers(
     servers: list[dict[str, Any]],
     run: dict[str, Any],
 ) -> dict[str, float]:
-    """Return the bytes per second of the busiest server, and those of links between nodes.
+    """Return the bytes per second of the busiest server, and of the links between nodes.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         workers: Results of the workers.
         servers: Statistics of the servers.
         run: Totals of the run.

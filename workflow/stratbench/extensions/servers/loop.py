@@ -120,7 +120,7 @@ def train(
 
 
 def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
-    """Return the sum of batch losses, and their number or the sum of their weights.
+    """Return the sum of batch losses, and the number of batches or sum of weights.
 
     Args:
         losses: Scalars, or pairs [2] of a sum and its weight.
@@ -133,7 +133,7 @@ def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
 
 
 def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
-    """Return a function that copies one epoch's order and augmentation to the device.
+    """Return a function that copies one epoch's sample order and augmentation to the device.
 
     The tables of all epochs are drawn in advance, because training with servers has no pause between two
     epochs.
@@ -155,7 +155,7 @@ def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], 
 def evaluate_epoch(
     strategy: Any, data: DeviceData, worker: Worker, epoch: int
 ) -> dict[str, float | None]:
-    """Evaluate the servers' snapshot of one epoch, and return loss, score and its error.
+    """Evaluate the servers' snapshot of one epoch, and return loss, score and standard error.
 
     Args:
         strategy: Strategy of the cell.

@@ -31,7 +31,7 @@ def processes_of(job: Job, node: int) -> Iterator[NodeProcesses]:
 
 
 class ServedProcesses(NodeProcesses):
-    """Servers and workers of a node: the workers go on without one another while the servers run.
+    """Servers and workers of a node. Workers continue after the loss of others while the servers run.
 
     A worker that the servers have given up is killed: it may be stopped for good.
     """
@@ -44,7 +44,7 @@ class ServedProcesses(NodeProcesses):
         return rank is not None and has_joined(self.job, rank)
 
     def stuck(self, ended: Mapping[str, int]) -> bool:
-        """Return whether the servers have nobody left, or wait for a worker that cannot come."""
+        """Return whether no worker is left, or the servers wait for an ended worker."""
         # On several nodes, the servers may still have workers of other nodes, so that this is checked on one
         # node only.
         return super().stuck(ended) or (
@@ -57,7 +57,7 @@ class ServedProcesses(NodeProcesses):
         return self.job.n_nodes == 1 and super().hangs(awake_since_s)
 
     def abandoned(self) -> set[str]:
-        """Return the names of the workers that the servers gave up.
+        """Return the names of the workers that the servers have declared lost.
 
         The set is empty before server 0 has ended.
         """
@@ -92,6 +92,9 @@ def servers_of(job: Job, node: int) -> list[ServerConfig]:
 
 
 def has_joined(job: Job, rank: int) -> bool:
-    """Return whether worker `rank` had joined its servers. They wait for one that ended before it did."""
+    """Return whether worker `rank` had joined the servers before the worker ended.
+
+    The servers wait for a worker that ended before it joined.
+    """
     phases = read_phases([job.folder.phases(rank)])
     return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)

@@ -30,7 +30,7 @@ def serve_parameters(config_json: str, run_dir: str) -> None:
 def serve_as_process(
     config: ServerConfig, run_dir: str, serve: Callable[[Any, bytes], dict[str, Any]]
 ) -> None:
-    """Run one server in this process, which ends with it.
+    """Run one server in this process, then end the process.
 
     Args:
         config: Config of the server.

@@ -1,4 +1,4 @@
-"""Runs a cell with parameter servers: as a gang whose servers decide whether a lost worker matters."""
+"""Runs a cell with parameter servers. The servers decide whether a lost worker matters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stratbench.train.running.runner import Runner
 
 
 class ServedRunner(Runner):
-    """Runs servers and workers, and counts by what the servers saw."""
+    """Runner of servers and workers. Its totals come from the servers' statistics."""
 
     processes = "stratbench.extensions.servers.node:processes_of"
     profile_note = "the servers had ended: the exchange with them is not in it"
@@ -43,14 +43,14 @@ class ServedRunner(Runner):
         """Return how the cell ended: the servers decide whether a lost worker matters.
 
         Args:
-            job: The cell's.
-            exits: How its processes exited.
+            job: Job of the cell.
+            exits: Exits of the cell's processes, with reasons.
             kills_before: The kernel's count of memory kills before the cell, or None if unknown.
         """
         return classify_ending(job, exits, kills_before, classify_served)
 
     def totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return time, samples and epochs as the servers saw them."""
+        """Return the run's seconds, samples and epochs by the servers' statistics."""
         servers, s = read_servers(job), job.settings
         if not servers:
             return super().totals(job, workers)
@@ -62,10 +62,10 @@ class ServedRunner(Runner):
     def communication(
         self, job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Make the record's `communication`, with the servers' and the links' part.
+        """Make the record's section `communication`, with the traffic of servers and links.
 
         Args:
-            job: The cell's.
+            job: Job of the cell.
             workers: Results of the workers.
             run: Totals of the run.
         """
@@ -79,7 +79,7 @@ class ServedRunner(Runner):
         return [w for server in read_servers(job) for w in server.get("lost", ())]
 
     def step_times_s(self, job: Job) -> list[list[float]]:
-        """Read when each server had taken as many pushes as a global batch has.
+        """Read the seconds per global batch of pushes, for each server.
 
         A single worker's step does not show the joint rate.
         """
@@ -87,5 +87,5 @@ class ServedRunner(Runner):
         return [[after - before for before, after in pairwise(e)] for e in ends]
 
     def server_entry(self, job: Job) -> dict[str, Any] | None:
-        """Make the record's `server`."""
+        """Make the record's section `server` from the servers' statistics."""
         return server_entry(job)

@@ -1,7 +1,7 @@
 """Workers that push gradients to parameter servers, which update the weights by a policy.
 
-Each policy in `policies/policies.py` makes one strategy of the same name (`class_of_policy`). Workers take
-batches as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep
+Each policy in `policies/policies.py` makes one strategy of the same name (`get_strategy_of_policy`). Workers
+take batches as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep
 the optimizer's state.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerOptions(base.Options):
-    """Options of every strategy with parameter servers, in addition to its policy's own."""
+    """Options of all strategies with parameter servers, besides the options of the policy."""
 
     servers: int = option(1, "server processes, each with a part", least=1)
     transport: Literal["auto", "shm", "tcp"] = option(
@@ -62,7 +62,7 @@ def class_of_policy(policy: str) -> type[ParameterServer]:
 
     @dataclass(frozen=True)
     class Options(ServerOptions, rules.Options):
-        """The policy's options, with what follows from them, and those of the servers."""
+        """Options of the policy and of the servers, and properties that follow from the policy's."""
 
     facts = {
         "policy": policy,
@@ -154,7 +154,7 @@ def node_by_placement(server_placement: str, server: int, workers: int, n_nodes:
 
 
 class ParameterServer(base.Strategy):
-    """A worker of parameter servers; `class_of_policy` makes a subclass for each policy."""
+    """A worker of parameter servers; `get_strategy_of_policy` makes a subclass for each policy."""
 
     kind = "server"
     loop = "stratbench.extensions.servers.loop:train"
@@ -271,7 +271,7 @@ class ParameterServer(base.Strategy):
         self.reset()
 
     def flatten(self) -> FlatSpace:
-        """Return the model's tensors as views of flat ones."""
+        """Return the model's tensors as views of flat tensors."""
         from stratbench.extensions.servers.ps.flat import FlatSpace
 
         return FlatSpace(self.model, shared=self.worker.settings.options["transport"] != "tcp")
@@ -340,12 +340,10 @@ class ParameterServer(base.Strategy):
         self._exchange = None
 
     def predict_next_ticket(self, train_samples: int) -> tuple[int, slice] | None:
-        """Return the batch that this worker is probably handed next, as `iter_tickets` gives it.
+        """Return the batch that this worker will probably get next, as epoch and slice.
 
-        Return None at the end.
-
-        Its slice of the next step, which the server keeps for it while it keeps pace. Which one it really is,
-        is known after the push only.
+        The server reserves the worker's slice of the next step while the worker keeps pace. The actual batch
+        is only known after the push. The result is None at the end of the training.
         """
         s, t = self.worker.settings, self.ticket
         assert isinstance(t, Ticket)  # a worker that steps has a ticket and no evaluation
@@ -383,11 +381,10 @@ class ParameterServer(base.Strategy):
         return self.channel.wait_s, *self.channel.moved_bytes
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One training step, as in other strategies.
+        """Compute a batch's gradients, push them, and return the loss.
 
-        Of a task that weighs it returns sum and weight [2].
-
-        The weight of the global batch no worker knows.
+        If the task weights its samples, the result is a tensor of shape [2]: the sum of losses and the weights'
+        sum. No worker knows the weight of the global batch.
         """
         import torch
 
@@ -422,7 +419,7 @@ class ParameterServer(base.Strategy):
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this worker evaluates for all, known after the last ticket."""
+        """Whether this worker evaluates for all workers. Known only after the last ticket."""
         return self.channel.evaluator == self.worker.rank
 
     def load_snapshot(self, epoch: int) -> float:

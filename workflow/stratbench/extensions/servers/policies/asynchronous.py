@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AsyncPolicy(Policy):
-    """Every push is a step, without waiting.
+    """Policy that applies every pushed gradient at once, without waiting for other workers.
 
     W -= eta * velocity(g), with one momentum on the server. Sources: Downpour SGD of Dean et al., "Large
     scale distributed deep networks", NIPS 2012, and the asynchronous server of the paper this project
@@ -64,12 +64,12 @@ class AsyncPolicy(Policy):
         return self.push_lr
 
     def _compute_gradient_weight(self, staleness: int) -> float:
-        """Return the factor on a gradient of this staleness, before it enters the momentum."""
+        """Return the factor on a gradient of some staleness, before the gradient enters the momentum."""
         return 1.0
 
 
 class StalenessLrPolicy(AsyncPolicy):
-    """Older gradients have a smaller weight.
+    """Policy that gives older gradients a smaller weight.
 
     W -= eta * velocity(g / (1 + tau)). Source: Zhang et al., "Staleness-aware async-SGD for distributed deep
     learning", IJCAI 2016, who divide each gradient's learning rate by its staleness. Here the divisor is 1 +
@@ -92,7 +92,9 @@ class StalenessLrPolicy(AsyncPolicy):
 
 
 class SspPolicy(AsyncPolicy):
-    """Asynchronous, with a bound: no batch starts more than `s` pushes ahead of the slowest worker.
+    """Policy that applies every push at once, but makes fast workers wait at a bound.
+
+    No batch starts more than `s` pushes ahead of the slowest worker.
 
     The clock of a worker counts its pushes. A worker waits while its clock is larger than the slowest
     worker's plus s. Each push is a step, as in ps-async. A worker that joins starts at the slowest clock.
@@ -134,7 +136,7 @@ class SspPolicy(AsyncPolicy):
 
 
 class AsyncModifiedPolicy(SspPolicy):
-    """The paper's "modified asynchronous" server, section 5.3.
+    """Policy of the "modified asynchronous" server in section 5.3 of the paper.
 
     It differs from ps-async in three ways. A worker splits each batch into f = `pushes_per_batch`
     sub-batches, and pushes and pulls for each. Staleness is bounded as in ps-ssp, where the clock counts
@@ -167,7 +169,10 @@ class AsyncModifiedPolicy(SspPolicy):
 
         @property
         def is_synchronous_on_one_worker(self) -> bool:
-            """Whether a batch has only one push. Several pushes would be updates on smaller batches."""
+            """Whether a batch has only one push, as in synchronous training.
+
+            Several pushes would be several updates on smaller batches.
+            """
             return self.pushes_per_batch == 1
 
     @property
@@ -206,7 +211,7 @@ class ViewKeepingPolicy(Policy):
 
 
 class DcAsgdPolicy(ViewKeepingPolicy):
-    """Corrects g for the distance the weights have moved since it was read.
+    """Policy that corrects a gradient for the weights' change since the worker read them.
 
     ms <- m ms + (1 - m) g*g;  g' = g + lambda / sqrt(ms + 1e-7) * g*g*(W - W_read);
     W -= eta * velocity(g'). g*g approximates the Hessian's diagonal. Source: DC-ASGD-a of Zheng et al.,
@@ -245,7 +250,9 @@ class DcAsgdPolicy(ViewKeepingPolicy):
 
 
 class GapAwarePolicy(ViewKeepingPolicy):
-    """Divides g, weight by weight, by how many typical steps W has moved since read.
+    """Policy that divides a gradient by the distance the weights moved since they were read.
+
+    The division is per weight, with the distance in units of a typical step.
 
     g' = g / (1 + |W - W_read| / (eta RMS(v)));  W -= eta * velocity(g'). v is the step direction
     (with Nesterov g' + mu times the momentum), and RMS its bias-corrected running root mean square. Source:
@@ -280,7 +287,7 @@ class GapAwarePolicy(ViewKeepingPolicy):
 
 
 class DanaPolicy(Policy):
-    """A momentum for each worker, and workers read where the others' will carry W.
+    """Policy with one momentum per worker, from which servers predict the weights for each worker.
 
     v_i <- mu v_i + g;  W -= eta v_i. Worker i reads W - eta mu sum over j != i of v_j, which estimates the
     weights to which its gradient will be applied. With `nesterov`, W -= eta (g + mu v_i). The part of j's

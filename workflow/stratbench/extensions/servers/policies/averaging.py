@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SyncPolicy(Policy):
-    """Averages the gradients of all live workers in one step, for which all wait.
+    """Policy that averages the gradients of all live workers in one step; all workers wait.
 
     W -= lr * velocity(mean of the gradients, weighted by `push_weight`). Sources: bulk-synchronous SGD of Li
     et al., "Scaling distributed machine learning with the parameter server", OSDI 2014 (sequential
@@ -51,7 +51,7 @@ class SyncPolicy(Policy):
             return 1.0
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Return the buffer count: the momentum, and all gradients of a step but the last."""
+            """Return the number of buffers: the momentum, and all but one of a step's gradients."""
             return 1 + (workers - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -112,14 +112,11 @@ class SyncPolicy(Policy):
         return worker not in self._arrived
 
     def _find_sum_limit(self) -> float:
-        """Return the slot below which all gradients have arrived.
-
-        The slot is infinity if the round is complete.
-        """
+        """Return the lowest slot whose gradient has not arrived, or infinity if all have."""
         return min(self._live - self._arrived, default=math.inf)
 
     def _advance(self, borrowed: Tensor | None = None) -> bool:
-        """Add the gradients that are in order to the sum. If the round is complete, update the weights.
+        """Add the gradients whose turn it is to the sum. If the round is complete, update the weights.
 
         Args:
             borrowed: Gradient that belongs to the caller, so that it must not become a free buffer.
@@ -160,7 +157,7 @@ class SyncPolicy(Policy):
 
 
 class BackupPolicy(SyncPolicy):
-    """Uses the first N - b of N workers in each step; late pushes are dropped.
+    """Policy that uses the first N - b of N gradients per step, and drops the others.
 
     Source: Chen et al., "Revisiting distributed synchronous SGD", 2016. A push is late if its weights were
     read before the last step. Its worker continues at once with the new weights. A step is also made when
@@ -189,7 +186,7 @@ class BackupPolicy(SyncPolicy):
             return max(1, workers - self.backups)
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Return the buffer count: the momentum, and all gradients of a step but the last."""
+            """Return the number of buffers: the momentum, and all but one of a step's gradients."""
             return 1 + (self.quorum(workers) - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -232,9 +229,9 @@ class BackupPolicy(SyncPolicy):
         return stepped
 
     def _find_sum_limit(self) -> float:
-        """Return the slot below which gradients may be summed.
+        """Return infinity if the step has enough gradients to be summed, else -1.
 
-        That is infinity once the step is complete, and -1 before: any gradient may yet belong to the step.
+        Until then, any gradient may still belong to the step.
         """
         enough = len(self._arrived) + self._arrived_and_left >= self._quorum
         return math.inf if enough or self._live <= self._arrived | self._late else -1
@@ -266,7 +263,7 @@ class BucketOptions(PolicyOptions):
 
 
 class KBatchPolicy(Policy):
-    """Averages every K pushes, from any workers, into one update, without waiting.
+    """Policy that averages every K pushes, from any workers, into one update, without waiting.
 
     W -= lr * velocity(mean of K gradients). Sources: K-batch-async SGD of Dutta et al., "Slow and stale
     gradients can win the race", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. If fewer than K

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OrMoPolicy(Policy):
-    """Momentum SGD in which a late gradient has the effect that it would have had in time.
+    """Momentum SGD that applies a late gradient as if it had arrived in time.
 
     N gradients form a bucket, which is one global batch. A gradient belongs to the bucket in which its
     weights were

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(Enum):
-    """What a policy has done with a pushed gradient."""
+    """Outcome of a push: whether the policy applied, stored or dropped the gradient."""
 
     APPLIED = "applied"  # the policy has updated the weights
     HELD = "held"  # the policy has stored the gradient for a later update
@@ -98,7 +98,7 @@ def restore_attributes(owner: object, fields: Fields) -> None:
 
 
 def _put_back(now: Any, saved: Any) -> Any:
-    """Return the saved value, or the present object after its attributes were restored."""
+    """Return the saved value, or `now` with its attributes restored if the value is `Fields`."""
     if isinstance(saved, Fields):
         restore_attributes(now, saved)
         return now
@@ -150,7 +150,7 @@ class Momentum:
 
     @property
     def next_step_factor(self) -> float:
-        """The factor of the present buffer v in the direction of the next step.
+        """Factor of the present momentum buffer in the direction of the next step.
 
         The factor is mu. With Nesterov it is mu^2: the next direction is g + mu (mu v + g) = (1 + mu) g +
         mu^2 v.
@@ -201,7 +201,7 @@ def make_shard_optimizer(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
 
 
 class Policy(ABC):
-    """The update rule of one shard.
+    """Update rule of one shard of the weights.
 
     To add a policy, write a subclass, set the class attributes, and add a line to `policies.py`.
 

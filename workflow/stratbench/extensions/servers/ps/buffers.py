@@ -1,4 +1,4 @@
-"""The mean over the workers of their float buffers (BatchNorm's running statistics), on the server."""
+"""Averages the workers' float buffers (BatchNorm's running statistics) on the server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BufferMean:
 
         Args:
             worker: Number of the worker.
-            buffers: Its buffers, shape [buffer_numel].
+            buffers: Buffers of the worker, shape [buffer_numel].
             alive: Returns whether the worker is still part of the run. If not, nothing is stored.
         """
         with self._lock:

@@ -1,4 +1,4 @@
-"""The worker's connections to the parameter servers: it pushes gradients and pulls weights and tickets."""
+"""The worker's connections to the parameter servers, for gradients, weights and tickets."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ class Channel:
             link.bytes_out = link.bytes_in = 0
 
     def send_during_backward(self) -> None:
-        """On a GPU, send gradients bucket by bucket while the next backward still runs.
+        """Send gradients bucket by bucket while the next backward runs, on a GPU.
 
         Call it only if this backward makes the gradients final, except for the loss scale, and if `push_pull`
         or `rehearse_exchange` follows. It has no effect on a CPU.
@@ -354,7 +354,7 @@ class Channel:
             self._staging.deliver_weights()
 
     def close(self) -> None:
-        """Close all connections and stop the threads. If the run is over, tell the servers first."""
+        """Close all connections and stop the threads. At the run's end, say goodbye to the servers first."""
         if self._done and self._error is None:
             for link in self._links[1:] if self._incarnation is not None else ():
                 sent = threading.Event()  # set when DONE has been sent, which must come before BYE
@@ -366,7 +366,7 @@ class Channel:
         self._close_connections()
 
     def _send_farewell(self, kind: Kind) -> None:
-        """Tell all servers that this worker leaves, and how long it has waited for them."""
+        """Tell all servers that this worker leaves, and how many seconds it waited for servers."""
         report = json.dumps({"wait_s": self.wait_s}).encode()
         for link in self._links:
             # The server's statistics then lack this worker's wait.
@@ -393,7 +393,7 @@ class Channel:
             raise self._error
 
     def _push_tensors(self) -> None:
-        """Push buffers and gradients; with a loss scale, report whether they overflowed."""
+        """Push buffers and gradients. With a loss scale, also report whether gradients overflowed."""
         self.flat.check_gradient_views()
         overflowed = False
         if self._staging is not None:
@@ -559,7 +559,7 @@ class Channel:
             raise ProtocolError(f"malformed frame: {kind.name} from a server")
 
     def _end_training(self) -> None:
-        """End the training, and tell the servers other than 0.
+        """End the training, and report the end to servers other than 0.
 
         These servers do not know of an early end.
         """
@@ -599,7 +599,7 @@ class Channel:
         self._told.set()
 
     def _go_idle(self, link: Link) -> None:
-        """Record that there is no ticket now. All weights will arrive again with the next ticket.
+        """Record that server 0 has no ticket now. The next ticket comes with all weights again.
 
         Server 0 sends WAIT first. The other servers repeat it after the last weights that they had to send.
         """

@@ -39,7 +39,7 @@ def group_shards(bounds: list[tuple[int, int]], itemsize: int) -> list[tuple[int
 
 
 class Countdown:
-    """Counts the gradients that each bucket still lacks, and tells which buckets are complete.
+    """Counts the missing gradients of each bucket, to know which buckets are complete.
 
     `spans` has the first element and the end of each parameter in the flat tensor, and `edges` those of each
     bucket.
@@ -243,7 +243,7 @@ class Staging:
         self._flat.host.buffers.copy_(self._flat.buffers)
 
     def accept_weights(self) -> None:
-        """From now on, copy arriving weights to the device, after the current stream's work.
+        """Copy arriving weights to the device from now on, after the current stream's work.
 
         Call it when no kernel reads the old weights any more: after a backward, or before the first pull.
         """

@@ -36,7 +36,7 @@ def _same_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype
 
 
 class FlatSpace:
-    """Re-homes a model's trainable parameters, gradients and float buffers in flat tensors.
+    """Moves a model's trainable parameters, gradients and float buffers into flat tensors.
 
     After construction every `p.data`, `p.grad` and float buffer is a view of `weights`, `grads` or
     `buffers` (shapes [numel], [numel], [buffer_numel]; the model's own dtype and strides; padding

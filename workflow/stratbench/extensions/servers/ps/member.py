@@ -1,4 +1,4 @@
-"""A worker on the server's side: its pending work and replies, and the transport of its shards."""
+"""A worker as the server sees it: its ticket, queued replies, and transport of shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Bounds = list[tuple[int, int]]  # first element and end of each shard in the fla
 
 
 class Weights(Protocol):
-    """Access to the shards' weights, which lanes send. See `Shard.view` and `Shard.lend`."""
+    """Protocol of an object that gives a `StreamLane` or `SharedLane` the shards' weights to send.
+
+    See `Shard.view` and `Shard.lend_weights`.
+    """
 
     def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int: ...
 
@@ -294,15 +297,15 @@ class Member:
         self._wake.put(None)
 
     def queue_frame(self, frame: Frame, payload: memoryview | bytes = b"") -> None:
-        """Append a frame to what is sent."""
+        """Append a frame to the queue of replies to the worker."""
         self.queue_item((frame, payload))
 
     def end(self) -> None:
-        """Append the end to what is sent: nothing after it is sent."""
+        """Append the end to the queue of replies. Nothing is sent after the end."""
         self.queue_item(None)
 
     def drop_shards(self) -> None:
-        """Stop sending weights. Other frames are still sent."""
+        """Drop all weights that are queued or come later. Other frames are still sent."""
         self._mute = True
 
     @property
@@ -311,7 +314,7 @@ class Member:
         return bool(self._outbox)
 
     def send_replies(self, weights: Weights) -> None:
-        """Send what is queued, and wait for more, until the end.
+        """Send queued frames and shards, and wait for more, until the end is queued.
 
         Each worker has a thread that runs this, so that a slow link of one worker does not delay others.
         """
@@ -322,7 +325,7 @@ class Member:
                 self._wake.get()
 
     def send_now(self, weights: Weights) -> None:
-        """Send what is queued, unless the worker's sending thread does so already.
+        """Send queued frames and shards now, unless the worker's sending thread is doing so.
 
         The thread that has received a push calls it, because that is faster than waking the other thread.
         """

@@ -1,4 +1,4 @@
-"""The workers of a run, with the number and the slot of each.
+"""Tracks the workers of a run: which worker has which number and slot.
 
 A worker's *number* identifies it in files, logs, records and tickets. Its *slot* (`place`), from 0 to W - 1,
 identifies it to policies and shards. In a gang both are equal. An elastic worker gets a new number and the
@@ -14,7 +14,7 @@ from stratbench.extensions.servers.wire.frames import ComeAgain, ProtocolError
 
 
 class Membership:
-    """The workers of a gang: all join once before training starts, each in the slot of its number.
+    """Workers of a gang: all join once before training starts, in slot = worker number.
 
     Not thread-safe: the server calls its methods under a lock.
     """
@@ -27,7 +27,7 @@ class Membership:
 
     @property
     def number_limit(self) -> int:
-        """The exclusive upper bound of workers' numbers."""
+        """Exclusive upper bound of the workers' numbers."""
         return self.places
 
     def choose_slot(self, number: int) -> int:
@@ -48,7 +48,7 @@ class Membership:
         self.members[member.worker] = self._at[slot] = member
 
     def get_member(self, slot: int) -> Member:
-        """Return the present worker of a slot, or its last one."""
+        """Return the present worker of a slot, or else the slot's last worker."""
         return self._at[slot]
 
     @property
@@ -80,7 +80,10 @@ class Membership:
 
 
 class OpenMembership(Membership):
-    """Elastic workers, which join and leave at any time: at most `places` at once, each with a new number."""
+    """Elastic workers, which join and leave at any time, each with a new number.
+
+    At most `places` workers are present at once.
+    """
 
     @property
     def number_limit(self) -> int:
@@ -113,5 +116,5 @@ class OpenMembership(Membership):
 
     @property
     def has_no_members_left(self) -> bool:
-        """False, because workers may join until the training is over."""
+        """Always False, because elastic workers may join until the training is over."""
         return False

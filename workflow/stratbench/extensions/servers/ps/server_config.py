@@ -76,7 +76,9 @@ class ServerConfig:
 
     @property
     def lr_share(self) -> Callable[[int], float] | None:
-        """Function from a shard's number of pushes to the factor on the learning rate. None: it is always 1.
+        """Function that maps a shard's number of pushes to a learning rate factor.
+
+        The property is None if the factor is always 1.
 
         A step ends with the last of the `slices_per_step` pushes of its global batch.
         """

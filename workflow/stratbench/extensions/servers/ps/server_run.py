@@ -135,7 +135,7 @@ class ServerRun:
         return self.config.epochs
 
     def _check_disk_space(self, snapshot_bytes: int) -> None:
-        """End the run before it begins if the disk has no room for its snapshots. `_lock` is held."""
+        """End the run before its start if the disk lacks room for snapshots. `_lock` is held."""
         folder, max_snapshots = self.config.snapshot_dir, self._max_kept_snapshots
         needed = max_snapshots * snapshot_bytes
         if folder and (free := shutil.disk_usage(folder).free) < needed:
@@ -262,7 +262,7 @@ class ServerRun:
                 self._add_ready_member(member)
 
     def _add_ready_member(self, member: Member) -> None:
-        """Add a worker that is ready to start to the shards, once they exist. `_lock` is held."""
+        """Add a worker that is ready to start to the existing shards. `_lock` is held."""
         self._ask_for_weights()
         if self._initialised:
             self._store.join(member.place)
@@ -327,7 +327,7 @@ class ServerRun:
         member.check_ticket(frame)
 
     def _reserve_ticket(self, member: Member) -> None:
-        """Choose a worker's next ticket before its last shard is applied.
+        """Choose a worker's next ticket before the present ticket's last shard is applied.
 
         This shard may release other workers from a barrier. All workers then have a ticket of the next step
         already, so that a fast worker cannot take two of them.
@@ -339,7 +339,7 @@ class ServerRun:
 
     @property
     def _hands_out_tickets(self) -> bool:
-        """Whether workers get another ticket after the current one, if one is left."""
+        """Whether workers still get tickets: True until the training is done."""
         return not self.done
 
     def _rehearse(self, member: Member, frame: Frame) -> None:

@@ -21,7 +21,7 @@ def _always() -> bool:
 
 
 class Shard:
-    """One shard: a policy with a lock.
+    """One shard of the weights: an update policy, protected by a lock.
 
     A ticket is applied to the shard once, even if it is pushed again.
     """
@@ -169,7 +169,7 @@ class Shard:
                 self._return_lent(lent)
 
     def join(self, worker: int) -> None:
-        """Add a worker, or add it again, and let it read the shard at once."""
+        """Add a new or returning worker, and let it read the shard's weights at once."""
         with self._lock:
             if worker in self._left:
                 self._left.discard(worker)
@@ -245,7 +245,7 @@ class Shard:
             self._save_snapshots()
 
     def _before_change(self) -> None:
-        """Save the present weights for those that still need them, before they change. `_lock` is held."""
+        """Save the weights for pending snapshots and sends before they change. `_lock` is held."""
         self._save_snapshots()
         if self._borrowers:
             weights = self.policy.weights

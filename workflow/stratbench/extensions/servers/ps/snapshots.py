@@ -186,7 +186,7 @@ def load_snapshot(
 
 
 def delete_later_snapshots(folder: str | Path, server: int, epochs: int) -> None:
-    """Delete a server's snapshots after its first `epochs`, which an earlier incarnation has left.
+    """Delete a server's snapshots after the first `epochs`, left by an earlier incarnation.
 
     Args:
         folder: Folder of the snapshots.

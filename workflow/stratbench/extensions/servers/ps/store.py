@@ -162,7 +162,7 @@ class Store:
         """Apply the stored gradients and buffers of a worker's ticket.
 
         Raises:
-            ProtocolError: If some of its shards have not arrived.
+            ProtocolError: If some of the ticket's shards have not arrived.
         """
         if member.todo or not member.scaled:
             raise ProtocolError("malformed frame: APPLY of a push that is not complete")
@@ -196,7 +196,7 @@ class Store:
     def lend_weights(
         self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]:
-        """Return a context in which the weights of a shard do not change.
+        """Return a context that yields the weights of a shard, which do not change within.
 
         The weights are sent within the context (`Shard.lend`).
 
@@ -214,7 +214,7 @@ class Store:
             shard.join(slot)
 
     def leave(self, slot: int, lost: bool) -> None:
-        """Remove the worker of a slot from all shards. If it is lost, its buffers no longer count, too."""
+        """Remove the worker of a slot from all shards, and a lost worker's buffers too."""
         for shard in self.shards.values():
             shard.leave(slot)
         if lost and self.buffers is not None:
@@ -304,7 +304,7 @@ class EpochLog:
         self._end_complete_epochs(seconds, store)
 
     def count_ticket(self, number: int, seconds: float, store: Store) -> None:
-        """Count a completed ticket, and end the epochs that are over by it.
+        """Count a completed ticket, and end each epoch whose tickets are now all completed.
 
         Args:
             number: Number of the ticket.
@@ -337,7 +337,7 @@ class EpochLog:
 
 
 def _histogram(counts: Counter[int]) -> list[int]:
-    """Return counts as a list.
+    """Return counts of small integers as a list.
 
     Element i is the number of times that the value i occurred.
     """

@@ -192,7 +192,9 @@ class Tickets:
         return number
 
     def record_settled(self, worker: int, number: int, server: int = 0) -> None:
-        """Record that a server has all gradients of a ticket. With the last server, it is completed.
+        """Record that a server has all gradients of a ticket.
+
+        The ticket is completed once all servers have recorded it.
 
         Args:
             worker: Number of the worker that computed the gradients.

@@ -1,4 +1,4 @@
-"""Frames of the parameter-server protocol, which are the same over TCP and with shared memory.
+"""Frames of the parameter-server protocol, identical for TCP and shared memory.
 
 A frame is a binary header of fixed size, authenticated with the connection's key, and `length` bytes of
 payload. Nothing is unpickled. A length is checked before anything is read or allocated.
@@ -138,9 +138,9 @@ def pack_ticket(number: int, epoch: int, step: int, slice_: int) -> bytes:
 
     Args:
         number: Number of the ticket.
-        epoch: Its epoch.
-        step: Its step.
-        slice_: Its slice of the step.
+        epoch: Epoch of the ticket.
+        step: Step of the epoch.
+        slice_: Slice of the step.
     """
     return _TICKET.pack(number, epoch, step, slice_)
 

@@ -144,7 +144,10 @@ class Gate:
                 oldest.close()
 
     def _forget_unproved(self, connection: Connection) -> bool:
-        """Remove a connection from those without proof, and return whether it was one."""
+        """Remove a connection from those that have not proved the secret yet.
+
+        The result is whether the connection was one of them.
+        """
         with self._lock:
             known = connection in self._pending
             self._pending.pop(connection, None)
@@ -186,7 +189,7 @@ class Gate:
 
 
 def _check_user(sock: socket.socket) -> None:
-    """Raise ProtocolError if a local socket belongs to another user, who may know its name."""
+    """Raise ProtocolError if the peer of a local socket is another user's process."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if user not in (0, os.geteuid()):

@@ -1,4 +1,4 @@
-"""A worker's connection to one server, and the exceptions by which it ends."""
+"""A worker's connection to one server, and the exceptions that end the connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Left(RuntimeError):
 
 
 class Link:
-    """A worker's connection to one server, which owns the shards `shards` of the model."""
+    """A worker's connection to one server, which owns the model's shards `shards`."""
 
     def __init__(self, connection: Connection, server: int, transport: str, welcome: dict) -> None:
         self.connection, self.server, self.transport = connection, server, transport

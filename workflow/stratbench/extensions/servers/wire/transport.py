@@ -143,7 +143,10 @@ class Connection:
         return descriptors[0]
 
     def send_if_free(self, frame: Frame, payload: bytes = b"") -> None:
-        """Send a small frame, unless another thread is sending: the peer then receives data anyway."""
+        """Send a small frame such as a heartbeat, unless another thread is sending.
+
+        In that case the peer receives data anyway.
+        """
         if self._send_lock.acquire(blocking=False):
             try:
                 self._send(frame, payload)
