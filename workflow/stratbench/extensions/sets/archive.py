@@ -47,7 +47,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class SetError(ValueError):
-    """A result set cannot be used; the message says why in one sentence."""
+    """A result set cannot be used. The message gives the reason in one sentence."""
 
 
 # ---------------------------------------------------------------- writing
@@ -169,7 +169,7 @@ def _check_ends(path: Path) -> None:
 
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    """Raise SetError if a member has a name, kind or size that no bundle has."""
+    """Raise SetError if a zip member's name, kind or size is invalid in a bundle."""
     seen: set[str] = set()
     if len(members) > MAX_MEMBERS:
         raise SetError(f"{path} lists more files than the {MAX_MEMBERS:,} that are read")

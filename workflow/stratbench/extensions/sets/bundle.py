@@ -117,7 +117,7 @@ def read_timeline(path: Path) -> str:
 
 
 def list_cell_coordinates(study_dir: Path, records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """Return the coordinates in cells.json, or without this file those of all records."""
+    """Return all cells' coordinates from cells.json, or from the records without this file."""
     path = study_dir / "cells.json"
     return (
         _read_json_file(path) if path.exists() else [record["cell"] for record in records.values()]

@@ -1,4 +1,4 @@
-"""Describes a result set: its origin, its content, the audit's findings, and what it is comparable with."""
+"""Describes a result set: origin, content, audit findings, and which sets are comparable with it."""
 
 from __future__ import annotations
 

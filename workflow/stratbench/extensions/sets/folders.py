@@ -1,4 +1,4 @@
-"""Folders of results at places that users choose."""
+"""Claims the folders that users choose for results, so that no foreign file is overwritten."""
 
 from __future__ import annotations
 

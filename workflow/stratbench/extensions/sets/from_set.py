@@ -33,7 +33,7 @@ def read_or_fail(text: str) -> ResultSet:
     """Read the set at the source `text`.
 
     Raises:
-        CommandError: If it cannot be read.
+        CommandError: If the set cannot be read.
     """
     try:
         return read_set(text)

@@ -118,7 +118,7 @@ class Replacements:
         return _GPU.sub(lambda found: self._gpus.get(found[0], "GPU"), text)
 
     def _get_node_name(self, match: re.Match[str]) -> str:
-        """Return the word that replaces a matched host name."""
+        """Return the substitute of a host name that `match` matched."""
         return self._hosts[match[0].partition(".")[0].lower()]
 
     def replace_names_in_message(self, text: str) -> str:

@@ -229,7 +229,7 @@ def _parse_cell(coordinates: Any) -> Cell:
     """Make a cell from untrusted coordinates.
 
     Raises:
-        ValueError: If they are not coordinates of a cell.
+        ValueError: If the values are not coordinates of a cell.
     """
     if not isinstance(coordinates, dict) or coordinates.keys() != Cell.__dataclass_fields__.keys():
         raise ValueError("a cell needs exactly seven coordinates")

@@ -54,7 +54,7 @@ def add_set_argument(
     sets: str,
     written: str | None = None,
 ) -> None:
-    """Add the argument SET to a subcommand, and with `written` the option --out.
+    """Add the argument SET to a subcommand. If `written` is set, add the option --out too.
 
     Args:
         command: The subcommand's parser.

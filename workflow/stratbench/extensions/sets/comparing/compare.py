@@ -100,7 +100,7 @@ def claim_comparison_folder(folder: Path, named: Mapping[str, str]) -> None:
 
 
 def make_folder_name(names: Iterable[str]) -> str:
-    """Return a folder name for the comparison of these sets, which no other names give."""
+    """Return a folder name for a comparison of sets, unique to the sets' names."""
     name = "+".join(names)  # no name has a plus in it
     if len(name) <= _MAX_FOLDER_NAME:
         return name

@@ -81,7 +81,7 @@ def iter_caption_sentences(
 
     Args:
         comparison: The comparison.
-        cells: Its cells.
+        cells: Cells of the figure.
         margin: Fraction within which times are equal.
     """
     first, other = comparison.first_set, comparison.other_set

@@ -91,7 +91,7 @@ class Difference:
 
 
 def match_cells(first: ResultSet, other: ResultSet) -> list[Match]:
-    """Match cells of two result sets, in the first set's order.
+    """Match cells that train the same in two result sets, in the first set's order.
 
     Matched cells have equal strategy, model, data set and number of workers. Cells of the same experiment are
     matched first. Other cells are matched if each set has only one of its kind.
@@ -190,7 +190,7 @@ def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterat
 
 
 def select_blocking_differences(differences: list[Difference], published: bool) -> list[Difference]:
-    """Return the differences between two cells because of which they have no ratio.
+    """Return the differences between two cells that prevent a time ratio.
 
     A value that a set lacks is no reason, except for the amount of training in published tables.
     """
@@ -206,7 +206,7 @@ def select_blocking_differences(differences: list[Difference], published: bool) 
 
 
 def select_unstated_differences(differences: list[Difference]) -> list[Difference]:
-    """Return the fields on what is trained that only one of two cells states."""
+    """Return the fields on the trained work that only one of two cells states."""
     return [
         d
         for d in differences

@@ -51,7 +51,7 @@ class WatchedCells:
 
     @property
     def is_listed(self) -> bool:
-        """Whether the page lists this outcome: cells that are not slower are not listed."""
+        """Whether the page lists this outcome. Single cells that are not slower are not listed."""
         return self.is_whole_strategy or self.fails or self.outcome in (OTHER_WORK, LESS)
 
     @property
@@ -133,7 +133,7 @@ def iter_no_longer_judged(comparison: Comparison) -> Iterator[WatchedCells]:
 
 
 def is_lost(cell: ComparedCell) -> bool:
-    """Return whether a cell finished in the first set, and no repeat in the other.
+    """Return whether a cell finished in the first set, but never in the other.
 
     Repeats without a record do not count, and neither do cells that train something else.
     """

@@ -179,7 +179,7 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
 
 
 def write_safe_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a CSV file in which no text is taken for a formula.
+    """Write a CSV file in which spreadsheets take no text for a formula.
 
     A text that looks like a formula gets a leading '.
     """

@@ -1,4 +1,4 @@
-"""Converts records to runs as experiment trackers have them: parameters, metrics, tags and times."""
+"""Converts records to runs of experiment trackers: parameters, metrics, tags and times."""
 
 from __future__ import annotations
 
