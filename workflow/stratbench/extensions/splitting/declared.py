@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _get_declaration(network: str | Model, key: str, built: nn.Module) -> Any:
-    """Return a model's declaration for a key, such as `tensor_plan`, or None.
+    """Return what a model declares for `key`, such as `tensor_plan`, or None without a declaration.
 
     A user may give it as `module:NAME`, the name of a declaration or of a function of the model.
     """

@@ -30,13 +30,13 @@ class Piece:
     module_paths: tuple[str, ...]
 
     def iter_parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        """Yield the parameters of a model that the piece reads, as often as read."""
+        """Yield the parameters that the piece reads, repeated if the piece reads them repeatedly."""
         for path in self.module_paths:
             part = attrgetter(path)(model)
             yield from part.parameters() if isinstance(part, nn.Module) else (part,)
 
     def contains_module(self, model: nn.Module, module: nn.Module) -> bool:
-        """Return whether the piece calls a module, or one that contains it."""
+        """Return whether the piece calls a module, directly or within another module."""
         each = (attrgetter(path)(model) for path in self.module_paths)
         return any(module in list(m.modules()) for m in each if isinstance(m, nn.Module))
 
@@ -84,7 +84,7 @@ def _make_module_call(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
 def list_units(
     model: nn.Module, pieces: list[Piece], groups: list[tuple[str, list[nn.Module]]]
 ) -> list[list[Piece]]:
-    """Return the units of a model's cuts, each a list of consecutive pieces.
+    """Return the units into which a model may be cut, as lists of consecutive pieces.
 
     A unit begins with the first module of a shard group. The part after the last group is a unit, too, if it
     has parameters.

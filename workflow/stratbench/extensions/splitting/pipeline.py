@@ -1,4 +1,4 @@
-"""The strategy `pipeline`: each worker has some layers, and sends activations to the next one."""
+"""Strategy `pipeline`: workers compute consecutive layers and pass activations on (pipeline parallelism)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STAGES_PER_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
 class Pipeline(ModelSplit):
-    """torch.distributed.pipelining: a network is cut into stages, and a batch into micro-batches.
+    """Pipeline parallelism by torch.distributed.pipelining, with micro-batches.
 
     Schedule `gpipe` computes all forwards, then all backwards (Huang et al., GPipe, 2019). `1f1b` computes a
     backward as soon as possible, so that a worker holds activations of at most as many micro-batches as there
@@ -197,7 +197,7 @@ class Pipeline(ModelSplit):
         return self.mesh(gpus).stages * STAGES_PER_WORKER[self.options.schedule]
 
     def count_pending_microbatches(self, stages: int) -> list[int]:
-        """Return for each stage the largest number of micro-batches whose activations it holds at once."""
+        """Return the largest number of micro-batches whose activations each stage holds at once."""
         most = self.options.microbatches
         if self.options.schedule == "gpipe":
             return [most] * stages
@@ -341,10 +341,7 @@ class Pipeline(ModelSplit):
         return set(several)
 
     def _drop_parameters_of_others(self, model: nn.Module, own: list[int]) -> None:
-        """Set parameters to None that no stage of this worker uses.
-
-        Their memory is thereby freed.
-        """
+        """Remove all parameters that no stage of this worker uses, to free their memory."""
         used = {p for i in own for piece in self._cut[i] for p in piece.iter_parameters(model)}
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -469,7 +466,7 @@ class Pipeline(ModelSplit):
                 p.grad = torch.empty_like(p).copy_(p.grad)
 
     def _start_averaging(self, parameter: nn.Parameter) -> None:
-        """Start to average a gradient over the replicas if it is complete. This is a hook."""
+        """Hook that starts to average a gradient over the replicas when the gradient is complete."""
         if self._by_stage.get(parameter) == self._ending is not None:
             self._average_gradient(parameter)
 

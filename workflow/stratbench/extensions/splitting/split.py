@@ -92,6 +92,6 @@ class ModelSplit(Counted):
 
 
 def describe_divisible_models(able: Callable[[str], bool]) -> str:
-    """Return the end of a sentence that lists the models for which `able` is True."""
+    """Return the end of a sentence that lists the models accepted by `able`."""
     names = ", ".join(filter(able, models.MODELS))
     return f"these models do: {names}; a model of your own can as well (docs/split-your-model.md)"

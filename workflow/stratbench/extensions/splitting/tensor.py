@@ -352,7 +352,7 @@ def iter_plan_faults(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]
 
 
 def match_modules(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of the modules that match a path of a plan.
+    """Return the module paths that match a path of a tensor plan.
 
     A `*` in the plan's path matches any name.
     """
@@ -360,7 +360,10 @@ def match_modules(model: nn.Module, path: str) -> list[str]:
 
 
 def separate_head_projections(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Separate the projections of attentions with the word `heads`, and return the plan with these."""
+    """Separate the query, key and value projections of attention modules, and return the adapted plan.
+
+    Only modules with the word `heads` in the plan are changed.
+    """
     from stratbench.extensions.splitting.heads import SelfAttention
 
     divided: dict[str, str] = {}
