@@ -1,4 +1,4 @@
-"""The extension `tune`: the combinations of strategies and settings that are worth measuring."""
+"""Extension `tune`: searches combinations of strategies and settings for the fastest one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters the combinations of an experiment, and writes a study of those that are worth measuring.
+"""Filters the combinations of an experiment, and writes a study of the combinations to measure.
 
 python -m stratbench.extensions.tune --config JSON as `snakemake tune` calls it
 """

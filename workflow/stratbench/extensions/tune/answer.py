@@ -26,7 +26,7 @@ class MeasuredCombination:
     Attributes:
         step_s_by_block: Seconds per step in each block; None for a block without this combination.
         memory_bytes: Peak memory of a worker; None if no segment of a block ended.
-        verdict_words: Its status in the verdict, in words.
+        verdict_words: The combination's status in the verdict, as text.
     """
 
     combination: Combination
@@ -175,7 +175,10 @@ def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: s
 
 
 def _average_common_blocks(pairs: Sequence[np.ndarray]) -> np.ndarray:
-    """Return geometric means of step times [2, blocks] over the blocks that all pairs have."""
+    """Return two choices' mean step times per block, shape [2, blocks].
+
+    The means are geometric, over the blocks that all pairs have.
+    """
     logs = np.log(np.stack(pairs))
     whole = np.isfinite(logs).all((0, 1))
     if not whole.any():  # no block has all pairs: use the pair with the most blocks

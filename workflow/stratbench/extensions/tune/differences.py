@@ -39,7 +39,7 @@ Amounts = Mapping[str, float]
 
 
 class Margin(NamedTuple):
-    """Maximum planned ratio at which the slower configuration is kept, with its evidence."""
+    """Largest planned time ratio at which the slower configuration may still be faster, with evidence."""
 
     ratio: float
     sweeps: int
@@ -59,7 +59,7 @@ class Beaten(NamedTuple):
 
 
 def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Margin]:
-    """Return the margins that these sweeps give enough evidence for.
+    """Return the margins for which the sweeps give enough evidence.
 
     Only pairs of configurations that differ in one kind count. A margin is the maximum planned ratio of a
     pair whose slower configuration was measured faster.
@@ -106,7 +106,7 @@ def group_by_sweep(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[
 
 
 def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
-    """Return the maximum planned ratio at which `slower` may in truth be faster.
+    """Return the largest planned time ratio at which `slower` may still be faster in truth.
 
     If they differ in several kinds, the margins multiply.
 

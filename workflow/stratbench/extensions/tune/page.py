@@ -45,7 +45,7 @@ def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str)
 
     Args:
         answer: The answer.
-        sieved: All combinations.
+        sieved: Outcomes of the filters for all combinations.
         model: Name of the model.
     """
     comparison, measured = answer.comparison, answer.measured_combinations

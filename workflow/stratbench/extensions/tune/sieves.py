@@ -206,7 +206,7 @@ def read_out_of_memory(results: str, study: str) -> set[tuple[str, str]]:
 def find_beaten_combinations(
     times: Mapping[str, float], by_name: Mapping[str, Sieved], margins: Margins
 ) -> dict[str, Beaten]:
-    """Return, for each combination that another beats by its margin, the reason to drop it.
+    """Return a reason to drop each combination that another one beats by the margin.
 
     Combinations are compared if options whose kind of difference is unknown are equal.
 
@@ -227,13 +227,13 @@ def find_beaten_combinations(
 
 
 def _options_of_unknown_kind(c: Combination) -> str:
-    """Return as JSON the options whose kind of difference is unknown."""
+    """Return the options whose kind of difference is unknown, as JSON text."""
     kinds = {f.name: f.metadata.get("kind") for f in fields(get_strategy_class(c.strategy).Options)}
     return json.dumps({k: v for k, v in c.options.items() if kinds[k] is None}, sort_keys=True)
 
 
 def measure_difference_amounts(s: Subject) -> dict[str, float]:
-    """Return a cell's amount of each kind of difference.
+    """Return a cell's amounts of the properties in which configurations differ, by kind.
 
     An example is its number of stages.
     """
@@ -252,7 +252,7 @@ def measure_difference_amounts(s: Subject) -> dict[str, float]:
 
 
 def _zero_stage(s: Subject, traits: Traits) -> int:
-    """Return the ZeRO stage (0 to 3) that matches what the replicas share."""
+    """Return the ZeRO stage (0 to 3) that corresponds to the sharding among replicas."""
     options = s.settings.options
     if s.mesh.members > 1:  # the network itself is divided as well
         return 3 if options.get("data_parallel") == "fsdp" else 0
@@ -340,7 +340,7 @@ def _apply_plan(combination: Combination, planned: Planned, memory_margin: float
 
 
 def _plan_gpu_seconds(planned: Planned, usual_s: float) -> tuple[float, float]:
-    """Return the planned GPU-seconds of one segment of a block, and of a whole training."""
+    """Return the planned GPU-seconds of one segment of a block, and of a full training."""
     gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.is_on_cuda else "cpu"
     step_s, start_s = usual_s / planned.subject.steps, SEGMENT_START_S[device]
     steps = choose_segment_steps(start_s, step_s, *STEP_NOISE[device])

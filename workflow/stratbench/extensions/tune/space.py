@@ -105,7 +105,7 @@ def _has_ddp_updates(name: str, gpus: int) -> bool:
 
 
 def _iter_options(name: str, gpus: int) -> Iterator[dict[str, Any]]:
-    """Yield the default options, then each value worth trying, one option at a time."""
+    """Yield option sets to try: the defaults, then each alternative value of one option."""
     yield {}
     for option in fields(get_strategy_class(name).Options):
         for value in option.metadata.get("tried", ()):
@@ -117,7 +117,10 @@ def _iter_options(name: str, gpus: int) -> Iterator[dict[str, Any]]:
 def _iter_settings(
     experiment: Mapping[str, Any], gpus: int, tune: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield settings to try that differ from the experiment's: micro-batches, checkpointing, compile."""
+    """Yield settings to try in place of the experiment's.
+
+    The settings are micro-batches, activation checkpointing and compilation.
+    """
     batch = experiment.get("per_worker_batch") or experiment["global_batch"] // gpus
     values: dict[str, tuple[Any, ...]] = dict(VALUES)
     values["gradient_accumulation_steps"] = tuple(n for n in (1, 2, 4, MAX_PARTS) if batch % n == 0)
