@@ -1,4 +1,4 @@
-"""The extension `verdict`: which strategy is fastest, by paired blocks."""
+"""The extension `verdict`: finds the fastest strategy from paired blocks of short trainings."""
 
 from __future__ import annotations
 

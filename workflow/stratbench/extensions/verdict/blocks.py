@@ -1,4 +1,4 @@
-"""Plans, results and files of blocks: one job that times short trainings of several strategies.
+"""Describes blocks: their plan, result and files. A block times short trainings of several strategies.
 
 A *comparison* is the set of strategies of one experiment, model and number of workers. This module imports no
 large package, because the Snakefile uses it.

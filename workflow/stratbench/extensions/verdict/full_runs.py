@@ -64,7 +64,10 @@ def list_log_step_times(timed: list[PairedBlock], record: Record) -> list[float]
 
 
 def read_blocks(study_dir: Path) -> list[PairedBlock]:
-    """Read the complete blocks below results/<study>, without unreadable ones: the verdict reports those."""
+    """Read the complete blocks below results/<study>. Unreadable blocks are left out.
+
+    The verdict reports unreadable blocks.
+    """
     complete = []
     for path in blocks.list_block_files(study_dir.parent, study_dir.name):
         with contextlib.suppress(blocks.BlockError):

@@ -98,13 +98,16 @@ def make_traits(values: Mapping[str, Any]) -> Traits:
 
 
 class BlocksEvidence(Evidence):
-    """Evidence of a verdict's paired blocks, whose times replace those of records on as many workers."""
+    """Evidence of a verdict's paired blocks, whose times replace those of records.
+
+    The records replaced have the same strategy, model and number of workers.
+    """
 
     def __init__(self, paired: Mapping[Group, PairedResult]):
         self.paired = paired
 
     def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
-        """Set a candidate's times from blocks, and exclude it if the verdict excludes it."""
+        """Set a candidate's times from blocks, and exclude candidates that the verdict excludes."""
         result = self.paired.get(group)
         if result is None:
             return
@@ -122,7 +125,10 @@ class BlocksEvidence(Evidence):
         candidate.repeats_fixed = False
 
     def exclude(self, question: Question, candidates: Sequence[Candidate]) -> None:
-        """Exclude strategies that the verdict found slower than a remaining candidate on as many workers."""
+        """Exclude strategies that a verdict's blocks show to be slower than a remaining candidate.
+
+        Both must have equal numbers of workers.
+        """
         experiment, model = question
         left = {(c.strategy, c.gpus) for c in candidates if not c.kind}
         for c in candidates:

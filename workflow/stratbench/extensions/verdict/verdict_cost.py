@@ -1,4 +1,4 @@
-"""Estimates what a verdict would cost relative to the full matrix, and for which cells it is too costly."""
+"""Estimates a verdict's cost relative to the full matrix, and which cells are too costly."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Round:
         Args:
             config: The validated config.
             study: The study.
-            jobs: Its jobs.
+            jobs: Jobs of the study.
             command: Prints the next round, given the config.
             is_job: Whether this process runs a job of the round, and so must not choose another round.
         """
@@ -65,7 +65,7 @@ class Round:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """The content of round.json: in a job from its file, else from the command.
+        """Content of round.json: from the file within a job, else from the command.
 
         Raises:
             ConfigError: If a job cannot read the file, or the command fails.
@@ -163,7 +163,7 @@ class Round:
         return combine_requests(map(self._jobs.request_of, cells), minutes)
 
     def is_followed_by_round(self) -> bool:
-        """Return whether another round follows this one, now that all files of this one exist.
+        """Return whether another round must follow after all files of this round exist.
 
         Raises:
             ConfigError: If the next round would be the same, because the files of this one are not used.
@@ -190,7 +190,7 @@ class Round:
 
     @cached_property
     def has_current_verdict(self) -> bool:
-        """Whether verdict.json exists, and the settings of its strategies have not changed since."""
+        """Whether verdict.json exists and matches the present settings of its strategies."""
         try:
             comparisons = read_json(self.file.with_name("verdict.json"))["comparisons"]
             trained = {

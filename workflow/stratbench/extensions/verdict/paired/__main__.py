@@ -1,4 +1,7 @@
-"""Command line: `next` prints the next round of a verdict as JSON, `tell` writes and prints the verdict."""
+"""Command line: `next` prints a verdict's next round as JSON, and `tell` prints the verdict.
+
+`tell` also writes verdict.json.
+"""
 
 from __future__ import annotations
 

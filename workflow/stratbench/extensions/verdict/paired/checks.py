@@ -45,7 +45,7 @@ def compute_full_run_deviations(
     Args:
         evidence: Evidence of the verdict.
         comparison: The comparison.
-        blocks: Its blocks.
+        blocks: Blocks of the comparison.
     """
     deviations: dict[str, list[float]] = {}
     for strategy in comparison.strategies:
@@ -150,7 +150,7 @@ def iter_contradicting_strategies(
     Args:
         evidence: Evidence of the verdict.
         comparison: The comparison.
-        block: One of its blocks.
+        block: A block of the comparison.
     """
     for strategy in comparison.strategies:
         logs = [
@@ -169,7 +169,7 @@ def iter_contradicting_strategies(
 
 
 def iter_unusable_reasons(blocks: Sequence[PairedBlock]) -> Iterator[str]:
-    """Yield why a comparison's blocks allow no conclusion: copied blocks, or mixed devices."""
+    """Yield reasons why a comparison's blocks allow no conclusion, such as copied blocks."""
     for one, other in combinations(blocks, 2):
         if is_copy(one, other):
             yield (

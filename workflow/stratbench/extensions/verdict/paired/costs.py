@@ -1,4 +1,4 @@
-"""Costs of a verdict: what it has spent, what the next round takes, and what the full matrix would take."""
+"""Computes costs of a verdict: spent so far, the next round's, and the full matrix's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Costs:
-    """GPU-seconds that a verdict's blocks and full runs took, and estimates for those to come."""
+    """GPU-seconds that a verdict's blocks and full runs took, and estimates of future ones."""
 
     def __init__(self, analysis: Course) -> None:
         self._course, self._evidence = analysis, analysis.evidence

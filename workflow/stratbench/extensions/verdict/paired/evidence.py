@@ -82,7 +82,7 @@ class FullRun:
 
 @dataclass(frozen=True)
 class PairedEvidence:
-    """All inputs of a verdict: comparisons, blocks, full runs and limits, in an order of their own."""
+    """All inputs of a verdict: comparisons, blocks, full runs and limits."""
 
     study: str
     seed: int
@@ -110,7 +110,7 @@ class PairedEvidence:
 
         Args:
             comparison: The comparison.
-            strategy: Its strategy.
+            strategy: Name of a strategy in the comparison.
             repeat: Number of the repeat.
         """
         return cell_of(self.study, comparison, strategy, repeat)
@@ -150,7 +150,7 @@ def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int
     Args:
         study: Name of the study.
         comparison: The comparison.
-        strategy: Its strategy.
+        strategy: Name of a strategy in the comparison.
         repeat: Number of the repeat.
     """
     key = comparison.comparison_key

@@ -26,7 +26,9 @@ EQUAL = 0.03
 
 
 class Look(NamedTuple):
-    """An evaluation of all comparisons. Ratios to the leader are logarithms, NaN or infinite if unknown.
+    """Evaluation of all comparisons at one interim analysis, as arrays.
+
+    Ratios to the leader are logarithms. They are NaN or infinite if unknown.
 
     Fields from `mean` to `rivals` have shape [..., comparisons, strategies], the others [..., comparisons].
     """
@@ -69,7 +71,7 @@ def find_fastest_index(means: np.ndarray, among: np.ndarray) -> np.ndarray:
 
 
 def select_by_index(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return the value of the strategy at `index` in each comparison, shape [..., comparisons]."""
+    """Return each comparison's value of the strategy at `index`, shape [..., comparisons]."""
     return np.take_along_axis(values, index[..., None], -1)[..., 0]
 
 
@@ -138,7 +140,7 @@ def judge_comparisons(
     nodes: np.ndarray,
     doubtful: np.ndarray | bool = False,
 ) -> Look:
-    """Evaluate the comparisons of the mask `judged` by their blocks so far.
+    """Evaluate the comparisons selected by the mask `judged`, by their blocks so far.
 
     If the same few nodes ran all blocks, a block may depend on its predecessor. Then a decision takes
     MIN_ALIKE blocks, only strategies beyond the margin count as slower, and intervals are widened
@@ -224,7 +226,7 @@ def compute_reported_tail(started: np.ndarray) -> np.ndarray:
 
 
 def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
-    """Return a mask of strategies that leave the comparison after a look.
+    """Return a mask of strategies that leave the comparison after an interim analysis.
 
     They leave because they are slower. A decided comparison keeps them, so that their intervals are reported.
     Below MIN_BLOCKS blocks the fastest alternative stays, so that the next blocks still compare two
@@ -238,7 +240,7 @@ def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
 
 
 def get_next_look(blocks: int) -> int | None:
-    """Return the number of blocks at the look after the one at `blocks`.
+    """Return the number of blocks at the interim analysis after the one at `blocks`.
 
     Return None after the last look.
     """
@@ -246,7 +248,7 @@ def get_next_look(blocks: int) -> int | None:
 
 
 class InterimResult(NamedTuple):
-    """The result of one round: a look at each open comparison, and which strategies and comparisons ended."""
+    """Result of one round: evaluations of open comparisons, and what has ended."""
 
     look: Look
     judged: np.ndarray  # comparisons that were open, shape [..., comparisons]
@@ -262,7 +264,7 @@ class SequentialAnalysis:
     def __init__(
         self, served: np.ndarray, equal: np.ndarray, there: np.ndarray, margin: float
     ) -> None:
-        """Start without blocks.
+        """Start a sequential analysis without blocks.
 
         All arrays have shape [..., comparisons, strategies].
 
@@ -295,7 +297,7 @@ class SequentialAnalysis:
         disagreement: np.ndarray | float = 0.0,
         doubtful: np.ndarray | bool = False,
     ) -> InterimResult:
-        """Add new blocks to the open comparisons, and evaluate these.
+        """Add new blocks to the open comparisons, and evaluate these comparisons.
 
         Args:
             values: Shape [..., comparisons, strategies, blocks]; NaN beyond the `new` blocks of a
@@ -347,7 +349,7 @@ class SequentialAnalysis:
 
     @property
     def leaders_without_score(self) -> np.ndarray:
-        """Mask of the fastest strategy of each open comparison, if its score is unknown.
+        """Mask of the fastest strategies, of open comparisons, whose score is unknown.
 
         A full run of it may change the answer.
         """

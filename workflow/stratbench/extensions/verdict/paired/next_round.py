@@ -108,7 +108,7 @@ def determine_next_round(analysis: Course) -> NextRound:
 
 
 def is_decided(analysis: Course, state: ComparisonState) -> bool:
-    """Return whether a comparison has ended with a leader within the margin of the fastest."""
+    """Return whether a comparison has ended with a leader close enough to the fastest strategy."""
     last = analysis.get_corrected_look(state)
     return (
         last is not None
@@ -118,7 +118,7 @@ def is_decided(analysis: Course, state: ComparisonState) -> bool:
 
 
 def compute_max_log_advantage(evidence: PairedEvidence) -> float:
-    """Return the log ratio by which another strategy may be faster than a decided leader."""
+    """Return the largest log ratio by which others may be faster than a decided leader."""
     return math.log1p(evidence.margin) + 1e-9
 
 

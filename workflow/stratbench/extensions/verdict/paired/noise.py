@@ -36,7 +36,7 @@ class Noise:
     dof: int
 
     def count_blocks_for_margin(self, margin: float, rivals: int) -> int | None:
-        """Return how many blocks show that equally fast strategies are within `margin` of each other.
+        """Return how many blocks show that equally fast strategies differ by less than `margin`.
 
         None if that takes more blocks than a verdict runs, or if the noise is unknown.
         """

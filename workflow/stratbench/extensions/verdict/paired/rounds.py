@@ -61,7 +61,7 @@ class Course:
             pass
 
     def estimate_disagreement_limit(self, blocks: int) -> float | None:
-        """Return the difference of two segments above which a strategy runs a third one.
+        """Return the difference between two segments above which a strategy runs a third segment.
 
         It is estimated from the first `blocks` blocks of each comparison. None if no strategy completed two
         segments in these.
@@ -120,7 +120,7 @@ class Course:
         return True
 
     def _list_missing_blocks(self) -> list[tuple[ComparisonState, int]]:
-        """Return the blocks that are missing for each comparison's next look, as state and number.
+        """Return the blocks missing for each comparison's next interim analysis, as state and number.
 
         A block that lacks an active strategy counts as missing: the strategy may be new in the study.
         """
@@ -137,7 +137,7 @@ class Course:
         ]
 
     def _count_blocks_at_next_looks(self) -> list[int]:
-        """Return the number of blocks at each comparison's next look.
+        """Return the number of blocks at each comparison's next interim analysis.
 
         This is the present number of blocks if no look follows.
         """
@@ -202,7 +202,7 @@ class Course:
         return suspect
 
     def _record_looks_and_drops(self, step: judging.InterimResult) -> None:
-        """Append a round's looks and dropped strategies to the comparisons' states."""
+        """Append a round's evaluations and dropped strategies to the comparisons' states."""
         look = step.look
         for i, state in enumerate(self.states):
             if not step.judged[i]:
@@ -407,7 +407,7 @@ class Course:
         )
 
     def get_corrected_look(self, state: ComparisonState) -> ComparisonLook | None:
-        """Return the latest look corrected by full runs, on which a conclusion is based."""
+        """Return a comparison's latest evaluation, corrected by full runs that contradict the blocks."""
         last, correction = state.last_look, self.correct_conclusion(state)
         if last is None or correction is None:
             return last

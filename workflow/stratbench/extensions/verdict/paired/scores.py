@@ -35,7 +35,7 @@ class FullRunScores:
     """Scores of the strategies, from the full runs that the verdict has requested."""
 
     def __init__(self, evidence: PairedEvidence, requested: Container[Cell]) -> None:
-        """Keep `requested`, the cells whose records count; cells may be added to it later."""
+        """Store the cells whose full runs count as `requested`. Callers may add cells later."""
         self._evidence, self._asked = evidence, requested
         #: Strategies with which a strategy's score may be compared: those of equal arithmetic, and all of a
         #: model.
@@ -61,7 +61,7 @@ class FullRunScores:
         return [runs[cell] for cell in cells if cell in self._asked and cell in runs]
 
     def list_reference_runs(self, comparison: PairedComparison) -> list[FullRun]:
-        """Return the runs that scores are compared with.
+        """Return the full runs whose scores are the reference for other scores.
 
         They are runs of DDP's arithmetic, else those of the best strategy.
         """

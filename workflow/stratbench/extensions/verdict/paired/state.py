@@ -1,4 +1,4 @@
-"""The state of a comparison: its looks so far, dropped strategies and remaining strategies."""
+"""State of a comparison: interim analyses so far, dropped strategies and remaining strategies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class ComparisonLook:
-    """The evaluation of one comparison at one look, after some number of blocks."""
+    """Evaluation of one comparison at one interim analysis, after some number of blocks."""
 
     num_blocks: int
     num_common_blocks: int  # blocks that contain all strategies still in the comparison
@@ -35,7 +35,7 @@ class ComparisonLook:
 
 @dataclass(frozen=True)
 class DroppedStrategy:
-    """A strategy that left the comparison: after how many blocks, why, and its time ratio then."""
+    """Strategy that left the comparison, with its number of blocks, reason and time ratio."""
 
     strategy: str
     num_blocks: int
@@ -57,7 +57,7 @@ class ComparisonState:
 
     @property
     def last_look(self) -> ComparisonLook | None:
-        """The latest look, or None before the first."""
+        """The latest interim analysis, or None before the first."""
         return self.looks[-1] if self.looks else None
 
     @property

@@ -33,7 +33,7 @@ def make_verdict(analysis: Course, next_round: NextRound, notes: list[str]) -> d
 
     Args:
         analysis: The analysis.
-        next_round: Its next round.
+        next_round: The next round of the analysis.
         notes: Notes on unused evidence.
     """
     costs = Costs(analysis)
@@ -78,7 +78,7 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
 
     Args:
         analysis: The analysis.
-        costs: Its costs.
+        costs: Costs of the analysis.
         state: State of the comparison.
     """
     last, comparison = analysis.get_corrected_look(state), state.comparison
@@ -149,7 +149,7 @@ def iter_doubts(
     Args:
         analysis: The analysis.
         state: State of the comparison.
-        blocks: Its blocks.
+        blocks: Blocks of the comparison.
     """
     for strategy, logs in analysis.compute_full_run_deviations(state).items():
         logs_apart = sorted(log for log in logs if abs(log) > MAX_OFF)
@@ -219,7 +219,7 @@ def make_claim(
     Args:
         analysis: The analysis.
         state: State of the comparison.
-        blocks: Its blocks.
+        blocks: Blocks of the comparison.
     """
     last, margin = analysis.get_corrected_look(state), analysis.evidence.margin
     if len(state.comparison.strategies) == 1:
@@ -338,7 +338,7 @@ def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
 
 
 def describe_standing(ratio: dict[str, Any]) -> str:
-    """Describe how a strategy compares with the leader, such as `not told apart`."""
+    """Describe a strategy's state relative to the leader, such as `not told apart`."""
     if ratio["reason"]:
         return f"dropped after {format_count(ratio['blocks'], 'block')}"
     words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
@@ -364,7 +364,10 @@ def convert_log_to_ratio(log: float) -> float | None:
 
 
 def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
-    """Return the entry of a look in verdict.json. `intervals` has ratio, low end, high end and bound."""
+    """Return the entry of an interim analysis in verdict.json.
+
+    `intervals` has ratio, low end, high end and bound.
+    """
     intervals = {
         strategy: [convert_log_to_ratio(v) for v in values]
         for strategy, values in look.ratios.items()
@@ -428,7 +431,7 @@ def assess_confidence(
     Args:
         analysis: The analysis.
         state: State of the comparison.
-        blocks: Its blocks.
+        blocks: Blocks of the comparison.
         claim: Kind of the conclusion.
         doubts: Sentences against its blocks.
     """
