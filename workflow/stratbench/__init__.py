@@ -1,4 +1,4 @@
-"""stratbench: measures distributed-training strategies for deep learning against each other."""
+"""stratbench, a benchmark that compares distributed-training strategies for deep learning."""
 
 from typing import Any
 

@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def path(self) -> str:
-        """The cell's path below `cells/` and `logs/` of its study."""
+        """The path of the cell below the folders `cells/` and `logs/` of its study."""
         return CELL_PATTERN.format(**vars(self))
 
     def record_path(self, results: str | Path) -> Path:

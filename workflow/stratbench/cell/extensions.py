@@ -59,7 +59,7 @@ class Extension:
 
 @cache
 def load_extensions() -> dict[str, Extension]:
-    """Return the declarations of the installed extensions by name, in their order.
+    """Return the declarations of the installed extensions by name, in the order of their list.
 
     Raises:
         ModuleNotFoundError: An extension needs another extension that was deleted.

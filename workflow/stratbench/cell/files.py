@@ -1,4 +1,4 @@
-"""Writes files atomically, and reads files that others may have changed."""
+"""Writes files atomically, and safely reads files that other programs may have changed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a CSV file of these columns atomically.
+    """Write the rows of a CSV file with the columns `columns`, atomically.
 
     Args:
         path: File to write.
@@ -110,7 +110,7 @@ def read_last_lines(path: str | Path) -> list[str]:
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """Return the value, or None if it is not finite, since JSON has no NaN."""
+    """Return the value, or None for NaN and infinities, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -159,7 +159,7 @@ def reject_non_finite_constant(constant: str) -> None:
 
 
 def parse_integer(digits: str) -> int:
-    """Return the integer with these digits. Raise ValueError if they are too many."""
+    """Return the integer in a text of digits. Raise ValueError if there are too many digits."""
     # Python's own message on so many digits would advise to allow them.
     if len(digits) > _MAX_DIGITS:
         raise ValueError("an integer is too large for 64 bits")

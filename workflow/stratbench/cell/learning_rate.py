@@ -1,4 +1,4 @@
-"""Computes the learning rate of a step from its number, so that a schedule has no state."""
+"""Computes the learning rate of a step from the step's number, so that a schedule has no state."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def lock_file(descriptor: int, how: int, path: Path) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock a file, and return the descriptor that holds the lock until it is closed.
+    """Lock a file, and return the descriptor. The lock lasts until the descriptor is closed.
 
     The file is created if it does not exist. Links are never followed and content is never changed.
 
@@ -139,7 +139,7 @@ def create_temporary_locked_folder(parent: Path, prefix: str, suffix: str = "") 
 
 
 def create_locked_folder(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
-    """Create a folder, and return its path and the descriptor that holds its lock."""
+    """Create a folder, lock it, and return its path and the lock's descriptor."""
     while True:
         folder = Path(tempfile.mkdtemp(suffix, prefix, parent))
         try:

@@ -69,7 +69,7 @@ _types = cache(get_type_hints)
 
 
 def matches_type(value: Any, hint: Any) -> bool:
-    """Return whether a value has a type, where an int also counts as float."""
+    """Return whether a value has a type. An int also counts as a float."""
     if get_origin(hint) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
@@ -130,7 +130,7 @@ def build_field_rules(cls: type) -> dict[str, dict[str, Any]]:
 
 
 def build_schema(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the JSON Schema of an object with a dataclass's fields and their defaults.
+    """Return the JSON Schema of an object with a dataclass's fields, including their defaults.
 
     Args:
         cls: The dataclass. Its fields without a default are required.

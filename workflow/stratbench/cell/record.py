@@ -75,13 +75,13 @@ def validate_record(record: Record, source: str | Path = "record") -> None:
 
 
 def write_record(path: str | Path, record: Record) -> None:
-    """Write a record to `path` atomically; raise RecordError if it is invalid."""
+    """Write a record to `path` atomically. Raise RecordError if the record is invalid."""
     validate_record(record, path)
     write_atomic(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 def read_record(path: str | Path) -> Record:
-    """Return the record in `path`; raise RecordError, which names the file, if it is invalid."""
+    """Return the record in `path`. Raise RecordError, which names the file, for an invalid record."""
     try:
         record = read_json(path)
         validate_record(record, path)
@@ -95,7 +95,7 @@ def read_record(path: str | Path) -> Record:
 
 
 def read_measured_record(path: str | Path) -> Record:
-    """Return the record in `path` if it has real measurements.
+    """Return the record in `path`, unless it comes from the software GPU of the tests.
 
     Raises:
         RecordError: The record is invalid, or comes from the tests' software GPU, which measures nothing.
@@ -121,7 +121,7 @@ def read_failure_reason(log_dir: Path) -> str | None:
 
 
 def is_valid_record_of_cell(path: str | Path, cell: str, settings: str) -> bool:
-    """Return whether a file is a valid record of a given cell with given settings.
+    """Return whether a file is a valid record of a cell with certain settings.
 
     Args:
         path: Path of the file.

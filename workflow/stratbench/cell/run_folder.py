@@ -70,7 +70,7 @@ class RunFolder:
     # ------------------------------------------------------------ processes
 
     def log(self, process: str) -> Path:
-        """Return the path of a process's output, by its name (rank3, server0)."""
+        """Return the path of the file with a process's output, by process name (rank3, server0)."""
         return self.path / f"{process}.log"
 
     def process_logs(self) -> list[Path]:
@@ -86,7 +86,7 @@ class RunFolder:
         return sorted(self.path.glob("phases*.jsonl"))
 
     def heartbeat(self, rank: int) -> Path:
-        """Return the path of a worker's heartbeat (`telemetry.heartbeat`), which only its node reads."""
+        """Return the path of a worker's heartbeat file (`telemetry.heartbeat`), which only its node reads."""
         return self._local / f"{format_worker_name(rank)}.heartbeat"
 
     def stack(self, process: str) -> Path:
@@ -195,7 +195,7 @@ class RunFolder:
         write_atomic(self._endpoint, json.dumps({"host": host, "port": port}))
 
     def read_endpoint(self) -> tuple[str, int] | None:
-        """Return the host and port at which all nodes connect. Return None until node 0 has written them."""
+        """Return the host and port at which all nodes connect. None before node 0 has written them."""
         endpoint = read_json_if_exists(self._endpoint)
         return endpoint and (endpoint["host"], endpoint["port"])
 
@@ -223,11 +223,11 @@ class RunFolder:
     # ------------------------------------------------------------ results
 
     def write_worker(self, rank: int, result: dict[str, Any]) -> None:
-        """Store the results of a worker, or the reason why it failed."""
+        """Store the results of a worker, or the reason why the worker failed."""
         write_atomic(self._worker(rank), json.dumps(result))
 
     def read_worker(self, rank: int) -> dict[str, Any] | None:
-        """Return the result that a worker wrote at its end. Return None if it wrote none."""
+        """Return the result that a worker wrote at its end. None if the worker wrote none."""
         return read_json_if_exists(self._worker(rank))
 
     def read_workers(self, world_size: int) -> dict[int, dict[str, Any]]:
@@ -243,11 +243,11 @@ class RunFolder:
         return self.path / f"{format_server_name(server)}.json"
 
     def read_server(self, server: int) -> dict[str, Any] | None:
-        """Return the statistics of a parameter server. Return None if it has not reached its end."""
+        """Return the statistics of a parameter server. None before the server has reached its end."""
         return read_json_if_exists(self.server_statistics(server))
 
     def read_servers(self, n_servers: int) -> list[dict[str, Any]]:
-        """Return the statistics of the parameter servers that reached their end, in their order."""
+        """Return the statistics of all parameter servers that reached their end, in order."""
         each = (self.read_server(k) for k in range(n_servers))
         return [statistics for statistics in each if statistics is not None]
 
@@ -321,7 +321,7 @@ def read_merged_json(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def read_json_if_exists(path: Path) -> Any:
-    """Return the value in a JSON file that the product wrote. Return None if there is no file."""
+    """Return the value in a JSON file that the product wrote. None if the file is missing."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -45,7 +45,7 @@ def derived_field(
     Args:
         help: Meaning, as shown in the reference of the record.
         default: Default value, if any.
-        planned: As in `setting`.
+        planned: How planned memory and traffic depend on the setting, as in `setting`.
         default_factory: Returns the default value, if any.
     """
     rule = {"description": help}

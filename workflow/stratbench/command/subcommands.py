@@ -37,7 +37,7 @@ class SubcommandAdder:
             name: Name of the subcommand.
             run: Function that runs the subcommand.
             text: Help of the subcommand.
-            study: Whether it runs a rule on a study and passes other options to Snakemake.
+            study: Whether the subcommand runs a rule on a study and passes other options to Snakemake.
         """
         added = self._parsers.add_parser(
             name,

@@ -43,7 +43,7 @@ class Differences(NamedTuple):
 
 
 def compute_paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
-    """Return the paired differences of `logs` from `others`, both of shape [..., repeats] (broadcast).
+    """Return paired differences of `logs` and `others`, both of shape [..., repeats] (broadcast).
 
     NaN in an input marks a missing repeat. The mean is NaN without a common repeat, and the variance is NaN
     with fewer than two.
@@ -158,7 +158,7 @@ def estimate_prior_by_kind(
 
     Args:
         variances: The variances.
-        dof: Their degrees of freedom.
+        dof: Degrees of freedom of the variances.
         known: Mask of the variances to use.
         kinds: Kind of each variance.
         few: Further arguments of `estimate_variance_prior`.
@@ -234,7 +234,7 @@ def nanmedian_or_zero(values: np.ndarray) -> np.ndarray:
 def moderate_variances_by_groups(
     differences: Differences, groups: GroupScatter, served: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return variances of differences shrunk towards the groups' variances, and their degrees of freedom.
+    """Return variances of differences, shrunk towards the groups' variances, with degrees of freedom.
 
     All arrays have the shape [..., G]. The prior of a difference is the sum of the priors of its two groups.
     The prior's degrees of freedom are limited by those of the other groups, and are few for two repeats.

@@ -39,7 +39,7 @@ def get_strategy_class(name: str) -> type[Strategy]:
 
 
 def make_strategy(name: str, options: Mapping[str, Any]) -> Strategy:
-    """Return a new instance of the strategy registered as `name`, with the given options."""
+    """Return a new instance of the strategy registered as `name`, with these options."""
     cls = get_strategy_class(name)
     return cls(cls.Options(**options))
 
@@ -55,11 +55,11 @@ def get_option_defaults(name: str) -> dict[str, Any]:
 
 
 def resolve_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Return all options of a strategy on `gpus` workers: the given ones, else defaults.
+    """Return all options of a strategy on `gpus` workers: the configured ones, else defaults.
 
     Args:
         name: Name of the strategy.
-        given: Options that are set; they override the defaults.
+        given: Options that are set, which override the defaults.
         gpus: Number of workers.
     """
     return get_strategy_class(name).resolve(get_option_defaults(name) | given, gpus)
@@ -73,13 +73,13 @@ def get_traits(
     replaced: bool = False,
     adds_up: bool = True,
 ) -> Traits:
-    """Return the traits of the strategy that is registered as `name`, with the given options.
+    """Return the traits of the strategy that is registered as `name`, with these options.
 
     Args:
         name: Name of the strategy.
-        options: All of its options.
+        options: All options of the strategy.
         gpus: Number of workers.
-        moves_by_zeros: Whether it moves the model's parameters in steps without a gradient for them
+        moves_by_zeros: Whether the strategy moves parameters in steps that give them no gradient
             (`acceptance.updates_parameters_without_gradient`), which one process and DDP leave unchanged.
         replaced: Whether workers that end are replaced.
         adds_up: Whether the loss of a batch is the mean over its parts; if not, parts of other sizes
@@ -104,11 +104,11 @@ def get_traits(
 
 
 def get_mesh(name: str, options: Mapping[str, Any], gpus: int) -> Mesh:
-    """Return how the strategy registered as `name` divides its work among the workers.
+    """Return the mesh in which the strategy registered as `name` divides work among workers.
 
     Args:
         name: Name of the strategy.
-        options: All of its options.
+        options: All options of the strategy.
         gpus: Number of workers.
     """
     return make_strategy(name, options).mesh(gpus)

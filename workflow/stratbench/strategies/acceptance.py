@@ -1,4 +1,4 @@
-"""Checks whether a strategy can train a model; jobs and `check` use it before any training."""
+"""Checks whether a strategy can train a model, for jobs and the command `check`, before any training."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def compute_min_samples(batchnorm: bool, parts: int) -> int:
 
 
 def updates_parameters_without_gradient(strategy: Strategy, trial: Trial, s: Settings) -> bool:
-    """Return whether the strategy changes parameters in steps in which they get no gradient.
+    """Return whether the strategy changes parameters in steps without a gradient for these parameters.
 
     Some strategies then use a gradient of zeros, which changes a parameter by momentum, weight decay or
     AdamW's moments.

@@ -1,4 +1,4 @@
-"""Defines what the training loop needs of a strategy, which is a way to train with N workers.
+"""Defines a strategy (a way to train with N workers) as the training loop needs it.
 
 The loop calls, in this order: `setup`; `save`, a few `step`s and `restore` (the warm-up); then for each epoch
 `batches`, `step` for each batch, and `evaluating`; finally `report` and `close`. A strategy of kind `server`
@@ -134,7 +134,7 @@ class Worker:
 
     @property
     def draws(self) -> int:
-        """Index of this worker's random stream, shared by workers with equal layers and samples."""
+        """Index of this worker's random stream. Workers with equal layers and samples share a stream."""
         return self.rank // self.mesh.tensor
 
     @property
@@ -253,7 +253,7 @@ class Strategy:
 
     @classmethod
     def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
-        """Return the options for a cell with `gpus` workers, including values that follow from others."""
+        """Return the options for a cell with `gpus` workers, including those that others determine."""
         return options
 
     @classmethod
@@ -262,7 +262,7 @@ class Strategy:
 
         Args:
             name: Name of the strategy.
-            options: All of its options.
+            options: All options of the strategy.
             gpus: Number of workers.
             per_worker_batch: Samples per step of a worker.
         """
@@ -272,7 +272,7 @@ class Strategy:
         """Raise ValueError if the options are not valid for the cluster's nodes.
 
         Args:
-            options: All of its options.
+            options: All options of the strategy.
             gpus: Number of workers.
             per_node: Maximum number of workers per node.
         """
@@ -368,7 +368,7 @@ class Strategy:
 
     @property
     def plain_steps(self) -> int:
-        """Number of first steps with plain gradient averaging, before the strategy's own kind of step."""
+        """Number of first steps that only average gradients, before the strategy's own kind of step."""
         return 0
 
     @property
@@ -380,7 +380,7 @@ class Strategy:
         return 1
 
     def bubble_share(self, gpus: int) -> float | None:
-        """Return the fraction of a step in which a worker waits for layers of others.
+        """Return the fraction of a step in which a worker waits for other workers' layers.
 
         The result is None if unknown.
 
@@ -540,7 +540,7 @@ class Strategy:
         raise NotImplementedError
 
     def communication(self) -> dict[str, Any] | None:
-        """Return this rank's communication per training step, or None if it is unknown.
+        """Return this rank's communication per training step, or None if the communication is unknown.
 
         It has `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their `method`. If
         known, it also has mean times per step: `total_ms` of communication, of which `overlapped_ms` run
@@ -571,7 +571,7 @@ class Collective(Strategy):
     chunked: ChunkedLoss | None = None
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
-        """Wrap a model in a module whose forward and backward synchronise the workers. Return it."""
+        """Return a model wrapped in a module whose forward and backward synchronise the workers."""
         raise NotImplementedError
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
@@ -620,7 +620,7 @@ class Collective(Strategy):
         return torch.optim.SGD, common | {"momentum": s.momentum, "nesterov": s.nesterov}
 
     def begin_states(self, optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
-        """Create the optimizer's state for each of `tensors`, as its first step would."""
+        """Create the optimizer's state for each of `tensors`, as the optimizer's first step would."""
         import torch
 
         s = self.worker.settings
@@ -655,10 +655,10 @@ class Collective(Strategy):
         return self.parameters
 
     def link_gradients(self) -> None:
-        """Assign the gradients to `updated_tensors`, if these are not the parameters themselves."""
+        """Assign the gradients to `updated_tensors`, unless these are the parameters themselves."""
 
     def before_update(self) -> None:
-        """Set the step's learning rate and clip the gradients, if the settings require it."""
+        """Set the step's learning rate, and clip the gradients if the settings require clipping."""
         s = self.worker.settings
         if s.changes_lr:
             share = s.share_of_lr(self.steps, self.worker.total_steps)
@@ -731,7 +731,7 @@ class Collective(Strategy):
         )
 
     def count_targets(self, y: Tensor) -> float:
-        """Return the number of targets of a worker's batch: its weight without weighted targets.
+        """Return the number of targets in a worker's batch, each of which weighs 1.
 
         Args:
             y: Targets of any samples, which show the number of targets per sample.
@@ -845,7 +845,7 @@ class Collective(Strategy):
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
-        """Run forward and backward of one part of a batch. Return its share of the mean loss.
+        """Run forward and backward of one batch part; return its share of the mean loss.
 
         Args:
             x: Inputs.
@@ -891,7 +891,7 @@ class Collective(Strategy):
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
     def counts(self) -> dict[str, Any]:
-        """Return the counts since `reset` that no tensor holds, as values for JSON."""
+        """Return, as values for JSON, the counts since `reset` that are not in tensors."""
         scale = None if self.scaler is None else self.scaler.counts()
         return {"steps": self.steps, "scale": scale}
 
@@ -976,7 +976,7 @@ def lost_hooks_reason(names: Sequence[str]) -> str:
 
 
 def wrong_reference_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward reads from elsewhere than their module's attribute."""
+    """Return a sentence on parameters that forward does not read from their module's attribute."""
     return (
         f"forward reads {format_names(names)} from a list or dictionary instead of its module's attribute, "
         "but only the attribute gets the shards that are trained; read the attribute, or use "
@@ -1009,7 +1009,7 @@ def diverging_replicas_reason(names: Sequence[str]) -> str:
 
 
 def describe_repeated_gradients(names: Sequence[str]) -> str:
-    """Return a sentence on gradients to which one backward adds several times, with the remedy."""
+    """Return a sentence on gradients to which one backward adds repeatedly, with the remedy."""
     return (
         f"backward adds to the gradient of {format_names(names)} several times, and the first sum would be "
         "used as the whole gradient (reentrant checkpointing calls a block again); checkpoint with "

@@ -28,7 +28,7 @@ MAX_MEMORY = 0.5
 
 
 def check_compiled_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) -> None:
-    """Raise Refused if compiled code computes other gradients of a batch than eager code.
+    """Raise Refused if compiled code and eager code compute different gradients of a batch.
 
     All workers must call it. `Strategy.restore` undoes its changes, except for the random generators.
 

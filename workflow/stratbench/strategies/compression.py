@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SixteenBits:
-    """Sends gradients in 16 bits, after dividing them by the number of workers, as torch's hooks do.
+    """Communication hook that sends gradients in 16 bits, after dividing them by the number of workers.
 
     The sum then overflows only where the mean does. torch's own hook for bfloat16 does not support gloo.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Counted(base.Collective):
-    """Counts the communication of the first warm-up step, or of the last one if the strategy `warms_up`.
+    """Counts the communication of the first warm-up step, or of the last if the strategy `warms_up`.
 
     The first steps of a strategy that `warms_up` do other work than most steps.
     """

@@ -55,16 +55,16 @@ class Mesh:
         return self.tensor * self.stages
 
     def place(self, rank: int) -> MeshCoordinate:
-        """Return the mesh coordinate of the worker with a given rank."""
+        """Return the mesh coordinate of the worker with rank `rank`."""
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.replicas)
         return MeshCoordinate(replica, stage, tensor)
 
     def rank(self, at: MeshCoordinate) -> int:
-        """Return the rank of the worker at a given mesh coordinate."""
+        """Return the rank of the worker at a mesh coordinate."""
         return (at.stage * self.replicas + at.replica) * self.tensor + at.tensor
 
     def speaks(self, rank: int) -> bool:
-        """Return whether a worker reports for its replica: the first worker of its last stage."""
+        """Return whether a worker reports for its replica. The first worker of its last stage does."""
         at = self.place(rank)
         return at.tensor == 0 and at.stage == self.stages - 1

@@ -20,12 +20,12 @@ Used = tuple[str, "type[Strategy]", Mapping[str, Any]]
 
 
 def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) -> None:
-    """Raise Missing if this Python lacks a package that a strategy needs.
+    """Raise Missing if this Python environment lacks a package that a strategy needs.
 
     Args:
         name: Name of the strategy in the study.
         cls: Class of the strategy.
-        options: All of its options.
+        options: All options of the strategy.
     """
     for reason in iter_missing_requirements([(name, cls, options)]):
         raise Missing(reason)

@@ -31,7 +31,7 @@ class SharedScaler(ObservableScaler):
             self._skipped += (flag > 0).squeeze()
 
     def counts(self) -> dict[str, Any]:
-        """Return the loss scale and counts of steps as values for JSON. This waits for the device."""
+        """Return the loss scale and step counts as values for JSON. This waits for the device."""
         return self.state_dict() | {"skipped": self.skipped_steps()}
 
     def go_on(self, counts: dict[str, Any]) -> None:
@@ -40,5 +40,5 @@ class SharedScaler(ObservableScaler):
         self._skipped.fill_(counts["skipped"])
 
     def skipped_steps(self) -> int:
-        """Return the number of steps skipped because of an overflow; this waits for the device."""
+        """Return the number of steps skipped because of an overflow, after waiting for the device."""
         return int(self._skipped)

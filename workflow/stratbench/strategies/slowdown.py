@@ -1,4 +1,4 @@
-"""Makes chosen workers slower, in the same way under every strategy, to study stragglers."""
+"""Slows chosen workers down, in the same way under every strategy, to study stragglers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Slowdown:
         time.sleep((self.factors[-1] - 1) * self.compute_s)
 
     def summary(self) -> dict[str, Any]:
-        """Return this worker's factors and its undelayed step time, for the record."""
+        """Return this worker's slowdown factors and undelayed step time, for the record."""
         return {
             "factor": self.factor,
             "sigma": self.sigma,

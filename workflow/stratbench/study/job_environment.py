@@ -14,7 +14,7 @@ from stratbench.workload.users_code import CODE_VARIABLE
 
 
 def add_cache_command(settings: Any, cache: Path) -> None:
-    """Make jobs use the folder `cache` as XDG_CACHE_HOME if their node lacks a writable home.
+    """Make jobs use the folder `cache` as XDG_CACHE_HOME on nodes without a writable home.
 
     Snakemake does not start without a folder for its cache. A user's own XDG_CACHE_HOME is kept.
 
@@ -34,7 +34,7 @@ def add_cache_command(settings: Any, cache: Path) -> None:
 
 
 def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
-    """Set environment variables that this process and its jobs need. They do not affect results.
+    """Set environment variables that jobs and this process need but that do not affect results.
 
     Jobs find the package in `package_root` and this interpreter, even if a rule activates a conda
     environment. They find data files in the folder that the config names. If that folder were a rule's

@@ -1,4 +1,4 @@
-"""Writes files that pass values and the config of a run to its jobs.
+"""Writes files that pass a run's config and other values to the run's jobs.
 
 The command of a job has `--values FILE`, and `@NAME` in place of each value that is too long for a command
 line. Both files are written before the first job starts. A job on SLURM thus uses the config of its
@@ -26,7 +26,7 @@ CONFIGS = Path(".snakemake/configs")
 
 
 def save_config_for_jobs(workflow: Any) -> None:
-    """Save a run's config to a file. Make its jobs read this file instead of config.yaml.
+    """Save a run's config to a file, which the run's jobs read instead of config.yaml.
 
     Args:
         workflow: Snakemake's workflow, before its first job.
@@ -47,7 +47,7 @@ def has_saved_config(workflow: Any) -> bool:
 
 
 def write_values(jobs: Iterable[Any]) -> None:
-    """Write the file of values of each Snakemake job whose command names such a file."""
+    """Write the file of values for each Snakemake job whose command names such a file."""
     for job in jobs:
         command = internals.get_rule_command(job)
         if OPTION in command:

@@ -17,7 +17,7 @@ from stratbench.cell.settings import Settings
 
 
 class PlanFile:
-    """The cells in a study's plan.json; there are none if the file is missing or unreadable."""
+    """The cells in a study's plan.json. Without a readable file there are none."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -49,7 +49,7 @@ class PlanFile:
 
         Args:
             cell: The cell.
-            settings: Its settings.
+            settings: Settings of the cell.
             cluster: The `cluster` block of the config.
         """
         planned = self._get_planned_needs(cell)
@@ -68,7 +68,7 @@ class PlanFile:
 
         Args:
             cell: The cell.
-            settings: Its settings.
+            settings: Settings of the cell.
             cluster: The `cluster` block of the config.
         """
         planned = self._get_planned_needs(cell)
@@ -103,7 +103,7 @@ _PLANNED = {
 
 
 def _check_planned_fields(planned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a cell in plan.json, after a check of their types.
+    """Return the fields of a cell in plan.json, after checking their types.
 
     Raises:
         TypeError: If a field has another type, or is negative.

@@ -1,4 +1,4 @@
-"""Texts on why cells are not trained, or have failed: one line per reason."""
+"""Formats the reasons why cells are not trained or have failed, one line per reason."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _join_names(names: Iterable[str]) -> str:
 
 
 def remove_cell_from_reason(reason: str) -> str:
-    """Return a reason without the model and strategy that its line already names."""
+    """Return a reason without the names of model and strategy, which its line already has."""
     return reason.partition(" cannot train it: ")[2] or reason
 
 

@@ -57,7 +57,7 @@ class JobRequest:
 
     @property
     def options(self) -> list[str]:
-        """Options of sbatch that make this request."""
+        """The command-line options of sbatch for this request."""
         where = [f"--nodes={self.nodes}", f"--ntasks={self.nodes}"]
         gpus = [f"--gres={self.gres}"] if self.gpus else []
         memory = [f"--mem={self.mem_mib}M"] if self.mem_mib else []
@@ -66,7 +66,7 @@ class JobRequest:
 
     @property
     def sbatch(self) -> str:
-        """The sbatch command of this request, and that of workers in their own jobs."""
+        """The sbatch command of this request, followed by that of workers in separate jobs."""
         each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
         return f"sbatch {' '.join(self.options)}{each}"
 

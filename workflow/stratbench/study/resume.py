@@ -17,7 +17,7 @@ _told: set[str] = set()
 
 
 def report_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
-    """Tell Snakemake which training jobs have finished without its knowledge, and restart it if needed.
+    """Tell Snakemake which jobs have finished without its knowledge, and restart Snakemake if needed.
 
     If Snakemake was killed while a cell trained, it regards the cell's record as incomplete and would delete
     it, although a record is always complete. Snakemake does not know the settings of a cell that finished on

@@ -18,7 +18,7 @@ from typing import Any
 
 
 def is_planning_process(workflow: Any) -> bool:
-    """Return whether this process plans the run, as opposed to being one of its jobs."""
+    """Return whether this Snakemake process plans the run instead of running one job."""
     return workflow.is_main_process
 
 
@@ -59,7 +59,7 @@ def get_config(workflow: Any) -> dict[str, Any]:
 
 
 def set_job_config(workflow: Any, path: Path) -> None:
-    """Make jobs read the config only from `path`, without files and options of this run."""
+    """Make jobs read the config from `path` only, ignoring the run's config files and options."""
     settings = workflow.config_settings
     settings.configfiles, settings.config_args = [path.absolute()], []
 
@@ -77,7 +77,7 @@ def is_job_of_rule(job: Any, rule: Any) -> bool:
 
 
 def get_jobs(workflow: Any, rule: Any) -> list[Any]:
-    """Return the rule's jobs in the job graph (DAG), including those that need not run."""
+    """Return the rule's jobs in the job graph (DAG), including jobs that need not run."""
     return [job for job in workflow.dag.jobs if is_job_of_rule(job, rule)]
 
 
@@ -110,7 +110,7 @@ def is_forced_file(workflow: Any, path: str) -> bool:
 
 
 def force_file(workflow: Any, path: str) -> None:
-    """Make Snakemake create the file `path` again. It must be called while the jobs are planned."""
+    """Make Snakemake create the file `path` again. This must be called while jobs are planned."""
     workflow.dag.forcefiles.add(path)
 
 
@@ -131,7 +131,7 @@ def has_metadata(workflow: Any, job: Any) -> bool:
 
 
 def mark_job_finished(workflow: Any, job: Any) -> None:
-    """Make Snakemake store that the job has made its files."""
+    """Make Snakemake store that the job has created its output files."""
     workflow.async_run(workflow.persistence.finished(job))
 
 
@@ -148,7 +148,7 @@ def run_snakemake_with_handler(handler: logging.Handler) -> None:
 
 
 def restart_snakemake(workflow: Any) -> None:
-    """Restart Snakemake in this process, so that it plans with the files that now exist."""
+    """Restart Snakemake in this process, so that it plans again with the existing files."""
     workflow.persistence.unlock()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])

@@ -13,7 +13,7 @@ from stratbench.cell.text.help_page import format_help_address
 
 
 def list_required_packages() -> list[str]:
-    """Return the required packages with their oldest versions, as pyproject.toml has them.
+    """Return the packages that pyproject.toml requires, with their oldest versions.
 
     Return an empty list in a copy of the workflow without that file.
     """

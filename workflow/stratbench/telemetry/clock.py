@@ -1,4 +1,4 @@
-"""Clocks of a training cell: one for training steps, one for the phases around the training.
+"""Clocks of a training run: one for training steps, one for the phases around the training.
 
 `StepClock` times epochs and steps without synchronising the device between steps. `Phases` times set-up,
 warm-up, evaluation and other phases outside of the training.
@@ -31,7 +31,7 @@ _STEP = 0  # label of the stamp that ends a step; labels of named phases count f
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a device has completed all queued work. On a CPU there is nothing to wait for."""
+    """Wait until a device has completed all queued work. A CPU has no such queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -130,7 +130,7 @@ class StepClock:
         self._labels.append(self._label_of.get(phase) or self._add_label(phase))
 
     def end(self) -> None:
-        """Stop the clock of the epoch, after waiting for the device. Compute the times of its steps."""
+        """Stop the clock of the epoch after waiting for the device. Compute its step times."""
         if not self._running:
             raise RuntimeError("StepClock.end: no epoch has begun; call begin() first")
         if self._on_cuda and self._heartbeat is not None:
@@ -308,5 +308,5 @@ class Phases:
         self._log.write(name, "end")
 
     def as_dict(self) -> dict[str, float]:
-        """Return the total seconds of each phase, that of `setup` by the key `setup_s`."""
+        """Return the total seconds of each phase by name, where `setup` has the key `setup_s`."""
         return {f"{name}_s": ns / 1e9 for name, ns in self._total_ns.items()}

@@ -1,4 +1,4 @@
-"""Describes a collective operation and the bytes that it moves between workers, without torch."""
+"""Describes a collective operation, and the bytes that it moves between workers, without torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CollectiveCall:
         return (self.kind, self.n_bytes) if self.ranks is None else astuple(self)[:3]
 
     def lies_within(self, node_ranks: int, world_size: int) -> bool:
-        """Return whether each process group of this collective lies within one node.
+        """Return whether each process group of this collective is within one node.
 
         Args:
             node_ranks: Number of ranks per node.

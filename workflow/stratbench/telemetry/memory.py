@@ -48,7 +48,7 @@ class MemoryMeter:
         self._idle_bytes = _read_resident_bytes() if self.device.type == "cpu" else None
 
     def start(self) -> None:
-        """Forget earlier peaks. Use the present memory as the base; this waits for the device."""
+        """Forget earlier peaks, and use the present memory as base. This waits for the device."""
         if self.device.type == "cuda":
             self._nvml = self._nvml or Nvml()
             torch.cuda.synchronize(self.device)
@@ -114,7 +114,7 @@ class MemoryMeter:
 
 
 def _read_requested_bytes(device: torch.device) -> dict[str, int]:
-    """Return the peak of bytes requested from CUDA's caching allocator, and cuBLAS's share of it.
+    """Return the peak of bytes requested from CUDA's caching allocator, and cuBLAS's share of these.
 
     cuBLAS allocates a workspace per thread and stream with its first matrix product; the function frees these
     workspaces. Requests are counted before the allocator rounds them up.
@@ -135,7 +135,7 @@ def _read_requested_bytes(device: torch.device) -> dict[str, int]:
 
 
 def get_cuda_uuid(device: torch.device) -> str | None:
-    """Return the UUID of a CUDA device (`GPU-...`). The result is None if torch does not report it."""
+    """Return the UUID of a CUDA device (`GPU-...`). None if torch does not report UUIDs."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
         return None
@@ -218,7 +218,7 @@ def _read_peak_resident_bytes(method: str) -> int:
 
 
 def _read_status_bytes(field: str) -> int | None:
-    """Return a size field of /proc/self/status in bytes. The result is None if there is no such field."""
+    """Return a size field of /proc/self/status in bytes. None if the field is missing."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:

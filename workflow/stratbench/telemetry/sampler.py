@@ -110,7 +110,7 @@ class Sampler:
             self._process.send_signal(_WAKE)
 
     def stop(self) -> bool:
-        """Make the sampler take a last sample and end. Return whether it has done so within MAX_STOP_S."""
+        """Make the sampler take a last sample and end. Return whether it ended within MAX_STOP_S."""
         self._pids_file.unlink(missing_ok=True)
         if self._process is None:
             return False
@@ -124,7 +124,7 @@ class Sampler:
 
 
 class CellProcesses:
-    """The processes of the cell on this node, which the launcher lists in a file.
+    """The processes of a cell on this node, read from a file that the launcher writes.
 
     The launcher appends a line `label pid` per process. A line that ends with `below` includes all
     descendants of the process. A process that has ended is left out.
@@ -158,7 +158,7 @@ class CellProcesses:
         return bool(new)
 
     def sample(self) -> list[dict[str, Any]]:
-        """Return a row of the timeline per running process; its first row has no `cpu_pct`.
+        """Return a timeline row per running process. A process's first row has no `cpu_pct`.
 
         In a row for several processes, memory that they share counts for each of them.
         """
@@ -219,7 +219,7 @@ def _measure_process(process: psutil.Process) -> tuple[float, int]:
 
 
 class Host:
-    """Samples the node as a whole: its load, memory, and use of cores since the previous sample."""
+    """Samples the whole node: load, memory, and use of cores since the previous sample."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -384,7 +384,7 @@ def find_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
 
 
 def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list[dict[str, Any]]:
-    """Return a row of the timeline per GPU, with the time of its energy reading.
+    """Return a timeline row per GPU, with the time of the GPU's energy reading.
 
     Snapshots of PCIe, which block the sampler, are taken after the energy of all GPUs was read.
 
@@ -434,7 +434,7 @@ def _set_lowest_priority() -> None:
 
 
 def _bind_to_cores(cores: set[int]) -> None:
-    """Bind this process to some cores, if there are any and the system supports affinity."""
+    """Bind this process to some cores, if any, where the system supports affinity."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     try:

@@ -183,7 +183,7 @@ def compute_energy_joules(
     sample_csvs: Iterable[str | os.PathLike[str]],
     intervals: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
 ) -> float | None:
-    """Return the total energy of some GPUs in joules, each within its own intervals.
+    """Return the total energy of some GPUs in joules, each GPU within its own intervals.
 
     The energy is the difference of the GPU's energy counter, interpolated at both ends, if the counter only
     grows. Otherwise it is the integral of the power, by the trapezoidal rule.

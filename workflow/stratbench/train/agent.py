@@ -1,4 +1,4 @@
-"""The agent of one node: it starts the node's processes, watches them, and ends them.
+"""The agent of one node, which starts, watches and ends the node's processes of a cell.
 
 With one node the launcher is the agent. With several, `srun` starts an agent on each. A fork server forks the
 processes. The agent never imports torch, so that it can act even if the workers hang.
@@ -49,7 +49,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """The exit of one process: negative after a signal, and None if the agent killed the process."""
+    """The exit of one process, whose code is negative after a signal and None if the agent killed it."""
 
     name: str
     exit_code: int | None
@@ -76,7 +76,7 @@ class Exits:
 
 
 class NodeProcesses:
-    """The processes of a cell on one node, all of which must succeed. Subclasses tolerate lost workers.
+    """The processes of a cell on one node, all of which must succeed unless a subclass tolerates losses.
 
     Workers are `Process` objects, or objects with the same attributes.
     """
@@ -94,7 +94,7 @@ class NodeProcesses:
         return False
 
     def stuck(self, ended: Mapping[str, int]) -> bool:
-        """Return whether the running processes can no longer succeed, given the ended ones' exit codes.
+        """Return whether the running processes can no longer succeed, after others have ended.
 
         Args:
             ended: Exit codes of the processes that have ended, by name.
@@ -115,7 +115,7 @@ class NodeProcesses:
 
 @contextmanager
 def create_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
-    """Yield the workers of a node, before they are started."""
+    """Yield the worker processes of a node, which are not started yet."""
     with start_fork_server(job) as path:
         yield NodeProcesses(job, create_workers(job, node, path))
 

@@ -1,4 +1,4 @@
-"""Assembles a cell's record and its timeline from the files of its processes."""
+"""Assembles the record and the timeline of a cell from the files of the cell's processes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def build_strategy_entry(
 
     Args:
         s: Settings of the cell.
-        strategy: Class of its strategy.
+        strategy: Class of the cell's strategy.
         worker: Results of a worker.
         is_gang: Whether all workers are present from beginning to end.
     """
@@ -112,7 +112,7 @@ def build_batch_entry(
 
     Args:
         s: Settings of the cell.
-        strategy: Class of its strategy.
+        strategy: Class of the cell's strategy.
         meta: Meta data of the data set.
         run: Totals over all workers, or an empty dict if the cell has not finished.
     """
@@ -139,7 +139,7 @@ def build_time_entry(
 
     Args:
         job: Job of the cell.
-        strategy: Class of its strategy.
+        strategy: Class of the cell's strategy.
         workers: Results of the workers.
         first: Results of the worker whose set-up time counts.
         run: Totals over all workers, or an empty dict if the cell has not finished.

@@ -26,7 +26,7 @@ from stratbench.workload.users_code import different_calls_reason
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a cell: its record's status, or `error`, with the reason if the status is not `ok`."""
+    """The end of a cell: a status for the record, or `error`, with the reason if not `ok`."""
 
     status: str
     reason: str | None
@@ -50,7 +50,7 @@ def classify_ending(
 
     Args:
         job: Job of the cell.
-        exits: How its processes exited.
+        exits: How the cell's processes exited.
         kills_before: Result of `count_oom_kills` before the cell, or None if not known.
         classify_rest: Function that classifies endings which depend on the kind of cell. None: that of a
             gang.
@@ -96,7 +96,7 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
 
     Args:
         job: Job of the cell.
-        exits: How its processes exited.
+        exits: How the cell's processes exited.
         workers: Results of the workers by rank.
     """
     s, step = job.settings, find_first_unequal_step(read_worker_states(job))
@@ -151,7 +151,7 @@ _WATCHDOG_SAYS = (
 
 
 def read_watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
-    """Return the message of NCCL's watchdog on the first process that it ended, if any.
+    """Return the message of NCCL's watchdog from the first process that it ended, if any.
 
     It reports an error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
     """

@@ -53,7 +53,7 @@ _ACCEPT_AGAIN_S = 0.1
 
 
 class ForkServer:
-    """A fork server that belongs to this process.
+    """A fork server that this process has started and owns.
 
     When this process ends, the server waits for the processes that it has forked, and ends too.
     """
@@ -163,7 +163,7 @@ def run_fork_server(may_share: bool) -> Iterator[Path]:
 
 @contextmanager
 def run_shared_fork_server() -> Iterator[None]:
-    """Run a fork server within the context, which all launchers that this process starts share."""
+    """Run, within the context, a fork server for all launchers that this process starts."""
     with create_scratch_folder() as folder:
         server = ForkServer(folder)
         os.environ[FOLDER_VARIABLE] = str(folder)
@@ -177,7 +177,7 @@ def run_shared_fork_server() -> Iterator[None]:
 
 
 def is_shared_with_same_gpus() -> bool:
-    """Return whether the shared server was started with the GPUs that this process has chosen."""
+    """Return whether the shared server was started with the GPUs of this process."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return chosen != "" and chosen == os.environ.get(GPUS_VARIABLE)
 
@@ -193,7 +193,7 @@ def share_fork_server_until_exit() -> None:
 
 
 def build_socket_path(folder: str | Path) -> Path:
-    """Return the path of the server's socket. Each Python environment has a path of its own."""
+    """Return the path of the fork server's socket, which differs between Python environments."""
     return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}"
 
 
@@ -224,7 +224,7 @@ def _receive_answer(connection: socket.socket) -> int | None:
 
 
 class _Server:
-    """The server's process. One loop handles requests, launchers that end, and children that exit."""
+    """The fork server's process, whose loop handles requests, ending launchers and exiting children."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener

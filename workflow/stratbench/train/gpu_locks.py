@@ -78,7 +78,7 @@ def _split_gpu_names(visible: str) -> list[str]:
 
 
 def _find_gpu_uuid(name: str, library: nvml.Nvml) -> str | None:
-    """Return the UUID of a GPU from any of its names.
+    """Return the UUID of a GPU from its number or any other name.
 
     The result is None if the name is not a GPU's. If NVML does not answer or does not know the name, return
     the name itself.
@@ -131,7 +131,7 @@ def unusable_gpu_reason() -> str | None:
 
 @contextmanager
 def reserve_gpus(gpus: list[str], wanted: int) -> Iterator[list[str]]:
-    """Lock some GPUs until the context ends, and yield their names. Wait while other cells use them.
+    """Lock some GPUs until the context ends, and yield their names. Wait while other cells use GPUs.
 
     The locks are in the user's own folder on this node, and end with the process. So a killed cell leaves no
     lock, and no other user can take one.

@@ -1,4 +1,4 @@
-"""Checks a cell's data, model and task against its settings, and describes them in its record."""
+"""Checks that data, model and task of a cell match its settings, and describes them in its record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stratbench.workload.users_code import ModelError
 
 
 def check_code_and_data(data: Path, s: Settings) -> None:
-    """Check that the user's code and the prepared data are those of the settings.
+    """Check that the user's code and the prepared data match the cell's settings.
 
     Raises:
         ModelError: If the user's code has changed.
@@ -40,7 +40,7 @@ def check_code_and_data(data: Path, s: Settings) -> None:
 
 
 def check_prepared_data(folder: Path, s: Settings) -> None:
-    """Check the prepared data by their meta data.
+    """Check that the prepared data match the settings, judged by the metadata.
 
     A user's own data are also checked by their sizes, which are not known before they are prepared.
 
@@ -121,7 +121,7 @@ def build_unbuilt_model_entry(job: Job) -> dict[str, Any]:
 
 
 def build_model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the entry `model` of the record. A user's own model has files and git revision.
+    """Return the record's entry `model`. For a user's own model it has files and git revision.
 
     Args:
         job: Job of the cell.
@@ -135,7 +135,7 @@ def build_model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def build_task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry `task` of the record. A user's own task has files and git revision.
+    """Return the record's entry `task`. For a user's own task it has files and git revision.
 
     Args:
         job: Job of the cell.

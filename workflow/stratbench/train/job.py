@@ -1,4 +1,4 @@
-"""The job of a cell: everything that its processes need from the launcher, as one JSON text."""
+"""Defines the job of a cell: everything that its processes need from the launcher, as JSON."""
 
 from __future__ import annotations
 

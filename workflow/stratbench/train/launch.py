@@ -1,4 +1,4 @@
-"""The launcher of a cell: trains it, and writes its record or the evidence of its failure.
+"""The launcher of a cell, which trains it and writes its record or the evidence of a failure.
 
 python -m stratbench.train.launch --cell JSON --settings JSON --data DIR --record FILE --logs DIR
 
@@ -56,7 +56,7 @@ EVIDENCE_LINES = 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the cell, and return the exit code. The cell is locked until its record or evidence is stored."""
+    """Train the cell, and return the exit code. A lock lasts until the record or evidence is stored."""
     args = parse_arguments(argv)
     cell = Cell(**json.loads(args.cell))
     settings = Settings.from_json(args.settings)
@@ -144,7 +144,7 @@ def format_cell_title(of: Launched) -> str:
 
 
 def truncate_log(logs: Path, first_line: str) -> None:
-    """Truncate the log that this launcher writes, once it has locked the cell or block.
+    """Truncate the log that this launcher writes, after the cell or block has been locked.
 
     The shell opens the log for appending, because another launcher may still write to it.
     """
@@ -250,7 +250,7 @@ def create_job(
     Args:
         cell: Cell to train.
         settings: Settings of the cell.
-        use_cuda: Whether it trains on GPUs.
+        use_cuda: Whether the cell trains on GPUs.
         args: Command line of the launcher.
         logs: Log folder, or None for that of `args`.
         in_block: Whether the job is a segment of a block.
@@ -289,7 +289,7 @@ def store_failure(
     Args:
         log_dir: Folder for the evidence.
         cell: Cell or block that failed.
-        reason: Why it failed.
+        reason: Why the cell or block failed.
         processes: One line per process on its exit.
         trace: Lines of a traceback.
 

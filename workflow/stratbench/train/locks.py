@@ -122,7 +122,7 @@ def _format_own_name() -> str:
 
 
 def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
-    """Lock a file, and wait for its present holder.
+    """Lock a file, after waiting for the process that holds the lock at present.
 
     Args:
         path: File to lock.
@@ -147,7 +147,7 @@ def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, boo
 
 
 def lock_cell_as_worker(logs: Path) -> None:
-    """Let the next launcher of the cell wait until this process has ended.
+    """Make the next launcher of the cell wait until this process has ended.
 
     Raises:
         BlockingIOError: If the next launcher has started already, because this process's launcher was killed.

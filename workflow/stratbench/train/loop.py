@@ -34,7 +34,7 @@ from stratbench.workload.torch_internals import wait_for_collectives
 
 @dataclass
 class Progress:
-    """Results of the finished epochs, also stored in files so that a timeout loses none of them."""
+    """Results of the finished epochs, also stored in a file so that a timeout loses no epoch."""
 
     folder: RunFolder | None
     per_epoch: list[dict[str, Any]] = field(default_factory=list)
@@ -245,7 +245,7 @@ def train_epoch(
     besides: Sequence[Beside] = (),
     taken: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Train one timed epoch, and return the loss of each step, on the device.
+    """Train one timed epoch. Return the loss of each step as tensors on the device.
 
     The clock stops for activities that are due within the epoch. Activities that are due after its last step
     run after the evaluation.
@@ -291,7 +291,7 @@ def run_timed_steps(
     augmentation: Augmentation | None = None,
     goes_on: bool = False,
 ) -> list[torch.Tensor]:
-    """Take and time one step per batch, and return the losses, on the device.
+    """Take and time one step per batch. Return the losses as tensors on the device.
 
     Args:
         strategy: Strategy whose `setup` has been called.

@@ -1,4 +1,4 @@
-"""Detection of out-of-memory errors. It imports no torch, since the launcher reads logs with it."""
+"""Detects out-of-memory errors, without torch because the launcher uses this module for logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diagnosis of a cell that was ended: whether its workers were slow, or hung.
+"""Diagnoses a cell that was ended: whether the workers were slow or hung.
 
 The agent of each node reads its workers' heartbeats at the time limit, when a worker has failed, and
 periodically. If no worker has made progress for too long, it lets each process write the stacks of its
@@ -133,7 +133,7 @@ def read_current_phase(job: Job, rank: int) -> str:
 
 
 def request_stacks(job: Job, running: Sequence[Process]) -> None:
-    """Let processes write their stacks, and wait until they have, for at most STACKS_S."""
+    """Make processes write their stack traces, and wait for these for at most STACKS_S."""
     answering = [p for p in running if p.pid is not None and job.folder.stack(p.name).exists()]
     for process in answering:
         with contextlib.suppress(ProcessLookupError):
@@ -184,7 +184,7 @@ def read_innermost_call(path: Path) -> str | None:
 
 
 def failed_at_limit_reason(job: Job) -> str | None:
-    """Return the reason that a cell at its time limit counts as failed.
+    """Return why a cell at its time limit counts as failed, not slow.
 
     The result is None if the cell was only slow. The cell counts as failed if no worker had taken a step, or
     if it hung (`hang_reason`).

@@ -222,7 +222,7 @@ def set_up_model(
     slowed_as: int,
     **place: Any,
 ) -> Ready:
-    """Build the model, check it, and set it up under the strategy.
+    """Build the model, check the model, and set it up under the strategy.
 
     Args:
         s: Settings of the cell.
@@ -407,7 +407,7 @@ def count_sample_flops(s: Settings, built: Built) -> dict[str, int]:
 
 
 def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
-    """Set threads, TensorFloat-32 and seeds, in the same way for every strategy.
+    """Set threads, TensorFloat-32 and seeds in the same way for every strategy.
 
     Args:
         s: Settings of the cell.
@@ -461,7 +461,7 @@ def join_process_group(job: Job, rank: int, device: torch.device) -> None:
 
 
 def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[str, Any]:
-    """Return the worker's measurements in the form of its file in the run folder.
+    """Return the worker's measurements in the form in which the run folder stores them.
 
     Args:
         result: Measurements of the loop.
@@ -496,7 +496,7 @@ def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> d
 
 
 def describe_worker_error(e: Exception) -> tuple[dict[str, Any], int]:
-    """Return the result that a failed worker writes on its error, and its exit code."""
+    """Return the result that a failed worker writes about an error, and its exit code."""
     reason = str(e) if isinstance(e, Refused) else format_error_line(e)
     if is_out_of_memory_error(e):
         return {"status": "oom", "reason": reason}, EXIT_OOM

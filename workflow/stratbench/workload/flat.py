@@ -39,7 +39,7 @@ def get_flat_view(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.T
 
 
 def copy_into_flat(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """Copy `data` to `flat` at `start`; return the view with its shape and strides.
+    """Copy the tensor `data` to `flat` at `start`. Return the view with the shape and strides of `data`.
 
     Args:
         data: Tensor to copy.

@@ -91,7 +91,7 @@ class KnownFakes(FakeTensorMode):
         return _compute_operand(recipe, {})
 
     def _store_recipe(self, op: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Store the recipe of an operator's result, if it is a tensor of known values."""
+        """Store the recipe of an operator's result, if the values of the result are known."""
         recipe = None
         if isinstance(out, Tensor) and out.layout is torch.strided:
             recipe = self._build_recipe(op, args, kwargs, out.numel())
@@ -190,7 +190,7 @@ def _iter_recipes(operands: list[Any]) -> Iterator[Recipe]:
 
 
 def _collect_recipes(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
-    """Return a recipe and all recipes of its operands, recursively."""
+    """Return a recipe together with all recipes of its operands, recursively."""
     if recipe not in seen:
         seen.add(recipe)
         for part in _iter_recipes([recipe.args, list(recipe.kwargs.values())]):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LossKind(NamedTuple):
-    """How the loss of a batch follows from the losses of its parts."""
+    """The relation of a batch's loss to the losses of the batch's parts."""
 
     #: Whether the task returns a sum and its weight instead of a mean.
     weighs: bool = False
@@ -208,7 +208,7 @@ def get_default_task(shape: Sequence[int]) -> str:
 
 
 def unsuitable_task_reason(name: str, natural: str | None) -> str | None:
-    """Return why a task does not suit a data set. It imports nothing, and returns None if it does.
+    """Return why a task does not suit a data set, without imports. None if the task suits.
 
     Args:
         name: Name of the task.
@@ -226,7 +226,7 @@ def unsuitable_task_reason(name: str, natural: str | None) -> str | None:
 
 
 def get_task_name(s: Settings, shape: Sequence[int]) -> str:
-    """Return the name of a cell's task: its class for a user's own task."""
+    """Return the name of a cell's task. A user's own task has its class's name."""
     return s.own_task["call"] if s.own_task else s.task or get_default_task(shape)
 
 
@@ -378,7 +378,7 @@ def describe_task(
 def compute_loss_and_weight(
     task: Task, outputs: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Call a task's loss. Return the mean loss and None, or the sum and its weight as float64 scalar.
+    """Return a task's mean loss and None, or its loss sum and weight (float64 scalar).
 
     Args:
         task: The task.

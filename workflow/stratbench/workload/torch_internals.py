@@ -67,7 +67,7 @@ PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
 def get_storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a unique key of a storage, also of a fake tensor's without an address."""
+    """Return a unique key of a storage, even of a fake storage without address."""
     return storage._cdata
 
 
@@ -95,17 +95,17 @@ def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def get_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own dictionary of its buffers; a change of it changes the module."""
+    """Return a module's own dictionary of its buffers, through which the module can be changed."""
     return module._buffers
 
 
 def get_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own dictionary of its parameters; a change of it changes the module."""
+    """Return a module's own dictionary of its parameters, through which the module can be changed."""
     return module._parameters
 
 
 def get_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own dictionary of its submodules; a change of it changes the module."""
+    """Return a module's own dictionary of its submodules, through which the module can be changed."""
     return module._modules
 
 
@@ -181,7 +181,7 @@ def replace_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def skip_truncated_normals() -> Iterator[None]:
-    """Skip the drawing of truncated normal numbers in the block. It would read values of fakes."""
+    """Skip the drawing of truncated normal numbers within the block. Fake tensors have no values."""
     with replace_attribute(init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
         yield
 
@@ -204,12 +204,12 @@ def read_ddp_log(module: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
 
 
 def log_each_ddp_step(module: nn.parallel.DistributedDataParallel) -> None:
-    """Make DDP time every step for its log instead of each 100th."""
+    """Make DDP time every step for its log instead of every 100th step."""
     module._set_ddp_runtime_logging_sample_rate(1)
 
 
 class ObservableScaler(torch.amp.GradScaler):
-    """A GradScaler that passes its overflow flags to `observe` before it uses them."""
+    """A GradScaler that passes its overflow flags to `observe` before it uses the flags."""
 
     def observe(self, flags: Iterable[Tensor]) -> None:
         """Read or change the overflow flags.

@@ -35,7 +35,7 @@ _CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*", re
 
 
 class ModelError(RuntimeError):
-    """A user's model or task cannot be built or trained; the message is a sentence that names it."""
+    """A user's model or task cannot be built or trained; the message names the model or task."""
 
 
 class Refused(ModelError):
@@ -54,7 +54,7 @@ class Called(Protocol):
 
 
 def invalid_call_reason(call: str) -> str | None:
-    """Return what is wrong with the syntax of a call, or None, without importing anything."""
+    """Return what is wrong with the syntax of a call. None if it is valid. Nothing is imported."""
     if _CALL.fullmatch(call):
         return None
     return "is not a module and a name within it; write my_net.MyNet or my_net:MyNet"
@@ -158,7 +158,7 @@ def hash_named_files(files: Mapping[str, Path]) -> str:
 
 
 def unimportable_code_reason(call: str, folders: Iterable[Path]) -> str | None:
-    """Return why a call cannot be imported, or None. It reads files without importing them.
+    """Return why a call cannot be imported, judged by files alone. None if it can.
 
     A package with several files is only located.
 
@@ -253,7 +253,7 @@ def check_code_unchanged(what: str, spec: Mapping[str, Any]) -> None:
 
 
 def import_callable(own: Called) -> Callable[..., Any]:
-    """Return the function or class that a call names. Raise ModelError if it cannot be imported."""
+    """Return the function or class that a call names. Raise ModelError if the import fails."""
     target = import_user_object(own, own.call)
     if not callable(target):
         raise ModelError(

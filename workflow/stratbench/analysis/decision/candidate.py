@@ -32,7 +32,7 @@ def format_three_digits(value: float) -> str:
 
 @dataclass(eq=False)
 class Candidate:
-    """A strategy on a number of workers; if it is excluded, `kind` and `reason` say why."""
+    """A strategy on a number of workers. `kind` and `reason` say why an excluded candidate is excluded."""
 
     strategy: str
     gpus: int
@@ -166,6 +166,6 @@ class Candidate:
         return bool(self.score_loss_upper > constraints.find_tolerance(self.score))
 
     def exclude(self, kind: str, reason: str) -> None:
-        """Exclude the candidate for a reason, unless it is already excluded."""
+        """Exclude the candidate for a reason. A candidate that is already excluded keeps its reason."""
         if not self.kind:
             self.kind, self.reason = kind, reason

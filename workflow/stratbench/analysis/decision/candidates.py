@@ -143,7 +143,7 @@ def exclude_by_records(
 
     Args:
         candidate: The candidate, changed in place.
-        frame: Rows of its repeats.
+        frame: Rows of the candidate's repeats.
         findings: Findings of the audit.
         constraints: Constraints of the decision.
     """

@@ -81,7 +81,7 @@ def compute_claim(
 
     Args:
         candidates: Candidates.
-        ranking: Their ranking.
+        ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
         score_open: Whether the score may be worse than allowed.
     """

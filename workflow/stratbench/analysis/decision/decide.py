@@ -77,7 +77,7 @@ class Decision:
 
     @property
     def headline(self) -> str:
-        """The chosen candidate and its conclusion as text: `ddp × 4. Fastest, in one run each`."""
+        """The chosen candidate and the conclusion as text: `ddp × 4. Fastest, in one run each`."""
         return f"{self.short.name or 'Nothing can be recommended'}. {self.short.claim}"
 
 
@@ -137,7 +137,7 @@ def decide_model(
     constraints: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> Decision:
-    """Return the decision on one experiment and model.
+    """Return the decision for one model in one experiment.
 
     Args:
         rows: Rows of cells.csv.

@@ -18,7 +18,7 @@ class Evidence:
     """Base class of an extension's evidence for decisions. All methods are optional and called in order."""
 
     def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
-        """Replace the times of a measured candidate, or exclude it.
+        """Replace the times of a measured candidate, or exclude the candidate.
 
         Args:
             candidate: The candidate, changed in place.

@@ -58,7 +58,7 @@ def find_choice_index(means: np.ndarray, preference: np.ndarray, margin: float) 
 
 
 def compute_differences_from_choice(logs: np.ndarray, chosen: np.ndarray) -> moderated.Differences:
-    """Return the paired difference of every candidate from the chosen one.
+    """Return the paired differences of all candidates from the chosen candidate, in logarithms.
 
     The chosen candidate's difference from itself has no degrees of freedom.
     """
@@ -127,7 +127,7 @@ class RankingNoise:
     prior_dof_per_repeat: float
 
     def compute_needed_repeats(self, difference: float) -> int | None:
-        """Return the number of repeats that detects a given relative difference with 80 % power.
+        """Return the number of repeats that detects a relative difference with 80 % power.
 
         Args:
             difference: How much slower the alternative is, as a fraction.
@@ -150,7 +150,7 @@ class RankingNoise:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The chosen candidate, and its comparisons with the others in the order of their objectives."""
+    """The chosen candidate, and comparisons with all others in the order of their objectives."""
 
     first: Candidate
     comparisons: tuple[ComparisonWithChoice, ...]
@@ -232,7 +232,7 @@ def rank_comparisons(studied: Sequence[Sequence[Candidate]], margin: float) -> l
 
 @dataclass(frozen=True)
 class RankedGroup:
-    """The candidates of one model and their differences from the chosen one, as arrays."""
+    """The candidates of one model as arrays, with their differences from the chosen candidate."""
 
     candidates: Sequence[Candidate]
     #: Indices of the candidates that are not excluded.
@@ -265,7 +265,7 @@ class RankedGroup:
         return cls(candidates, left, chosen, differences, moderated.compute_group_variances(logs))
 
     def build_ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
-        """Return the ranking of the group's candidates, given moderated variances of their differences.
+        """Return the ranking of the group's candidates, from moderated variances of differences.
 
         Args:
             variance: Moderated variances.
@@ -377,7 +377,7 @@ def compare_projected(
     Args:
         rival: The alternative.
         first: The chosen one.
-        mean: Logarithm of the ratio of their objectives.
+        mean: Logarithm of the ratio of the alternative's objective to the choice's.
         margin: Fraction within which candidates are equal.
     """
     ratio = float(np.exp(mean))

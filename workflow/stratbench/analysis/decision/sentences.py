@@ -198,7 +198,7 @@ def describe_alternative(
 
 
 def describe_amount(c: Candidate) -> str:
-    """Return a candidate's training time as text, with its cost if there is a price."""
+    """Return a candidate's training time as text, with the cost if a price is configured."""
     seconds = f"{format_number(c.time_s or 0.0, None)} s"
     if c.projected:
         low, high = (format_number(value, None) for value in c.time_range_s)
@@ -328,7 +328,7 @@ def iter_slow_worker_changes(ranking: Ranking) -> Iterator[str]:
 def iter_excluded_strategies(
     candidates: Sequence[Candidate], usable: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each strategy that is excluded at every worker count, with its reasons as text."""
+    """Yield each strategy that is excluded at every worker count, with the reasons as text."""
     for name in dict.fromkeys(c.strategy for c in candidates):
         if name not in usable:
             line = sorted((c for c in candidates if c.strategy == name), key=lambda c: c.gpus)

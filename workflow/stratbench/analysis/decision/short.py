@@ -67,7 +67,7 @@ _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 @dataclass(frozen=True)
 class ShortAnswer:
-    """The short answer for one model; texts are empty if nothing is known."""
+    """The short answer for one model, whose texts are empty where nothing is known."""
 
     #: The chosen strategy; None if nothing can be recommended.
     strategy: str | None
@@ -124,7 +124,7 @@ def build_empty_answer(candidates: Sequence[Candidate], margin: float) -> ShortA
 
 
 def describe_least_memory(candidates: Sequence[Candidate], margin: float) -> str:
-    """Return sentences on the lowest known memory need, and on what reduces it."""
+    """Return sentences on the lowest known memory need, and on options that reduce memory."""
     known = [(c.memory_bytes, c.name) for c in candidates if c.memory_bytes is not None]
     least = min(known, default=None)
     text = least and (
@@ -194,7 +194,7 @@ def build_short_answer(
 
 
 def format_objective(c: Candidate) -> tuple[str, str]:
-    """Return a candidate's time (or cost) as text, and the spread of its runs."""
+    """Return a candidate's time (or cost) as text, and the spread of the candidate's runs."""
     if c.cost is not None:
         return f"{c.cost:.3g}", f"for {format_duration(c.time_s)}"
     if c.time_s is None:
@@ -257,7 +257,7 @@ def format_grouped(value: float) -> str:
 def format_score(
     candidates: Sequence[Candidate], first: Candidate, constraints: Constraints
 ) -> tuple[str, str]:
-    """Return the choice's score as text, and a note on its possible loss.
+    """Return the choice's score as text, and a note on the possible loss of score.
 
     Args:
         candidates: Candidates.
@@ -302,7 +302,7 @@ def format_memory(first: Candidate) -> tuple[str, str, float | None]:
 
 
 def describe_runner_up(ranking: Ranking) -> str:
-    """Return the distance to the best alternative: `recomputed × 1 takes 28 % longer`."""
+    """Return how far the best alternative is behind: `recomputed × 1 takes 28 % longer`."""
     if not ranking.comparisons:
         return ""
     c = ranking.comparisons[0]
@@ -330,7 +330,7 @@ def format_summary_line(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
     """Return a line that summarises all answers.
 
     Args:
-        answers: Pairs of a model and its answer.
+        answers: Pairs of a model and the short answer for this model.
     """
     sure = [(model, a) for model, a in answers if a.kind == "sure"]
     if not answers:

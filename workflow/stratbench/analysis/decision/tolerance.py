@@ -84,7 +84,7 @@ def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) 
 
 
 def have_equal_arithmetic(c: Candidate, other: Candidate) -> bool:
-    """Return whether two candidates have equal arithmetic; then their scores differ only by chance."""
+    """Return whether two candidates have equal arithmetic, so that scores differ only by chance."""
     if not (c.traits.equals_ddp and other.traits.equals_ddp):
         return False
     return c.gpus == other.gpus if other.score_depends_on_workers else True

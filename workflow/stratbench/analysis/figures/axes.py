@@ -53,7 +53,7 @@ def apply_layout(axes: Axes) -> Figure:
 
 
 def compute_limits(values: Iterable[float], margin: float, log: bool) -> tuple[float, float]:
-    """Return the ends of an axis for these values.
+    """Return the ends of an axis that shows all values.
 
     Args:
         values: Values to show; infinite ones are ignored.

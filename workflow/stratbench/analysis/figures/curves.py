@@ -127,7 +127,7 @@ def draw_curves(shown: CurveChart) -> Figure:
 
 
 def has_visible_intervals(shown: CurveChart) -> bool:
-    """Return whether any interval is longer than the mark on it."""
+    """Return whether any interval is longer than the mark of its point."""
     low_end, high_end = (math.log(v) if shown.has_log_y else v for v in compute_y_limits(shown))
     ends = (
         (low, high, CHOSEN_MARK if curve.chosen else MARK)

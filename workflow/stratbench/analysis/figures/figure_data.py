@@ -92,7 +92,7 @@ class FigureData:
 
 
 def assign_marks(cells: pd.DataFrame, also: Iterable[str] = ()) -> dict[str, Mark]:
-    """Return the marks of the strategies in rows of cells.csv and in `also`."""
+    """Return the marks of the strategies that occur in rows of cells.csv or in `also`."""
     bases = map_base_strategies(cells)
     return assign_marks_by_strategy((name, bases.get(name)) for name in {*cells["strategy"], *also})
 

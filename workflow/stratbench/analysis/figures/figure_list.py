@@ -1,4 +1,4 @@
-"""The list of figures of an experiment and model: their titles, and the data that they need."""
+"""Lists the figures of an experiment and model, with their titles and the data that they need."""
 
 from __future__ import annotations
 

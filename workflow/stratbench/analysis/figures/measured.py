@@ -195,7 +195,7 @@ def compute_row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]
 def find_gpu_memory(
     data: FigureData, measure: Measure, points: dict[str, list[Point]], factor: float
 ) -> float | None:
-    """Return the GPU's memory in the axis' unit, or None if it is not drawn.
+    """Return the GPU's memory in the axis' unit. None if the memory is not to be drawn.
 
     Only memory that is near enough to the peaks is drawn.
     """

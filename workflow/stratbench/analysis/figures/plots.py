@@ -75,7 +75,7 @@ def draw_figure(name: str, data: FigureData, count: int | None = None) -> Captio
 
 
 def iter_figure_names(data: FigureData) -> Iterator[tuple[str, int | None]]:
-    """Yield each figure with data: its name, and a number of workers or None."""
+    """Yield the name of each figure with data, and a number of workers or None."""
     for name, plot in PLOTS.items():
         if not has_data(name, data):
             continue

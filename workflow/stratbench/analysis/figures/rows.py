@@ -50,7 +50,7 @@ _WIDE = BoxStyle.Round(pad=0, rounding_size=1)(-WIDE_DISC / DISC, -1, 2 * WIDE_D
 
 @dataclass(frozen=True)
 class Point:
-    """A value on a row, with the ends of its interval if it has one."""
+    """A value on a row of a chart, with the ends of the value's interval, if any."""
 
     value: float
     low: float | None = None
@@ -143,7 +143,7 @@ def has_points(shown: RowChart) -> bool:
 
 
 def has_visible_row_intervals(shown: RowChart) -> bool:
-    """Return whether any interval is wider than the mark on it."""
+    """Return whether any interval is wider than the mark of its point."""
     scale = RowScale.of(shown)
     return any(
         scale.at(p.high) - scale.at(p.low) > compute_mark_width_px(p)

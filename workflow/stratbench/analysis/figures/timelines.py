@@ -54,7 +54,7 @@ def has_timelines(data: FigureData) -> bool:
 def draw_timeline_figure(
     data: FigureData, what: dict[str, tuple[str, float]], unit: str
 ) -> CaptionedFigure:
-    """Draw a panel per strategy for its first repeat on most workers.
+    """Draw a panel per strategy, for the strategy's first repeat on most workers.
 
     Args:
         data: Data of the figure.
@@ -133,13 +133,13 @@ def format_highest(value: float, unit: str) -> str:
 
 
 def find_largest_cell(data: FigureData, strategy: str) -> pd.Series:
-    """Return a strategy's first repeat on its largest number of workers."""
+    """Return the cell that is a strategy's first repeat on the largest number of workers."""
     cells = data.cells[data.cells["strategy"] == strategy]
     return cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
 
 
 def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
-    """Return the timeline of a cell. Return None if it has none or its record is unusable."""
+    """Return the timeline of a cell. None without a timeline or with an unusable record."""
     if study_dir is None or not isinstance(cell["record_path"], str) or cell["status"] == "error":
         return None
     path = (study_dir / cell["record_path"]).with_name("timeline.csv")

@@ -121,7 +121,7 @@ def iter_breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[st
 
 
 def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
-    """Draw the score after each epoch over the training time so far."""
+    """Draw the score after each epoch over the training time up to that epoch."""
     epochs, score, count = data.epochs, data.score, data.shown_worker_count
     rows = epochs[epochs["gpus"] == count]
     alone = epochs[(epochs["strategy"] == ALONE) & (epochs["gpus"] != count)]

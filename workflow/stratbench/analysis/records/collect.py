@@ -38,7 +38,7 @@ UNMEASURED = ("missing", "error")
 
 @dataclass(frozen=True)
 class Expectations:
-    """What the config expects of the records: skipped cells, target scores, and settings.
+    """The config's expectations of the records: skipped cells, target scores, and settings.
 
     Attributes:
         skipped: Reasons of skipped cells, by the cells' paths.

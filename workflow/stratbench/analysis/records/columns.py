@@ -311,7 +311,7 @@ _OF_TIMELINE = [
 
 
 def build_record_row(record: Record, timeline: Path) -> Row:
-    """Return the values of the columns that a record and its timeline determine, by name.
+    """Return the values of columns that a record and its timeline determine, by column.
 
     Raises:
         RecordError: A column of numbers or flags would have a value that is not a finite number.

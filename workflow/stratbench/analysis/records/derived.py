@@ -45,7 +45,7 @@ def get_score_error(record: Record) -> float | None:
 
 
 def compute_perplexity(record: Record) -> float | None:
-    """Return the exponential of a score in nats per token. Return None for other or too large scores."""
+    """Return the exponential of a score in nats per token. None for other or too large scores."""
     final = get_by_path(record, "score.final")
     if final is None or get_by_path(record, "task.unit") != "nats/token" or final > 700:
         return None

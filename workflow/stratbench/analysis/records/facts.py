@@ -151,7 +151,7 @@ def iter_inequality_messages(
         formula: Name of the formula.
         other: The value of the formula.
         relative: Allowed difference as a fraction of the larger value.
-        absolute: Further allowed difference.
+        absolute: Allowed absolute difference, in addition to `relative`.
     """
     if None in (value, other):
         return
@@ -176,7 +176,7 @@ def iter_excess_messages(
         formula: Name of the formula.
         maximum: The value of the formula.
         relative: Allowed difference as a fraction of the larger value.
-        absolute: Further allowed difference.
+        absolute: Allowed absolute excess, in addition to `relative`.
     """
     if None not in (value, maximum) and not value <= maximum + absolute + relative * abs(maximum):
         yield f"{what} is {value:.6g}, more than {formula}, {maximum:.6g}"

@@ -1,4 +1,4 @@
-"""The columns of audit.csv, and functions to read it."""
+"""Defines the columns of audit.csv, and reads this file."""
 
 from __future__ import annotations
 

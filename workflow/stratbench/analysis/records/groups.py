@@ -22,11 +22,11 @@ class Group(NamedTuple):
     gpus: int
 
     def with_gpus(self, gpus: int) -> Group:
-        """Return the same group coordinates with another number of workers."""
+        """Return this group with another number of workers."""
         return self._replace(gpus=gpus)
 
     def with_strategy(self, strategy: str) -> Group:
-        """Return the same group coordinates with another strategy."""
+        """Return this group with another strategy."""
         return self._replace(strategy=strategy)
 
     @property
@@ -53,7 +53,7 @@ def map_base_strategies(cells: pd.DataFrame) -> dict[str, str]:
 def iter_findings_by_group(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> Iterator[tuple[Group, list[Row]]]:
-    """Yield each group with the audit's findings on it.
+    """Yield each group of repeats, with the audit's findings on the group.
 
     A finding that lacks some coordinates applies to all cells with its other coordinates. A finding without
     any coordinate applies to the whole study and to no group.

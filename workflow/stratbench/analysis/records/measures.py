@@ -105,7 +105,7 @@ class Measure:
         return self
 
     def with_unit_for(self, rows: pd.DataFrame) -> Measure:
-        """Return the measure in a suitable unit for rows of cells.csv, such as GiB.
+        """Return the metric in a unit that suits the rows of cells.csv, such as GiB.
 
         All measures of memory have the unit that suits the peak.
         """
@@ -115,7 +115,7 @@ class Measure:
         )
 
     def with_unit(self, unit: str) -> Measure:
-        """Return the measure in another unit of its column."""
+        """Return the metric in another unit of the metric's column."""
         return self if unit == self.unit else replace(self, shown_unit=unit, decimals=None)
 
 
@@ -178,13 +178,13 @@ MEASURES: dict[str, Measure] = {
 
 
 def list_measures(rows: pd.DataFrame) -> dict[str, Measure]:
-    """Return the measures by name, with titles and units for one experiment's rows of cells.csv."""
+    """Return the metrics by name, with titles and units for one experiment's rows of cells.csv."""
     score = read_score(rows)
     return {name: m.named(score).with_unit_for(rows) for name, m in MEASURES.items()}
 
 
 def list_measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
-    """Return the measures by name, for each experiment."""
+    """Return the metrics by name, for each experiment."""
     return {
         str(name): list_measures(rows) for name, rows in cells.groupby("experiment", sort=False)
     }
@@ -211,7 +211,7 @@ def format_status(status: str, time_limit_s: float | None, reason: str | None = 
 
     Args:
         status: Status of the cell.
-        time_limit_s: Its time limit, if any.
+        time_limit_s: Time limit of the cell in seconds, if any.
         reason: Reason of the status, if any.
     """
     if status == "infeasible":

@@ -70,7 +70,7 @@ class Reading:
 
 
 def render_section(template: Path, **values: Any) -> Markup:
-    """Return the HTML of a section's template, a file in the folder of its extension."""
+    """Return the HTML of a section's template, which is a file in the extension's folder."""
     from markupsafe import Markup
 
     return Markup(pages.render_page(template.name, template.parent, values=values))

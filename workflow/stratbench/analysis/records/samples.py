@@ -79,7 +79,7 @@ class SampleSeries:
 
     @classmethod
     def of(cls, kind: str, samples: Sequence[Sample]) -> SampleSeries:
-        """Return the summary of at least one sample, in the order of time."""
+        """Return the summary of one or more samples that are in the order of time."""
         trained = [sample for sample in samples if sample.phase == "train"]
         index_of = {name: i for i, name in enumerate(COLUMNS[kind])}
         working = []
@@ -130,7 +130,7 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline | None:
-    """Return the timeline in a file. Return None if there is no file or it has other content."""
+    """Return the timeline in a file. None if the file is missing or has other content."""
     try:
         if not path.is_file():
             return None

@@ -1,4 +1,4 @@
-"""The score of an experiment's task, with its name and unit for texts, axes and decisions."""
+"""Defines the score of an experiment's task: name and unit for texts, axes and decisions."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class Score:
 
     @property
     def least_possible(self) -> float | None:
-        """The best possible score if it is a loss with a known minimum, else None."""
+        """The best possible score, if the score is a loss with a known minimum. Else None."""
         return self.least_loss if self.unit == "nats/token" else None
 
     def text(self, shown: float) -> str:
-        """Return a shown value with its unit as text."""
+        """Return a score in the shown unit as text, with the unit."""
         return f"{shown:.{self.decimals}f} {self.shown_unit}".rstrip()
 
     def difference(self, shown: float, decimals: int | None = None) -> str:
-        """Return a difference of two shown values with its unit: `1.20 points`."""
+        """Return a difference of two scores in the shown unit as text: `1.20 points`."""
         digits = self.decimals if decimals is None else decimals
         return f"{shown:.{digits}f} {'points' if self.is_share else self.unit}".rstrip()
 

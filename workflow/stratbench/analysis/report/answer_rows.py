@@ -35,7 +35,7 @@ DOTS = {"high": 3, "medium": 2, "low": 1, "none": 0}
 
 @dataclass(frozen=True)
 class DrawnMark:
-    """A mark on the scale: its SVG path, the CSS colours of its line and filling, and its name."""
+    """A mark on the scale: SVG path, CSS colours of line and filling, and the strategy's name."""
 
     path: str
     colour: str
@@ -58,7 +58,7 @@ def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: 
         y: Vertical position.
         radius: Radius in pixels.
         title: Text for a tooltip.
-        full: Whether it has the full colour of its family, instead of the quiet one.
+        full: Whether the mark has its family's full colour instead of the quiet one.
     """
     quiet = "" if full else "-q"
     colour = f"var(--{mark.variable}{quiet})"
@@ -81,7 +81,7 @@ def build_icon(mark: Mark) -> DrawnMark:
 def build_scale(
     short: Mapping[str, Any], marks: Mapping[str, Mark], margin: float
 ) -> dict[str, Any] | None:
-    """Return the drawing of a choice and its alternatives, or None without alternatives.
+    """Return a drawing of the choice and its alternatives on a scale. None without alternatives.
 
     It has marks, intervals, and the band of values that count as equal.
 
@@ -158,7 +158,7 @@ def format_alternative_label(other: Mapping[str, Any]) -> str:
 
 
 def format_alternative_ratio(other: Mapping[str, Any]) -> str:
-    """Return an alternative and its ratio: `zero1 × 8: 1.09×`."""
+    """Return an alternative and its ratio to the choice as text: `zero1 × 8: 1.09×`."""
     return f"{other['strategy']} × {other['gpus']}: {other['ratio']:.2f}×"
 
 

@@ -1,4 +1,4 @@
-"""Writes the report as a self-contained HTML page, and the pages of extensions next to it."""
+"""Writes the report as a self-contained HTML page, together with the pages of extensions."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def list_notices(
         cells: Rows of cells.csv.
         findings: Findings of the audit.
         readings: Additions of extensions.
-        partial: Whether it is an interim report.
+        partial: Whether the report is an interim one.
     """
     notices = list(iter_notices(cells, partial))
     for reading in readings:
@@ -403,7 +403,7 @@ def write_pages(
     Args:
         inputs: Input of the report.
         readings: Additions of extensions.
-        partial: Whether it is an interim report.
+        partial: Whether the report is an interim one.
         description: Description of the study.
     """
     notices = list_notices(inputs.cells, inputs.findings.to_dict("records"), readings, partial)

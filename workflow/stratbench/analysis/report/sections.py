@@ -12,7 +12,7 @@ from stratbench.strategies import REGISTRY, get_strategy_class
 
 
 def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
-    """Yield name, summary and update rule of each strategy. A variant has those of its base strategy."""
+    """Yield name, summary and update rule of each strategy. A variant has its base strategy's."""
     bases = map_base_strategies(cells)
     for name in cells["strategy"].unique():
         of = bases.get(name, name)

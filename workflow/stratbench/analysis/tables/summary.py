@@ -93,7 +93,7 @@ def describe_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
 def count_missing_repeats(
     groups: Repeats, group: Group, measure: Measure, known: int, reason: str = ""
 ) -> Row:
-    """Return the number of repeats behind a value and the outcomes of the other repeats.
+    """Return the number of repeats with a value, and the outcomes of the other repeats.
 
     Empty if all `ok` repeats have a value.
 
@@ -116,7 +116,7 @@ def count_missing_repeats(
 
 
 def describe_outcomes_without_value(groups: Repeats, group: Group) -> str:
-    """Return the outcomes of a group without a value; empty if its cells are `ok`."""
+    """Return the outcomes of a group's cells without a value. Empty if all cells are `ok`."""
     return format_outcome_kinds(describe_outcome(groups.all[group]))
 
 
@@ -212,7 +212,7 @@ def group_findings(
 
 
 def build_summary_table(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Return the long table (SUMMARY_COLUMNS) of the rows of cells.csv, in their order.
+    """Return the long table (SUMMARY_COLUMNS) for the rows of cells.csv, in the rows' order.
 
     The column `flags` has severity and name of the audit's rules that concern the value, except notes.
     """

@@ -102,7 +102,7 @@ def format_table_heading(cells: pd.DataFrame, measure: Measure) -> str:
 
 
 def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str:
-    """Return sentences on one experiment's numbers: their definition, intervals and workers.
+    """Return sentences on one experiment's numbers: definition, intervals and workers.
 
     Args:
         cells: Rows of cells.csv.
@@ -119,7 +119,7 @@ def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str
 
 
 def describe_lowest_score(cells: pd.DataFrame, measure: Measure) -> str:
-    """Return a sentence on the lowest possible score. Return an empty text if it is unknown."""
+    """Return a sentence on the lowest possible score. Empty if that score is unknown."""
     if measure.name_source != "score":
         return ""
     score = read_score(cells)
@@ -189,8 +189,8 @@ def build_wide_table(
 
     Args:
         cells: Rows of cells.csv.
-        counts: From `build_wide_rows`.
-        lines: From `build_wide_rows`.
+        counts: Worker counts, as `build_wide_rows` returns them.
+        lines: Rows per model and strategy, as `build_wide_rows` returns them.
     """
     texts = (
         (
@@ -267,7 +267,7 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
 
     Args:
         table: The table.
-        title: Its title.
+        title: Title of the table.
         stem: Path without an ending.
     """
     write_atomic(stem.with_suffix(".csv"), table.to_csv(index=False))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """Parameters as views of one flat tensor, and their gradients of another, in equal parts.
+    """Parameters as views of one flat tensor, and gradients as views of another, in equal parts.
 
     `weights` and `grads` have shape [n], where the number of workers divides n; `own_weights` and `own_grads`
     are this worker's part of them, shape [n / workers]. The padding stays zero.

@@ -214,7 +214,7 @@ class Study:
         return self._data.facts(name)
 
     def data_specs(self) -> dict[str, dict[str, Any]]:
-        """Return what determines the samples of each data set of the study, by name.
+        """Return, by name, the identity of each data set, which determines its samples.
 
         The values are `data_spec` of the settings. Data sets whose name determines the samples are left out.
         As `data_specs` in a config, the result replaces its `datasets`, and saves `Study` from hashing a

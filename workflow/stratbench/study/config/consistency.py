@@ -1,4 +1,4 @@
-"""Checks the keys of a study against each other: options of strategies, batches, models, stragglers."""
+"""Checks a study's keys against each other: options of strategies, batches, models, stragglers."""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ class DataSets:
         return self._identities[name]
 
     def describe_by_config(self, name: str) -> Dataset:
-        """Return the metadata of a data set that follows from the config alone."""
+        """Return the metadata of a data set, as far as the config alone determines them."""
         return describe_data_set(name, self._specs.get(name))
 
     def describe_by_identity(self, name: str) -> Dataset:
-        """Return the metadata of a data set that follows from its identity alone."""
+        """Return the metadata of a data set, as far as its identity alone determines them."""
         return describe_data_set(name, self.identity(name))
 
     def facts(self, name: str) -> Dataset:

@@ -1,4 +1,4 @@
-"""Runs SLURM's own commands and returns what they print."""
+"""Runs SLURM's commands, such as squeue, and returns what they print."""
 
 from __future__ import annotations
 
@@ -45,9 +45,6 @@ def run_slurm_command(
 
 
 def read_command_output(command: list[str]) -> str | None:
-    """Run one of SLURM's commands.
-
-    Return its output, or None if it fails or does not answer.
-    """
+    """Run one of SLURM's commands, and return its output. None if it fails or does not answer."""
     done = run_slurm_command(command)
     return done.stdout if done is not None and done.returncode == 0 else None

@@ -109,7 +109,7 @@ class JobFollower(RemoteExecutor):
             f.postponed.not_before_s = 0.0  # a limit on the number of jobs now allows one more
 
     def _postpone_if_temporary(self, job: Any, reason: str) -> bool:
-        """Postpone a job that SLURM has rejected for `reason`, if this reason can pass.
+        """Postpone a job that SLURM has rejected for `reason`, if the reason is temporary.
 
         Returns:
             Whether the job was postponed.
@@ -274,7 +274,7 @@ class JobFollower(RemoteExecutor):
         return f"SLURM job {job} failed: {text}. " + (f"{unstarted}. " if unstarted else "")
 
     def _has_written_outputs(self, job: Any) -> bool:
-        """Return whether all files of a job exist, and are newer than its submission."""
+        """Return whether all output files of a job exist and are newer than its submission."""
         before = self.followed.old_signatures.get(job) or {}
         now = read_signatures(job.output)
         return bool(now) and all(s is not None and s != before.get(p) for p, s in now.items())
@@ -321,7 +321,7 @@ class JobFollower(RemoteExecutor):
     # ------------------------------------------------------------ the end
 
     def cancel_jobs(self, active_jobs: list[Any]) -> None:
-        """Cancel all jobs of the run, including those that Snakemake does not know yet."""
+        """Cancel all jobs of the run, including those of which Snakemake does not know yet."""
         self.followed.is_ending.set()
         self._cancel_run()
 

@@ -1,4 +1,4 @@
-"""Reads the nodes of a SLURM cluster, and explains why a cell's request fits none of them."""
+"""Reads the nodes of a SLURM cluster, and explains why no node is large enough for a cell."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Node:
     gpu_types: Mapping[str, int] = field(default_factory=dict)
 
     def gpus_of(self, gpu_type: str | None) -> int:
-        """Return the number of the node's GPUs of a type. None stands for all types."""
+        """Return the number of the node's GPUs of a type. The type None means all types."""
         return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
     def lacks(self, request: JobRequest) -> list[str]:
@@ -96,7 +96,7 @@ def parse_sinfo(text: str) -> list[Node]:
 
 
 def count_gpus(gres: str) -> int:
-    """Return the number of GPUs in a text of SLURM's generic resources, such as `gpu:a100:2,gpu:v100:2`."""
+    """Return the number of GPUs in a SLURM GRES text, such as `gpu:a100:2,gpu:v100:2`."""
     return sum(int(n) for n in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
 
 
@@ -146,7 +146,7 @@ def _parse_minutes(limit: str) -> int | None:
 
 
 def select_partition_nodes(nodes: Iterable[Node], partition: str | int | None) -> list[Node]:
-    """Return the nodes of the named partitions, or those of the default partition without names.
+    """Return the nodes of the named partitions. Without names, the default partition counts.
 
     Args:
         nodes: Nodes of the cluster.

@@ -58,7 +58,7 @@ def classify_refusal(reason: str) -> Kind | None:
 
 @dataclass
 class Postponed:
-    """Jobs that are to be submitted again, in the order in which SLURM has refused them.
+    """Jobs that are to be submitted again, in the order in which SLURM has rejected them.
 
     Attributes:
         jobs: Snakemake's jobs.

@@ -52,7 +52,7 @@ def select_slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a name says that its value is a secret, as `HF_TOKEN` does."""
+    """Return whether a variable's name indicates a secret value, as `HF_TOKEN` does."""
     return _SECRET.search(name) is not None
 
 

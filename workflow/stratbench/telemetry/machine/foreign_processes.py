@@ -1,4 +1,4 @@
-"""Detects foreign processes on the cell's GPUs, which would distort its times and memory.
+"""Detects foreign processes on a cell's GPUs, which would distort the cell's times and memory.
 
 The cell's processes descend from its agent, as the fork server and the workers do. A program that only draws
 on a screen is not a foreign process, nor is the server of CUDA's MPS, but their memory counts. Neither torch
@@ -31,7 +31,7 @@ def locate_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
 
 
 def find_worker_gpu(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
-    """Return a worker's GPU, or None if NVML does not know it."""
+    """Return a worker's GPU, or None if NVML does not know the GPU."""
     return nvml.find_named_gpu(str(gpu.get("uuid", gpu.get("index", ""))))
 
 
@@ -42,7 +42,7 @@ def describe_gpu(gpu: dict[str, Any]) -> str:
 
 
 def is_mps_server(pid: int) -> bool:
-    """Return whether a process is a server through which other processes compute (CUDA's MPS)."""
+    """Return whether a process is CUDA's MPS server, through which other processes compute."""
     import psutil
 
     try:
@@ -69,7 +69,7 @@ def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
 
 
 class ForeignProcessWatch:
-    """Records in a file which foreign processes compute on the cell's GPUs of this node.
+    """Records, in a file, the foreign processes that compute on the cell's GPUs of this node.
 
     It watches only GPUs on which NVML lists a process of the cell: in a container NVML's process numbers may
     be meaningless.
@@ -83,7 +83,7 @@ class ForeignProcessWatch:
         self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
 
     def look(self, t_s: float) -> None:
-        """Ask NVML for the processes of each GPU. Write the file if there is a new foreign process.
+        """Ask NVML for the processes of each GPU. Write the file if a foreign process is new.
 
         Args:
             t_s: Present time in seconds, as it is recorded.
@@ -106,7 +106,7 @@ class ForeignProcessWatch:
             self.write()
 
     def write(self) -> None:
-        """Write the foreign processes to the file, if there are any. An error of the disk is only printed."""
+        """Write the file if there are foreign processes. A failure to write is only printed."""
         try:
             if self._found:
                 write_atomic(self._out, json.dumps(list(self._found.values())))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Peak rates of one GPU by its datasheet; None for a unit that the GPU lacks.
+    """Peak rates of one GPU by its datasheet. None stands for a unit that the GPU lacks.
 
     Attributes:
         name: Short name of the GPU.

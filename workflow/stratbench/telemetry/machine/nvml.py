@@ -39,7 +39,7 @@ _PCIE_TX, _PCIE_RX = 0, 1
 
 
 class Nvml:
-    """The initialised NVML library. Without library, driver or GPU, it lists no GPUs.
+    """The initialised NVML library, which lists no GPUs if library, driver or GPU are missing.
 
     `library` replaces the module `pynvml` (package nvidia-ml-py). `reason` says why NVML does not work, or is
     None if it works.

@@ -1,4 +1,4 @@
-"""The network interface by which gloo's processes on other nodes reach this one."""
+"""Finds the network interface by which gloo processes on other nodes reach this node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ANYWHERE = "192.0.2.1"
 
 
 def set_gloo_interface() -> None:
-    """Set gloo's interface if its default is unreachable for others.
+    """Set gloo's network interface if the default interface is unreachable for other nodes.
 
     An interface that the user has set stays. The default is unreachable if this node's name means a loopback
     address, as in Debian's /etc/hosts. The interface is then that to the other nodes of the SLURM job, else
@@ -34,7 +34,7 @@ def set_gloo_interface() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name means an address that only processes of this machine reach."""
+    """Return whether a name resolves to an address that is reachable from this machine only."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     except OSError:

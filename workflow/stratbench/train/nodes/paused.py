@@ -1,4 +1,4 @@
-"""Consequences of a cell's pauses: they count towards no limit, and may spoil its measurements."""
+"""Handles a cell's pauses, which count towards no time limit and may spoil measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Trained = Callable[[Job, int], Iterable[PhaseInterval]]
 
 
 def read_training_phases(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
-    """Read, from phase logs, the intervals in which the workers with given ranks trained."""
+    """Read, from phase logs, the intervals in which the workers with these ranks trained."""
     return [p for p in read_phases(map(job.folder.phases, ranks)) if p.phase == "train"]
 
 

@@ -64,9 +64,9 @@ def run_module_on_nodes(
 
     Args:
         nodes: Number of nodes.
-        cpus: Cores of its node that each may use; without it srun would take 1, whatever the job has.
+        cpus: Cores that the module may use on each node. By default srun would give 1, whatever the job has.
         module: Module to run.
-        arguments: Its arguments.
+        arguments: Command-line arguments of the module.
         left_s: Returns the remaining time in seconds.
     """
     command = [

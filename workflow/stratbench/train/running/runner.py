@@ -43,7 +43,7 @@ class Runner:
 
     @classmethod
     def takes(cls, s: Settings) -> bool:
-        """Return whether this runner runs cells with the given settings."""
+        """Return whether this runner runs cells with these settings."""
         return True
 
     # ------------------------------------------------------------ while the cell runs
@@ -157,7 +157,7 @@ class Runner:
 
         Args:
             job: Job of the cell.
-            exits: How its processes exited.
+            exits: How the cell's processes exited.
             kills_before: The kernel's count of memory kills before the cell, or None if unknown.
         """
         return classify_ending(job, exits, kills_before)
@@ -223,7 +223,7 @@ class Runner:
 
 
 def _read_exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
-    """Return a worker's exit code from the worker's own file, else from its agent."""
+    """Return a worker's exit code, from the worker's own file or else from its agent."""
     result = job.folder.read_worker(rank)
     if result is None:
         return None if standing is None else standing.exit_code

@@ -19,7 +19,7 @@ def get_sample_kind(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The metadata of a data set, as known before it is read.
+    """The metadata of a data set, as far as known before the data set is read.
 
     Shape, classes and numbers of samples of a user's own data set are None until it is prepared, unless its
     specification has them. `own_data.OwnData` opens such a data set, so that `open_source` is None.

@@ -27,7 +27,7 @@ EVAL_IMAGES, EVAL_WAVEFORMS, EVAL_TOKENS = 512, 64, 8192
 
 
 class Augmentation(NamedTuple):
-    """One epoch's random crops and flips of all N training samples: integer tensors [N].
+    """Random crops and flips of all N training samples for one epoch: integer tensors [N].
 
     Attributes:
         top: First row of each crop within the padded image.
@@ -41,7 +41,7 @@ class Augmentation(NamedTuple):
 
 
 class EpochTables(NamedTuple):
-    """An epoch's order of the training samples, int64 [N], and their augmentation, if any."""
+    """One epoch's order of the training samples, int64 [N], and the samples' augmentation, if any."""
 
     order: torch.Tensor
     augmentation: Augmentation | None
@@ -266,7 +266,7 @@ class DeviceData(ABC):
     def batch(
         self, indices: torch.Tensor, augmentation: Augmentation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch of training samples, as a model takes them, and their targets.
+        """Return a batch of training samples in a model's format, and their targets.
 
         Args:
             indices: Indices of the samples, shape [b].
@@ -280,7 +280,7 @@ class DeviceData(ABC):
     def practice_batches(
         self, samples: int, s: Settings
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Return a function that makes a batch like those of the training, for warm-up steps."""
+        """Return a function that makes batches like the training's, for warm-up steps."""
         import torch
 
         indices = torch.arange(samples, device=self.index_device) % self.train_samples
@@ -313,7 +313,7 @@ class DeviceData(ABC):
         targets: torch.Tensor,
         drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch as a model takes it, from stored data on the device.
+        """Return a batch in a model's format, from stored data on the device.
 
         Args:
             inputs: Stored inputs.
@@ -450,7 +450,7 @@ class Images(DeviceData):
     def _crop(
         self, images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor
     ) -> torch.Tensor:
-        """Crop each zero-padded image at its own offset, and mirror those with `flip` 1."""
+        """Crop each zero-padded image at its own offset, and mirror each image with `flip` 1."""
         import torch.nn.functional as functional
 
         batch, channels, height, width = images.shape

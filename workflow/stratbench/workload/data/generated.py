@@ -119,7 +119,7 @@ class MarkovChain:
         self._up_to = self.odds.cumsum(axis=1)
 
     def entropy(self) -> float:
-        """Return the entropy of a token given the previous one, in nats (Shannon, 1948)."""
+        """Return the conditional entropy of a token after the previous token, in nats (Shannon, 1948)."""
         return float(self.share @ _compute_entropies(self.odds))
 
     def draw(self, rng: np.random.Generator, count: int, length: int) -> np.ndarray:
@@ -152,7 +152,7 @@ def _compute_entropies(odds: np.ndarray) -> np.ndarray:
 def make_generated_source(
     samples: tuple[int, int], chunks: Callable[[int, int], Iterator[Chunk]], least_loss: float
 ) -> Source:
-    """Return a generated training and test set, each from its own stream of random numbers."""
+    """Return a generated training and test set, each with its own random stream."""
     train, test = (Split(n, chunks(n, stream)) for n, stream in zip(samples, (1, 2), strict=True))
     return Source(train, test, [], generated=True, least_loss=least_loss)
 

@@ -40,7 +40,7 @@ class Generator:
     minimum: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda values: {}
 
     def describe(self, values: Mapping[str, int]) -> Dataset:
-        """Return the metadata of a data set that is generated from the given values.
+        """Return the metadata of the data set that is generated from these values.
 
         Raises:
             DataError: For a value that is too small.

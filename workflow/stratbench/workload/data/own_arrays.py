@@ -20,7 +20,7 @@ RETURNS = f"return ({', '.join(NAMES)}), ({', '.join(TOKEN_NAMES)}) of tokens, o
 
 
 class Opened(NamedTuple):
-    """A user's data set after it was opened.
+    """A user's data set after opening: samples, shape, and number of classes.
 
     Attributes:
         source: Samples of the data set.
@@ -171,7 +171,7 @@ def _count_classes(who: str, train: np.ndarray, test: np.ndarray) -> int:
 
 
 def _flatten_values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the targets of both splits, which are values, as [N, values]."""
+    """Return the targets of both splits, which are values instead of classes, as [N, values]."""
     import numpy as np
 
     flat = {}

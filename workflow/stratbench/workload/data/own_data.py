@@ -76,7 +76,7 @@ class OwnData:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of a sample, or None if it is unknown before the data are read."""
+        """Shape of a sample. None if unknown before the data are read."""
         if self.call:
             return (self.values["sequence"],) if self.values["sequence"] else None
         shape = KINDS[self.kind].shape

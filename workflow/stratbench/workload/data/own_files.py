@@ -121,7 +121,7 @@ Labelled = list[tuple[Any, int]]
 
 
 def list_class_folders(name: str, folder: Path, samples: Samples) -> tuple[ByClass, ByClass | None]:
-    """Return the files by class of FOLDER/train/CLASS, and those of FOLDER/test/CLASS (or val).
+    """Return the files per class in FOLDER/train/CLASS, and those in FOLDER/test/CLASS (or val).
 
     Without a test folder, the second is None, and the class folders may be in FOLDER itself.
     """
@@ -229,7 +229,7 @@ def read_image_folder(
 
 
 def invalid_channels_reason(values: Mapping[str, Any]) -> str | None:
-    """Return the reason that makes these channels invalid, or None."""
+    """Return why the number of channels in `values` is invalid. None if it is valid."""
     if values["channels"] in (1, 3):
         return None
     return f"channels = {values['channels']}: images become grey (1) or RGB (3)"
@@ -274,7 +274,7 @@ def _read_pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
 def read_text_files(
     name: str, files: Sequence[Path], tokenizer: Path | None, sequence: int, test_share: float
 ) -> tuple[Source, int]:
-    """Return a text of concatenated files, and its number of different tokens.
+    """Return the text in some files as samples, and the number of different tokens.
 
     The text is cut into pieces of `sequence` tokens. Without a tokenizer, a character's token is its index
     among the sorted different characters of the text.
@@ -340,7 +340,7 @@ def split_text(
 
 
 def read_utf8(name: str, path: Path) -> str:
-    """Return the text of a file in UTF-8; raise DataError if it cannot be read."""
+    """Return the text of a UTF-8 file. Raise DataError if the file cannot be read."""
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -353,7 +353,7 @@ def read_utf8(name: str, path: Path) -> str:
 
 
 def open_tokenizer(name: str, path: Path) -> Any:
-    """Return the tokenizer in a file. Raise DataError if it is invalid or its package is missing."""
+    """Return the tokenizer in a file. Raise DataError for an invalid file or a missing package."""
     try:
         from tokenizers import Tokenizer
     except ImportError:

@@ -14,7 +14,7 @@ BUFFERED_BATCHES = 2
 
 
 class _BatchBuffers:
-    """The buffers of one batch, and the events after which they may be used again.
+    """The buffers of one batch, and the events after which these buffers may be used again.
 
     `staged` are in pinned host memory, `arrived` on the device. `used` is recorded when the device has used
     the batch, `copied` when the copy is complete.
@@ -44,7 +44,7 @@ class _FetchedBatch(NamedTuple):
 
 
 class HostRows:
-    """Fetches rows of arrays in host memory to a device, one batch in advance.
+    """Fetches rows of arrays in host memory to a device, one batch ahead of the training.
 
     While the device computes, a thread gathers the rows into pinned memory, and copies them on a stream of
     its own. In `take`, the current stream waits for the copy, and the host for the gathering only. On a CPU
@@ -76,7 +76,8 @@ class HostRows:
     def fetch(self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None) -> None:
         """Begin to fetch a batch: the rows of the arrays and of some tables.
 
-        The new batch overwrites the batch of two fetches before, so all work on that batch must have been queued.
+        The new batch overwrites the batch of two fetches before, so all work on the old batch must have been
+        queued.
 
         Args:
             indices: Indices of the rows, int64 [b] in host memory.
@@ -127,7 +128,7 @@ class HostRows:
     def _allocate_buffers(
         self, slot: _BatchBuffers, sources: Sequence[torch.Tensor], samples: int
     ) -> None:
-        """Allocate buffers for batches of another size. This is rare: a training has one batch size."""
+        """Allocate buffers for another batch size, which is rare: a training has one batch size."""
         import torch
 
         if self._coming is not None:
@@ -146,7 +147,7 @@ class HostRows:
     def _gather_rows(
         self, slot: _BatchBuffers, sources: Sequence[torch.Tensor], indices: torch.Tensor
     ) -> None:
-        """Gather the rows of a batch into its buffers. Start the copy; it runs in the thread."""
+        """Gather a batch's rows into its buffers, and start the copy to the device."""
         import torch
 
         if slot.copied is not None:

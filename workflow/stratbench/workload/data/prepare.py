@@ -29,7 +29,7 @@ def prepare_data_set(
     download: bool = True,
     spec: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write the arrays of a data set and their metadata to a folder. Return the metadata.
+    """Write a data set's arrays and metadata to a folder, and return the metadata.
 
     An intact earlier result is reused. The folder is either complete or missing, and concurrent calls do not
     disturb each other.
@@ -101,7 +101,7 @@ def _prepare_unless_intact(
     out_dir: Path,
     open_source: Callable[[Path], tuple[Source, Dataset]],
 ) -> dict[str, Any]:
-    """Prepare a data set in a folder, unless the folder already has it. Return its metadata.
+    """Prepare a data set in a folder, unless the folder has it. Return its metadata.
 
     Args:
         request: Metadata that identify the data set.

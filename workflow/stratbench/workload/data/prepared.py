@@ -53,7 +53,7 @@ def format_meta_file_name(spec: Mapping[str, Any] | None) -> str:
 def write_data_set(
     folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset
 ) -> dict:
-    """Write the arrays of a data set and their metadata to a folder. Return the metadata.
+    """Write a data set's arrays and metadata to a folder, and return the metadata.
 
     The metadata are `request`, the numbers of samples, the source files, and the arrays' SHA-256, size in
     bytes and modification time. For images and waveforms they include the mean and standard deviation of each
@@ -172,7 +172,7 @@ class _FloatMoments:
 
 
 def _get_size_and_time(folder: Path, array: str) -> list[int]:
-    """Return the bytes of an array's file, and its modification time in ns.
+    """Return the size of an array's file in bytes, and its modification time in ns.
 
     Raises:
         DataError: If it is not a regular file.
@@ -199,10 +199,7 @@ def _hash_arrays(folder: Path) -> str:
 
 
 def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata of a folder if it has the requested data set undamaged.
-
-    Otherwise, the result is None.
-    """
+    """Return a data set folder's metadata, or None unless the requested data are intact."""
     try:
         meta = _read_meta_file(folder)
         same = all(meta[key] == value for key, value in request.items())
@@ -212,7 +209,7 @@ def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]
 
 
 def install_data_set(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Move a new data set to its folder in one step. Return the metadata of the folder afterwards.
+    """Move a new data set to its folder in one step. Return the folder's metadata afterwards.
 
     If another process has prepared the same data set there, that one stays. A damaged or different data set
     is first moved next to `built`.

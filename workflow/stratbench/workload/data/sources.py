@@ -1,4 +1,4 @@
-"""Reads built-in data sets from files on disk or from a mirror; `generated` has the computed ones.
+"""Reads data sets from files on disk or from a mirror. The module `generated` has computed ones.
 
 MNIST and CIFAR-10 are read in torchvision's layout. No file is parsed before its MD5 was compared with the
 published one. numpy is imported inside functions, since the Snakefile imports this module.
@@ -101,8 +101,8 @@ class Source(NamedTuple):
     Attributes:
         train: Training set.
         test: Test set.
-        files: Files from which they were read, each with `file`, `md5` and `bytes`.
-        generated: Whether a random generator has made them.
+        files: Files from which the samples were read, each with `file`, `md5` and `bytes`.
+        generated: Whether a random generator has made the samples.
         least_loss: Least possible mean loss of any model, in nats, or None if unknown.
     """
 
@@ -117,7 +117,7 @@ class Source(NamedTuple):
 
 
 def read_verified_file(path: Path, md5: str) -> bytes:
-    """Return the bytes of a file; raise DataError if their MD5 is not `md5`."""
+    """Return the bytes of a file. Raise DataError if the MD5 of the file is not `md5`."""
     try:
         content = read_regular_file(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -306,7 +306,7 @@ def load_cifar10(root: Path | None, scratch: Path | None) -> Source:
 
 
 def _unpack_cifar10(archive: bytes) -> dict[str, bytes]:
-    """Return the batch files in an archive. They are read in memory, so that no path is written to."""
+    """Return the batch files in CIFAR-10's archive. They are read in memory, not unpacked to disk."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
         return {
             name: member.read()

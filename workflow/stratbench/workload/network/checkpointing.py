@@ -127,7 +127,7 @@ def _has_attention_dropout(op: Any, args: Any, kwargs: Any) -> bool:
 
 
 class _Recomputing:
-    """Context of a block's recomputation. It is entered twice if backward has two parts.
+    """Context of a block's recomputation, which is entered twice if backward has two parts.
 
     Args:
         selected: Context with the stored results.

@@ -35,7 +35,7 @@ class Library:
         """Return the call, keyword arguments and declarations for an entry of `models` in the config.
 
         Args:
-            spec: The entry, with its defaults.
+            spec: The entry of `models`, with defaults filled in.
             known: File that caches the hash of the model's weights.
 
         Raises:
@@ -52,7 +52,7 @@ class Library:
         return None
 
     def packages_beside(self, spec: Mapping[str, Any]) -> list[str]:
-        """Return the packages that a call needs besides its own."""
+        """Return the packages that a call needs besides the package that it names."""
         return []
 
     def tasks_of_head(self, call: str) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class Library:
         return None
 
     def find_builder(self, named: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that builds a model, given the object that a call names."""
+        """Return the function that builds a model from the object that a call names."""
         return named
 
     def more_arguments(self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,12 @@ def _get_model_name(model: str | Model) -> str:
 
 
 def get_model(s: Settings) -> str | Model:
-    """Return the model of a cell: the name of a built-in one, or a `Model`."""
+    """Return the model of a cell: a built-in model's name, or a `Model` with metadata."""
     return make_model_metadata(s.model, s.own_model)
 
 
 def make_model_metadata(name: str, spec: Mapping[str, Any] | None) -> str | Model:
-    """Return a model: a built-in one's name, or a `Model` for a user's specification.
+    """Return the name of a built-in model, or a `Model` for a user's specification.
 
     Args:
         name: Name of the model.
@@ -122,7 +122,7 @@ def compute_input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int,
 def build_model(
     name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)
 ) -> nn.Module:
-    """Build a model with random weights, which it draws from the global random generators.
+    """Build a model with random weights, drawn from the global random generators.
 
     Args:
         name: The model.
@@ -276,7 +276,7 @@ def take_model_trial(
     task: Task,
     dtype: torch.dtype,
 ) -> Trial:
-    """Take trial steps of a built model with two samples each, and return their result.
+    """Take trial steps of a built model with two samples each, and return the findings.
 
     The model's state does not change.
 

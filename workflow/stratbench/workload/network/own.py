@@ -262,7 +262,7 @@ def _find_shared_memory(model: nn.Module) -> tuple[str, str] | None:
 
 
 def _tensors_overlap(t: Tensor, u: Tensor) -> bool:
-    """Return whether two tensors of one storage have an element in common."""
+    """Return whether two tensors of one storage share any element."""
     import torch
 
     from stratbench.workload.torch_internals import unset_fake_temporarily
@@ -309,7 +309,7 @@ def _describe_missing_values(shape: Sequence[int], e: Exception) -> str:
 
 
 def _reraise_out_of_memory(e: Exception) -> None:
-    """Raise an out-of-memory error again, unchanged, since it is no fault of the model."""
+    """Re-raise an out-of-memory error unchanged, because the user's model did not cause it."""
     import torch
 
     if isinstance(e, torch.OutOfMemoryError):

@@ -45,7 +45,7 @@ def get_autocast_dtype(precision: str) -> torch.dtype | None:
 
 
 def create_autocast_context(precision: str, device: torch.device) -> AbstractContextManager:
-    """Return a context of mixed precision, or one without effect for other precisions."""
+    """Return a context of mixed precision. It has no effect for other precisions."""
     import torch
 
     dtype = get_autocast_dtype(precision)

@@ -158,7 +158,7 @@ def take_trial(
 
 
 class _TrialRun:
-    """A trial in progress. Each method tests one property, and restores the model afterwards."""
+    """A trial in progress. Each method tests one property of the model, and restores the model."""
 
     def __init__(
         self,
@@ -390,7 +390,7 @@ def _record_called_modules(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _find_names_in_some_sets(reached: Sequence[set[str]]) -> tuple[str, ...]:
-    """Return names in some but not all sets, without submodules of other such names."""
+    """Return the names in some but not all sets, without submodules of other such modules."""
     some = set.union(*reached) - set.intersection(*reached)
     return tuple(sorted(n for n in some if not any(n.startswith(f"{other}.") for other in some)))
 
@@ -450,7 +450,7 @@ def _raise_model_error(label: object, e: Exception, what: str) -> None:
 
 @dataclass
 class _Gradient:
-    """How one backward computes a parameter's gradient."""
+    """How one backward computes the gradient of a parameter: number of additions, and sparsity."""
 
     #: Number of additions to the gradient.
     times: int = 0
@@ -583,7 +583,7 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 def _iter_read_parameters(
     result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a function reads. Without a tensor as result, it reads metadata only."""
+    """Yield the parameters whose values a function reads. A result without tensors means metadata only."""
     if isinstance(result, Tensor | tuple | list):
         yield from _iter_parameters_in([*args, *(kwargs or {}).values()])
 
