@@ -59,7 +59,7 @@ class CommandReport:
 
 
 def read_report(path: Path) -> CommandReport:
-    """Read the report in a file.
+    """Read the report that a user's command has written to a file.
 
     An incomplete last line is left out.
 
@@ -113,7 +113,7 @@ class _ReportReader:
         }
 
     def read_line(self, line: Any) -> None:
-        """Add a line to the report."""
+        """Add the values of one line of JSON to the report."""
         if not isinstance(line, dict):
             raise ValueError("is no JSON object")
         event, at_s = line["event"], _parse_number(line["t"], "t")

@@ -85,7 +85,7 @@ def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
 
 
 def make_self_reported_entry(report: CommandReport, origin_s: float) -> dict[str, Any]:
-    """Return the record's section `program.self_reported`."""
+    """Return the record's section `program.self_reported`: the values that the command reported."""
     sizes = set(report.samples_per_step)
     return {
         "workers": report.reported_facts["workers"],

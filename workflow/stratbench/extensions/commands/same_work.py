@@ -102,7 +102,7 @@ def iter_score_difference(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def compute_standard_error(row: Row) -> float:
-    """Return the standard error of a score: as recorded, binomial for a share, or 0."""
+    """Return the standard error of a score: recorded, from a binomial share, or else 0."""
     if row["score_error"] is not None:
         return row["score_error"]
     if row["score_unit"] != "share" or not row["test_samples"]:
