@@ -85,7 +85,7 @@ class Coordinator:
         on_epoch: Callable[[dict[str, Any]], None],
         ends_at: Callable[[float | None], bool],
     ) -> None:
-        """Prepare to admit members.
+        """Prepare to admit workers as members of the training.
 
         Args:
             secret: Secret of the job.
@@ -139,7 +139,7 @@ class Coordinator:
         return self._diverged
 
     def close(self) -> None:
-        """Stop admitting workers, and close all connections."""
+        """Stop admitting workers, and close the connections to all members."""
         self._stopped.set()
         self._gate.close()
         self._listeners.close()
@@ -261,7 +261,7 @@ class Coordinator:
                 send_message(other.connection, what, **said)
 
     def _list_training_members(self) -> list[GroupMember]:
-        """Return the members of the current generation."""
+        """Return the members that train in the current generation."""
         return [m for m in self._members.values() if m.state == "inside"]
 
     # ------------------------------------------------------------ what members say

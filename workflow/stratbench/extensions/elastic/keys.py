@@ -29,7 +29,7 @@ _RIGID_SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Keys):
-    """Keys of an experiment on elastic workers."""
+    """Keys of an experiment in config.yaml on elastic workers."""
 
     extension: ClassVar[str] = "elastic"
     workers_are_jobs: ClassVar[bool] = True
@@ -76,7 +76,7 @@ class Elastic(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticCluster(Keys):
-    """Keys of the block `cluster` on elastic workers."""
+    """Keys of the block `cluster` in config.yaml on elastic workers."""
 
     # fmt: off
     elastic_wait_h: float = setting(24, exclusiveMinimum=0,

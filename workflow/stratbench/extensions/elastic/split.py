@@ -95,7 +95,7 @@ class ElasticSynchronous:
         leaving: threading.Event,
         number: int,
     ) -> None:
-        """Prepare the training.
+        """Prepare the training of one elastic worker.
 
         Args:
             strategy: Strategy that was set up and warmed up in a group of this process alone.

@@ -44,7 +44,7 @@ from stratbench.train.locks import create_scratch_folder
 
 
 def main(job_file: str, number: int, local_rank: int = 0) -> None:
-    """Run a worker's process.
+    """Run the process of an elastic worker.
 
     Args:
         job_file: File of the job.

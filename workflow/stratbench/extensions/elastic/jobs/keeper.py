@@ -197,7 +197,7 @@ class WorkerJobSupervisor:
                     self._soon, pause_s = False, POLL_S
 
     def _compute_wait_s(self, pause_s: float) -> float:
-        """Return the seconds until the next poll.
+        """Return the seconds until the next poll of the worker jobs.
 
         The time is `pause_s`, or less if a job is due earlier.
         """

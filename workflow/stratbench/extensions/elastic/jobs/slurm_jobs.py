@@ -33,7 +33,7 @@ _REMEDY = (
 
 
 class SlurmJobs(Backend):
-    """SLURM as a scheduler of worker jobs.
+    """Scheduler that runs worker jobs as SLURM jobs.
 
     A job's script has only paths and numbers, because `scontrol` shows it to other users. The worker runs in
     a job step, so that signals of SLURM reach it directly. It gets SIGUSR1 before its time limit.

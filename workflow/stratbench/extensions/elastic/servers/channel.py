@@ -192,5 +192,5 @@ class ReturningChannel:
         self._channel.leave()
 
     def close(self) -> None:
-        """Close the present channel."""
+        """Close the present channel to the servers."""
         self._channel.close()

@@ -41,7 +41,7 @@ class Evaluations:
         target: float | None = None,
         higher_is_better: bool = True,
     ) -> None:
-        """Prepare evaluations.
+        """Prepare to hand out evaluations of epochs.
 
         Args:
             plan: Tickets of the run.

@@ -43,7 +43,7 @@ class Journal:
             line = line[os.write(self._file, line) :]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the journal's file."""
         os.close(self._file)
 
 
@@ -77,7 +77,7 @@ class NewEvents:
         self._path, self._at = Path(folder, _JOURNAL), 0
 
     def read_new_events(self) -> list[dict[str, Any]]:
-        """Return the events since the last call."""
+        """Return the journal's events since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
@@ -122,7 +122,7 @@ class SettledTickets:
             os.pwrite(self._file, b"\0", number)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of completed tickets."""
         os.close(self._file)
 
 

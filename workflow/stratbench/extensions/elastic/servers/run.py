@@ -231,9 +231,9 @@ class ElasticRun(ServerRun):
         delete_snapshot(self.config.snapshot_dir, epoch)
 
     def _handle_done(self, member: Member, frame: Frame) -> None:
-        """Handle a DONE frame of a worker.
+        """Handle a DONE frame, by which a worker reports that server 0 ended the training.
 
-        The worker relays with it that server 0 has ended the training.
+        Server 0 alone sends DONE to workers, which relay the frame to the other servers.
         """
         if self._first:
             raise ProtocolError("unexpected frame: DONE for server 0, which alone sends DONE")

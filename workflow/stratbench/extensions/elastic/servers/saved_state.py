@@ -48,7 +48,7 @@ def pack(value: Any, file: BinaryIO) -> Any:
 
 
 def unpack(value: Any, file: BinaryIO) -> Any:
-    """Return the value from which `pack_tensors` made these JSON values.
+    """Return the value that `pack_tensors` converted, from its JSON values and tensors.
 
     Raises StateError if a tensor is damaged.
     """
@@ -115,7 +115,7 @@ def save_state(
 
 
 class SavedServerState(NamedTuple):
-    """The saved state of one server."""
+    """Saved state of one server: shards, and other values."""
 
     layout: Layout
     extra_values: dict[str, Any]
@@ -183,6 +183,6 @@ class Saver:
             self._on_failure(f"the servers' state could not be saved in {self._folder}: {reason}")
 
     def wait_for_save(self) -> None:
-        """Wait until saving in progress has ended."""
+        """Wait until no state is being saved."""
         if self._start_thread is not None:
             self._start_thread.join()
