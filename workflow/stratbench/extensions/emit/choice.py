@@ -72,7 +72,7 @@ class Choice:
 
     @property
     def comments(self) -> list[str]:
-        """Comments of the file: the notes, and each setting that the file cannot express."""
+        """Comment lines of the file: notes, and each setting that the file cannot express."""
         everything: Mapping[str, Any] = self.options | self._values
         left = [
             f"{key} = {self._format_value(key)}: this file has no name for it"

@@ -46,7 +46,7 @@ NAMES_IN_TARGETS: dict[str, dict[str, str]] = {
 
 
 def list_supporting_targets(strategy: str) -> list[str]:
-    """Return the targets that support a strategy."""
+    """Return the names of the targets that support a strategy."""
     called = NAMES_IN_TARGETS.get(strategy, {})
     return [target for target in TARGETS if target in called or target == "variant"]
 

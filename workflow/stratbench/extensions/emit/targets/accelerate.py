@@ -96,7 +96,7 @@ def write(choice: Choice, called: str) -> str:
 
 
 def describe_accumulation(choice: Choice) -> str:
-    """Return how a script accumulates `{parts}` micro-batches.
+    """Return a text on how a script accumulates `{parts}` micro-batches.
 
     FSDP's gradients are reduced as in the cell.
     """

@@ -18,7 +18,7 @@ from stratbench.extensions.emit.targets.hyperparameters import (
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as DeepSpeed's JSON.
+    """Return the cell's configuration as DeepSpeed's JSON.
 
     Args:
         choice: The cell.

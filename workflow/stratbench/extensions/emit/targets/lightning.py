@@ -38,7 +38,7 @@ PRECISION = {
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as Python code.
+    """Return the cell as Python code for Lightning.
 
     Args:
         choice: The cell.

@@ -29,7 +29,7 @@ REPLACE_COMMENT = (
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as a script.
+    """Return the cell as a Python script for plain PyTorch.
 
     Args:
         choice: The cell.
