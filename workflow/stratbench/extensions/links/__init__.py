@@ -16,7 +16,7 @@ EXTENSION = Extension(
 
 
 def add_subcommands(add: Any) -> None:
-    """Add `links` to the command line.
+    """Add the subcommand `links` to the command line.
 
     Args:
         add: Adds a subcommand (`SubcommandAdder`).

@@ -316,7 +316,7 @@ def _find_best_fit(library: str, kind: str, times: Sequence[CollectiveTime]) -> 
 def _fit_alternately(
     algorithms: Sequence[Algorithm], times: Sequence[CollectiveTime], first: Algorithm
 ) -> _Fit:
-    """Fit links and choose the fastest algorithm per tensor, in turns, starting from `first`."""
+    """Fit links and choose each tensor's fastest algorithm in turns, starting from `first`."""
     repeats: dict[tuple[int, int, int], list[float]] = {}
     for t in times:
         repeats.setdefault((t.workers, t.nodes, t.n_bytes), []).append(t.seconds)

@@ -138,7 +138,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def write_links(folder: Path, times: Sequence[CollectiveTime], compute_slowdown: float) -> None:
-    """Write `times.csv` and `links.csv`.
+    """Write the measured times to `times.csv`, and the fitted links to `links.csv`.
 
     Args:
         folder: Folder to write to.

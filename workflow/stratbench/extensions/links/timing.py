@@ -36,7 +36,7 @@ class Sweep:
     collective_kinds: tuple[str, ...] = KINDS
 
     def list_sizes_bytes(self) -> list[int]:
-        """Return the tensor sizes in bytes.
+        """Return the sizes of the tensors to exchange, in bytes.
 
         The sizes go from 1 KiB in factors of four up to the largest.
         """
