@@ -177,7 +177,7 @@ def make_points_metric(one: str, other: str) -> Callable[[Repeats], Iterator[Cla
 
 
 def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
-    """Yield the share of the accuracy lost by ps-async against ps-sync that ps-async-modified recovers.
+    """Yield how much of ps-async's accuracy loss against ps-sync ps-async-modified recovers, as a share.
 
     It is the median over the repeats that all three have, with their range. There is no figure if no accuracy
     is lost.
