@@ -168,7 +168,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def main() -> None:
-    """Run the command line.
+    """Run the command line that compares predictions with records.
 
     Missing footprints are made, as in `snakemake plan`.
     """

@@ -141,7 +141,7 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Checked:
-    """Result of the check of a study.
+    """Result of the check of a study: models, dry runs and footprints.
 
     Attributes:
         subjects: The cells of the study.

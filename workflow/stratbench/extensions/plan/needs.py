@@ -67,7 +67,7 @@ class Subject:
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of the cell's workers."""
+        """Device mesh of the cell's workers: replicas, tensor groups and pipeline stages."""
         return self.strategy.mesh(self.cell.gpus)
 
     @property

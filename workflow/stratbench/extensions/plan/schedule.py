@@ -81,7 +81,7 @@ class DeviceFit:
 
 @dataclass(frozen=True)
 class Planned:
-    """One cell's part of the plan.
+    """The plan of one cell: its needs, and predictions per device.
 
     Without a footprint nothing is predicted, and `reason` says why.
 
@@ -141,7 +141,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanAddition:
-    """Additions of one extension to plans.
+    """What one extension adds to plans.
 
     Attributes:
         durations: Takes the config, the study and records, and returns durations of cells, also beyond
@@ -209,7 +209,7 @@ def make_plan(
 
 
 def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
-    """Return the study's usable records by cell.
+    """Return the study's usable records, by the cell they are of.
 
     Print which records are left out, such as those of other settings.
     """
@@ -361,7 +361,7 @@ def _predict_fit(
 
 
 def classify_fit(needed_bytes: float, device: Device, margin: float) -> str:
-    """Return FITS, TIGHT or DOES_NOT_FIT.
+    """Return FITS, TIGHT or DOES_NOT_FIT, by a predicted memory and a device's memory.
 
     Args:
         needed_bytes: Predicted need of a worker.

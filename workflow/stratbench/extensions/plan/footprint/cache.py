@@ -46,7 +46,7 @@ class CachedResult(Protocol):
 
 
 class CachedJob(NamedTuple):
-    """Work for a process.
+    """Work for a process, whose result is cached.
 
     Attributes:
         name: Name in progress messages.

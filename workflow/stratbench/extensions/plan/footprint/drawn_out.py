@@ -198,14 +198,14 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class EventSegment:
-    """Events between two marks of a step.
+    """Events of a traced step between two marks.
 
     Attributes:
         key: The mark's label, its block's number from the start or (negative) from the end, and how
             often this mark occurred before.
         moments: Numbers of events since the step's start after which memory may be highest.
-        collective_range: Index of the first of the step's collectives in it, and of the first one after it.
-        reduction_range: Index of the first of the step's reductions in the segment, and of the first after it.
+        collective_range: Index of the first of the step's collectives in the segment, and of the next one.
+        reduction_range: The two indices for the step's reductions.
     """
 
     key: tuple[Any, ...]
@@ -227,7 +227,7 @@ class EventSegment:
 def split_into_segments(
     trace: OperatorTrace, blocks: int, first: int, stop: int
 ) -> list[EventSegment]:
-    """Return the segments of a step.
+    """Return the segments of a traced step, between the trace's marks.
 
     Args:
         trace: The trace with its marks.

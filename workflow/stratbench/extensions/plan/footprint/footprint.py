@@ -178,7 +178,7 @@ class Footprint:
 
     @property
     def slowest_rank(self) -> Footprint:
-        """Footprint of the rank that computes most."""
+        """Footprint of the pipeline rank that computes most."""
         return max(self.footprint_per_stage, key=lambda f: f.computed_flops_per_sample)
 
     def compute_training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
@@ -451,7 +451,7 @@ def follow(
 def _split_steps(
     trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
-    """Return the phases of both steps, and the indices of three events.
+    """Return the phases of both traced steps, and the first events of steps and evaluation.
 
     The two steps and the evaluation begin at these events.
     """

@@ -122,7 +122,7 @@ class Replica(nn.Module):
         self._under_way.clear()
 
     def reduce_all(self) -> None:
-        """Reduce every bucket, as a step does."""
+        """All-reduce every gradient bucket, as a step does."""
         for index in range(len(self.buckets)):
             self._reduce_bucket(index)
 

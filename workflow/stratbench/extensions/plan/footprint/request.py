@@ -181,7 +181,7 @@ class Request:
 
     @property
     def batch_format(self) -> torch.memory_format:
-        """Memory format of the input."""
+        """PyTorch memory format of the input, such as channels_last."""
         return get_batch_memory_format(
             self.settings.precision, "cuda" if self.is_on_cuda else "cpu"
         )

@@ -210,7 +210,7 @@ def _take_first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
 def _scatter_like_gloo(
     scatter: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return a concurrent reduce-scatter that retains the copy which gloo reduces."""
+    """Reduce-scatter as gloo does: a concurrent call retains the copy that gloo reduces."""
     work = scatter(output, input, *args, **kwargs)
     return TorchReduction(work, input.clone()) if kwargs.get("async_op") else work
 

@@ -99,16 +99,16 @@ class OperatorTrace(TorchDispatchMode):
     # --- what the caller says ----------------------------------------------------------------------
 
     def begin_phase(self, phase: str) -> None:
-        """Start a phase for the following events."""
+        """Start a named phase, to which the following events belong."""
         self.add_mark("phase")
         self.phases.append(Phase(phase, len(self.events)))
 
     def add_mark(self, label: str, block: int | None = None) -> None:
-        """Store the current position as a mark."""
+        """Store the trace's current position as a mark."""
         self.marks.append(self.make_mark(label, block))
 
     def make_mark(self, label: str = "", block: int | None = None) -> TraceMark:
-        """Return the current position as a mark."""
+        """Return the trace's current position as a mark."""
         calls = sum(len(phase.collectives) for phase in self.phases)
         sums = sum(len(phase.reductions) for phase in self.phases)
         return TraceMark(label, block, len(self.events), calls, sums)
@@ -200,7 +200,7 @@ class OperatorTrace(TorchDispatchMode):
                 self.streamed.update(scattered)
 
     def _log_temporary(self, part: str, sizes: list[int]) -> None:
-        """Log temporary allocations that exist together."""
+        """Log temporary allocations that exist at the same time."""
         numbers = range(self._count + 1, self._count + 1 + len(sizes))
         self._count += len(sizes)
         self.tags.update(dict.fromkeys(numbers, part))

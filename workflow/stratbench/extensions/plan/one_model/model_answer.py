@@ -107,7 +107,7 @@ class StrategyAnswer:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer for a model.
+    """Answer to the question which strategies fit a model on some GPUs.
 
     `strategy_answers` are sorted, with the fastest that fits first. `unplanned_text` counts and names
     what was not planned.
@@ -282,7 +282,7 @@ def choose_batch(
     batch: int | None = None,
     reads_text: bool | None = None,
 ) -> StrategyAnswer:
-    """Return a cell at the largest batch that fits a device, or the minimum.
+    """Return a cell at the largest batch that fits a device, or the smallest batch.
 
     Args:
         s: The cell, with any batch.

@@ -18,7 +18,7 @@ from stratbench.study import plan_file
 
 
 class Unit(NamedTuple):
-    """Format of one kind of quantity.
+    """Format of one kind of quantity in plan.csv.
 
     Attributes:
         csv: Returns the number for plan.csv.
@@ -128,7 +128,7 @@ def make_row(c: Planned, others: Iterable[str]) -> dict[str, Any]:
 
 
 def write_csv(plan: Plan, path: Path) -> None:
-    """Write plan.csv."""
+    """Write plan.csv, with a row per cell."""
     write_rows([make_row(c, plan.compared_devices) for c in sort_by_usual_time(plan.cells)], path)
 
 

@@ -108,7 +108,7 @@ def format_network(plan: Plan) -> str:
 
 
 def write_html(plan: Plan, path: Path) -> None:
-    """Render plan.html."""
+    """Render the plan as an HTML page, plan.html."""
     values = _collect_values(plan) | {
         "columns": COLUMNS,
         "part_names": PART_NAMES,

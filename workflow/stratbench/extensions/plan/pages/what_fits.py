@@ -342,7 +342,7 @@ def find_exchange_steps(strategy: Strategy) -> tuple[int, int]:
 
 
 def _index_footprint(footprint: Footprint, footprints: dict[str, int]) -> int:
-    """Return the index of a footprint in the page's list, which has equal footprints once."""
+    """Return a footprint's index in the page's list of distinct footprints."""
     text = json.dumps(_select_page_values(footprint), separators=(",", ":"))
     return footprints.setdefault(text, len(footprints))
 
