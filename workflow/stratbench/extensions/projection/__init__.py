@@ -17,7 +17,7 @@ EXTENSION = Extension(
 
 
 def add_subcommands(add: Any) -> None:
-    """Add `project` to the command line.
+    """Add the subcommand `project` to the command line.
 
     Args:
         add: Adds a subcommand (`SubcommandAdder`).

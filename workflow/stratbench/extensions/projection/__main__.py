@@ -124,7 +124,7 @@ def read_gpu_price(config: Mapping[str, Any]) -> float | None:
 
 
 def describe_strategy(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
-    """Return the sentences on one strategy, as text.
+    """Return a text on one strategy's projection.
 
     Only the first refused count beyond all projected ones has a sentence.
 

@@ -155,7 +155,7 @@ class Skill:
 
 
 def measure_skill(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) -> Skill:
-    """Return the skill of `rule` over the best of RULES, by `compute_forward_errors`.
+    """Return the skill of `rule` relative to the best of the naive RULES.
 
     Args:
         rule: The rule.

@@ -144,7 +144,7 @@ def _has_informative_interval(rule: Rule, points: Sequence[MeasuredStep], scalin
 def _count_fit_refusal_reason(
     points: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
-    """Return the reason against a projection by a + b/N of the measured counts.
+    """Return why a + b/N of the measured counts allows no projection to `workers`.
 
     The result is None if the projection is possible.
     """

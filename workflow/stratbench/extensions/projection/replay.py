@@ -38,7 +38,7 @@ class CollectiveStart:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Collectives of a step in their order.
+    """Collectives of a traced step in their order, with their positions in the computation.
 
     Attributes:
         collectives: The collectives with their positions.

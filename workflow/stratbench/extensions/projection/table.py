@@ -166,7 +166,7 @@ def make_rows(
 def _make_time_columns(
     evidence: ProjectionInputs, facts: TrainingFacts, workers: int, *step_s: float
 ) -> dict[str, float | None]:
-    """Return the columns of step, efficiency, training and target.
+    """Return the columns on step time, efficiency, training time and time to the target.
 
     They follow from the step's low, middle and high time.
     """

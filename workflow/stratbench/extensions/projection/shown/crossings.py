@@ -47,7 +47,7 @@ class Crossing:
     clear_above: int | None
 
     def describe_crossing(self, noun: str) -> str:
-        """Return a sentence on the crossing."""
+        """Return a sentence on the worker count at which the fastest strategy changes."""
         apart = [
             f"{name} is clearly faster on {count}"
             for name, count in (

@@ -21,7 +21,7 @@ from stratbench.extensions.projection.shown.projected import (
 
 
 class ProjectionEvidence(Evidence):
-    """Evidence of a decision from a projection.csv.
+    """Evidence from a projection.csv for a decision.
 
     Args:
         projected: Projections by strategy and number of workers, within the constraints.
