@@ -16,7 +16,7 @@ from stratbench.study.config.messages import ConfigError
 
 
 class QueueEvidence(Evidence):
-    """Evidence from a simulation of the queue."""
+    """Evidence for a decision from a simulation of the queue."""
 
     def __init__(self, constraints: Constraints) -> None:
         """Store the decision's constraints, which include `decide.queue`."""

@@ -55,7 +55,7 @@ class AccountingEntry:
 
     @property
     def queued_s(self) -> float:
-        """Time from which on the job waited in the queue and was eligible to run."""
+        """Time at which the job began to wait and could run, in seconds since 1970."""
         return max(self.submit_s, self.eligible_s or 0.0)
 
     @property
@@ -111,7 +111,7 @@ class AccountingHistory:
 
     @property
     def window_days(self) -> float:
-        """Length of the window in days."""
+        """Length of the time window in days."""
         begin_s, end_s = self.window_s
         return (end_s - begin_s) / 86400
 
@@ -254,7 +254,7 @@ class AccountingHistory:
 def read_history(
     path: str | Path, gpus_per_node: int, partition: str | None = None
 ) -> AccountingHistory:
-    """Read a file of SLURM's accounting.
+    """Read jobs from a file of SLURM's accounting (sacct).
 
     Args:
         path: The file.

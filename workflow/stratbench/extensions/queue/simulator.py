@@ -36,10 +36,10 @@ class JobOwner(Protocol):
     """An object that submits simulated jobs. The simulator calls its methods on events."""
 
     def handle_start(self, sim: Cluster, job: SimulatedJob) -> None:
-        """Handle the start of a job."""
+        """Handle the start of one of the owner's jobs."""
 
     def handle_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
-        """Handle the end of a job.
+        """Handle the end of one of the owner's jobs.
 
         Args:
             sim: The cluster.
@@ -100,7 +100,7 @@ class Cluster:
         rules: Rules,
         seed: int = 0,
     ) -> None:
-        """Start with an empty cluster.
+        """Start with an empty cluster of idle GPUs.
 
         Args:
             nodes: Number of nodes.
@@ -176,7 +176,7 @@ class Cluster:
             self._stop_job(job, "cancelled")
 
     def schedule_wake(self, owner: JobOwner, at_s: float, note: object) -> None:
-        """Call `owner.handle_wake(sim, note)` at a time.
+        """Plan a call of `owner.handle_wake(sim, note)` at a simulated time.
 
         Args:
             owner: The owner.
@@ -420,7 +420,7 @@ class _FreeGpuPlan:
         return self.free[begin : max(bisect_left(self.times, begin_s + seconds), begin + 1)].min(0)
 
     def reserve_gpus(self, begin_s: float, seconds: float, at: dict[int, int]) -> None:
-        """Reserve GPUs for an interval.
+        """Reserve GPUs of some nodes for a time interval.
 
         Args:
             begin_s: Begin of the interval.

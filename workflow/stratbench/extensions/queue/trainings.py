@@ -82,7 +82,7 @@ class Training:
         self.submit_jobs(sim)
 
     def submit_jobs(self, sim: Cluster) -> None:
-        """Submit the jobs of the training."""
+        """Submit the jobs of the training to the simulated queue."""
         raise NotImplementedError
 
     def handle_wake(self, sim: Cluster, note: object) -> None:
