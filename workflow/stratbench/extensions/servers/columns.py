@@ -16,7 +16,7 @@ def iter_server_worker_entries(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def count_servers(record: Record) -> int | None:
-    """Return the number of parameter servers."""
+    """Return the number of parameter servers of a cell."""
     return len(list_servers(record)) or None
 
 

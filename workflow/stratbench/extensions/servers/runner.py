@@ -30,7 +30,7 @@ class ServedRunner(Runner):
         return has_servers(s)
 
     def launch(self, job: Job, cpus_per_node: int) -> tuple[Exits, Ending]:
-        """Run the job's processes, whose connections begin with a secret of this cell."""
+        """Run the cell's processes. A new secret authenticates their connections."""
         write_secret(job.folder.secret, new_secret())
         try:
             return super().launch(job, cpus_per_node)
@@ -75,7 +75,7 @@ class ServedRunner(Runner):
         return figures | traffic_of_servers(job, workers, servers, run)
 
     def lost_workers(self, job: Job) -> list[dict[str, Any]]:
-        """Read the workers that servers lost."""
+        """Read which workers the servers lost."""
         return [w for server in read_servers(job) for w in server.get("lost", ())]
 
     def step_times_s(self, job: Job) -> list[list[float]]:

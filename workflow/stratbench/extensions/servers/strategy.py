@@ -383,8 +383,8 @@ class ParameterServer(base.Strategy):
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute a batch's gradients, push them, and return the loss.
 
-        If the task weights its samples, the result is a tensor of shape [2]: the sum of losses and the weights'
-        sum. No worker knows the weight of the global batch.
+        If the task weights its samples, the result has the sum of losses and that of weights, shape [2]. No
+        worker knows the weight of the global batch.
         """
         import torch
 

@@ -50,7 +50,7 @@ class OrMoPolicy(Policy):
         )
 
         def lr_factor(self, workers: int) -> float:
-            """Return 1 / N for N workers.
+            """Return the factor on the learning rate: 1 / N for N workers.
 
             The N gradients of a bucket are the parts of one global batch.
             """

@@ -70,7 +70,7 @@ def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOp
 def make_policy(
     name: str, weights: Tensor, hyper: Hyper, options: Mapping[str, Any] | None = None
 ) -> Policy:
-    """Create the policy of one shard.
+    """Create the update policy of one shard.
 
     Args:
         name: Name of the policy.

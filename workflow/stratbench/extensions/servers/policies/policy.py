@@ -118,7 +118,7 @@ class Momentum:
         self.value = torch.zeros_like(like) if hyper.momentum else None
 
     def reset(self) -> None:
-        """Set the buffer to 0."""
+        """Set the momentum buffer to 0."""
         if self.value is not None:
             self.value.zero_()
 
@@ -230,7 +230,7 @@ class Policy(ABC):
         reset_inherited_attributes(cls, ("rigid",))
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
-        """Take over the weights of a shard.
+        """Take over the weights of a shard, which the policy then updates in place.
 
         The server may replace `self.weights` by a copy between two calls. So do not store other references to
         it.
@@ -289,7 +289,7 @@ class Policy(ABC):
         """
 
     def on_join(self, worker: int) -> None:  # noqa: B027
-        """Handle a worker that had left and is present again. It reads the weights at once."""
+        """Handle the return of a worker that had left. The worker reads the weights at once."""
 
     def state(self) -> Fields:
         """Return a copy of all attributes that determine later steps.

@@ -611,7 +611,7 @@ class Channel:
                 self._queue_frame(other, Frame(Kind.WAIT))
 
     def _send_initial(self, link: Link) -> None:
-        """Send the initial weights to one server.
+        """Send the initial weights and buffers to one server.
 
         The server sends no other frame before it has them.
         """

@@ -310,7 +310,7 @@ class Member:
 
     @property
     def has_queued(self) -> bool:
-        """Whether something is waiting to be sent."""
+        """Whether a reply to the worker is waiting to be sent."""
         return bool(self._outbox)
 
     def send_replies(self, weights: Weights) -> None:

@@ -43,7 +43,7 @@ class Membership:
         return number
 
     def add_member(self, member: Member, slot: int) -> None:
-        """Put a worker into a slot."""
+        """Put a new worker into a slot."""
         member.place = slot
         self.members[member.worker] = self._at[slot] = member
 
@@ -90,7 +90,7 @@ class OpenMembership(Membership):
         return 1 << 31
 
     def choose_slot(self, number: int) -> int:
-        """Return the lowest free slot.
+        """Return the lowest slot without a present worker.
 
         A connected worker that has not asked for weights may join again: another server had refused it.
 

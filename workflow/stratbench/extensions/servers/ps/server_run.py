@@ -42,7 +42,7 @@ _OF_A_TICKET = (Kind.PUSH, Kind.APPLY, Kind.SKIP)
 
 
 class ServerRun:
-    """The state of one server process.
+    """State of one server process during a run: workers, tickets and shards.
 
     `_lock` guards members and tickets. A thread that holds it may take a shard's lock, but a thread that
     holds a shard's lock must not take `_lock`.

@@ -72,7 +72,7 @@ class Shard:
         alive: Callable[[], bool],
         weight: float = 1.0,
     ) -> None:
-        """Apply a worker's gradient of a ticket.
+        """Apply the gradient that a worker has pushed for a ticket.
 
         If the shard has had the ticket before, because its first worker was lost half-way, the step counts as
         skipped. If the worker is lost by now, nothing changes.

@@ -71,7 +71,7 @@ class SnapshotWriter:
         n_servers: int,
         on_failure: Callable[[str], None],
     ) -> None:
-        """Start the thread.
+        """Start the thread that writes snapshots.
 
         Args:
             folder: Folder for the snapshots.
@@ -151,7 +151,7 @@ class SnapshotWriter:
 def load_snapshot(
     folder: str | Path, epoch: int, wait_s: float = 0.0
 ) -> tuple[float, Tensor, Tensor | None]:
-    """Return the servers' state after `epoch`.
+    """Return the weights and other state that the servers saved after `epoch`.
 
     Waits up to `wait_s` for the servers' writing. Counts epochs from 0.
 

@@ -55,7 +55,7 @@ class TicketPlan:
         return min(whole, len(self) - epoch * whole)
 
     def get_ticket(self, number: int) -> Ticket:
-        """Return the ticket with this number.
+        """Return the ticket with number `number` in the run.
 
         Raises:
             IndexError: If the plan has no such ticket.

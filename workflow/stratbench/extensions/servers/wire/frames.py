@@ -68,7 +68,7 @@ class ComeAgain(ProtocolError):
 
 
 class Frame(NamedTuple):
-    """The header of a frame."""
+    """Header of a frame of the parameter-server protocol."""
 
     kind: Kind
     shard: int = 0  # number of the first shard, or `BUFFERS`

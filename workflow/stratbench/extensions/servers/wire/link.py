@@ -45,7 +45,7 @@ class Link:
         self.to_send: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def expect_all(self, outdated: bool = False) -> None:
-        """Expect the weights of all shards.
+        """Expect the weights of all shards from the server.
 
         Args:
             outdated: Whether weights that arrive before the server's next WAIT do not count.

@@ -187,7 +187,7 @@ class Connection:
             self.discard_payload(frame.length)
 
     def receive_into(self, view: memoryview, between_frames: bool = False) -> None:
-        """Receive as many bytes as `view` has.
+        """Receive bytes until `view` is full.
 
         Args:
             view: Memory that is filled.
@@ -300,7 +300,7 @@ class Listeners:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """All listening sockets."""
+        """All listening sockets of the server."""
         return [self.tcp] if self.local is None else [self.tcp, self.local]
 
     def publish(self, path: str | Path, server: int, incarnation: int = 1) -> None:
@@ -324,7 +324,7 @@ class Listeners:
         write_atomic(rendezvous_file(path, server), json.dumps(endpoint))
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the listening sockets."""
         for sock in self.sockets:
             sock.close()
 
