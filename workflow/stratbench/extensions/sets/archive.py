@@ -96,7 +96,7 @@ def write_archive(
 
 
 def hash_manifest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest.
+    """Return the SHA-256 of a bundle's manifest.
 
     It covers all files that the manifest lists with their hashes.
     """

@@ -30,7 +30,7 @@ from stratbench.workload.tasks import TASKS
 
 
 def read_or_fail(text: str) -> ResultSet:
-    """Read the set at the source `text`.
+    """Read the result set that the text `text` names, or raise CommandError.
 
     Raises:
         CommandError: If the set cannot be read.

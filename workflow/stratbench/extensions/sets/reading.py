@@ -72,7 +72,7 @@ class ResultSet:
 
     @property
     def has_replaced_hosts(self) -> bool:
-        """Whether host names were replaced.
+        """Whether host names were replaced in the bundle of this set.
 
         Replaced names do not show whether two sets share a host.
         """

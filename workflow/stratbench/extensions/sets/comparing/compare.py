@@ -88,7 +88,7 @@ def compare_sets(
 
 
 def claim_comparison_folder(folder: Path, named: Mapping[str, str]) -> None:
-    """Claim the folder of a comparison.
+    """Claim the output folder of a comparison.
 
     A note is printed if the folder had a comparison of other sets.
     """

@@ -238,12 +238,12 @@ class Comparison:
 
     @cached_property
     def cells_with_ratio(self) -> list[ComparedCell]:
-        """Cells with a time ratio."""
+        """Common cells of both sets with a time ratio."""
         return [cell for cell in self.common_cells if not cell.no_ratio_reason]
 
     @cached_property
     def cells_without_ratio(self) -> list[ComparedCell]:
-        """Cells without a time ratio."""
+        """Common cells of both sets without a time ratio."""
         return [cell for cell in self.common_cells if cell.no_ratio_reason]
 
 
@@ -277,7 +277,7 @@ class Measurements:
 
 
 def compare(first: ResultSet, other: ResultSet) -> Comparison:
-    """Compare the other set with the first."""
+    """Compare a result set with the first set."""
     matched = match_cells(first, other)
     measured = Measurements(first), Measurements(other)
     scored = {name: read_score(rows) for name, rows in first.cells.groupby("experiment")}

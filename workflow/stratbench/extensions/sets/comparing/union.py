@@ -107,7 +107,7 @@ def list_candidates(
 
 
 def use_one_experiment_name(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a job's rows, all with the experiment of the first row."""
+    """Return a job's rows, all with the experiment name of the first row."""
     return rows.assign(experiment=rows["experiment"].iloc[0])
 
 
