@@ -366,7 +366,7 @@ class Pipeline(ModelSplit):
         return self._schedule
 
     def forget_batch(self) -> None:
-        """Free the schedule and its buffers."""
+        """Free the pipeline's schedule and buffers, which depend on the batch size."""
         self._schedule, self._stages, self._batch = None, [], 0
 
     def make_schedule(self, samples: int) -> Any:
@@ -511,7 +511,7 @@ class Pipeline(ModelSplit):
             yield self._compute_scores
 
     def _compute_scores(self, x: Tensor) -> Tensor:
-        """Return the scores of a batch.
+        """Return the model's output (scores) for a batch.
 
         The worker of the last stage gets the scores, and other workers get zeros. All workers must call it.
         """

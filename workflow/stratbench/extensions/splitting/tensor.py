@@ -40,7 +40,7 @@ UNLIKE = 1e-2
 
 
 class TensorParallel(ModelSplit, Sharded):
-    """torch.distributed.tensor.parallel.parallelize_module, by the tensor plan of a model.
+    """Tensor parallelism by torch.distributed.tensor.parallel, along a model's tensor plan.
 
     Each of `tensor_parallel_size` workers has some heads of every attention, some columns of the first matrix
     of every perceptron with the same rows of the second, and a part of the vocabulary (Shoeybi et al.,
