@@ -36,7 +36,7 @@ class MeasuredCombination:
 
     @property
     def name(self) -> str:
-        """Name of the combination's variant."""
+        """Name of the combination's variant in config.yaml."""
         return self.combination.name
 
     @property

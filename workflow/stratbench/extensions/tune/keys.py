@@ -1,4 +1,4 @@
-"""The block `tune` of config.yaml."""
+"""Keys of the block `tune` in config.yaml."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ FIXED = (
 
 
 def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str) -> str:
-    """Return the HTML page of an answer.
+    """Return the HTML page with the answer of `tune`.
 
     Args:
         answer: The answer.

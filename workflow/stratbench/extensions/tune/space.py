@@ -117,10 +117,7 @@ def _iter_options(name: str, gpus: int) -> Iterator[dict[str, Any]]:
 def _iter_settings(
     experiment: Mapping[str, Any], gpus: int, tune: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield settings to try in place of the experiment's.
-
-    The settings are micro-batches, activation checkpointing and compilation.
-    """
+    """Yield alternative settings to try: micro-batches, checkpointing and compilation."""
     batch = experiment.get("per_worker_batch") or experiment["global_batch"] // gpus
     values: dict[str, tuple[Any, ...]] = dict(VALUES)
     values["gradient_accumulation_steps"] = tuple(n for n in (1, 2, 4, MAX_PARTS) if batch % n == 0)
