@@ -97,7 +97,7 @@ class BlockRun:
         self._use_cuda = False
 
     def run(self) -> None:
-        """Run all segments and write block.json."""
+        """Run all segments of the block, and write block.json."""
         args, plan = self._args, self._plan
         out = args.out / blocks.BLOCK_FILE
         out.unlink(missing_ok=True)

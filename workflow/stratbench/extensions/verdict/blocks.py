@@ -39,7 +39,7 @@ class BlockError(ValueError):
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The segments that a block runs.
+    """Plan of a block: the segments to run, in order.
 
     `order` has the strategies of the first pass; the second pass has the reverse order.
 
@@ -186,7 +186,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class PairedBlock:
-    """The result of a complete block."""
+    """Result of a complete block: the segments of all strategies."""
 
     comparison_key: ComparisonKey
     block_number: int

@@ -40,7 +40,7 @@ class PairedResult:
 
 
 def read_verdict(path: str) -> dict[str, Any] | None:
-    """Read a verdict.json.
+    """Read and check the verdict of a study from verdict.json.
 
     Return None if `path` is empty, or if the file is missing, invalid or of another version.
     """

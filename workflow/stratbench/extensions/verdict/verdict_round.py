@@ -99,7 +99,7 @@ class Round:
 
     @cached_property
     def full_runs(self) -> list[Cell]:
-        """Cells that the round trains in full."""
+        """Cells that the round trains completely, instead of in blocks."""
         cells = [Cell(**coordinates) for coordinates in self.content["full_runs"]]
         return [cell for cell in cells if cell.path not in self._jobs.skipped]
 

@@ -349,7 +349,7 @@ class SequentialAnalysis:
 
     @property
     def leaders_without_score(self) -> np.ndarray:
-        """Mask of the fastest strategies, of open comparisons, whose score is unknown.
+        """Mask of the fastest strategies of open comparisons, where their scores are unknown.
 
         A full run of it may change the answer.
         """

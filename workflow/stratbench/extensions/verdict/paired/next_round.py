@@ -46,7 +46,7 @@ class NextRound:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of round.json."""
+        """Return the next round as the content of round.json."""
         return {
             "schema_version": SCHEMA_VERSION,
             "round": self.number,

@@ -122,7 +122,7 @@ def _sqrt_or_none(variance: float | None) -> float | None:
 def _add_mirror_differences(
     block: PairedBlock, segment: _WeightedMean, trend: _WeightedMean
 ) -> None:
-    """Add a block's differences between mirror and first pass to the noise.
+    """Add the differences between both passes of a block to the noise estimate.
 
     The noise is that of segments and of the trend.
     """

@@ -35,7 +35,7 @@ class FullRunScores:
     """Scores of the strategies, from the full runs that the verdict has requested."""
 
     def __init__(self, evidence: PairedEvidence, requested: Container[Cell]) -> None:
-        """Store the cells whose full runs count as `requested`. Callers may add cells later."""
+        """Store `requested`, the cells whose full runs count. Callers may add cells to it later."""
         self._evidence, self._asked = evidence, requested
         #: Strategies with which a strategy's score may be compared: those of equal arithmetic, and all of a
         #: model.
